@@ -5,14 +5,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ASIDE := $(VENV)/aside/.installed
 TEST_WORKERS ?= 3
-# A run that hangs ends with what it found so far.
-TEST_LIMIT_S ?= 2400
-# How a run of the tests ended: `make test-again` goes on from a run that came to its end alone.
-ENDED = code=$$?; mkdir -p .pytest_cache && echo $$code > .pytest_cache/ended; exit $$code
+LONG_WORKERS ?= 2
+# A run that hangs ends with its results so far.
+TEST_LIMIT_S ?= 1200
+LONG_LIMIT_S ?= 2400
+RUN_TESTS = PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-again test-long test-node check unit chaos fuzz install clean redis bwrap bench bench-learner docs screenshots docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
+.PHONY: demo test test-long test-node check unit chaos fuzz install clean redis bwrap bench bench-learner docs screenshots docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
 
 install: $(STAMP)
 
@@ -44,20 +45,14 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The checks and the short suite.
 test: check redis bwrap $(ASIDE)
-	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 $(TEST_LIMIT_S) \
-		$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder; $(ENDED)
+	$(RUN_TESTS) $(TEST_LIMIT_S) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-# What failed in the last `make test` or `make test-long`, alone: many processes at once can outlast a deadline. More than 20
-# are no accident.
-test-again: redis bwrap $(ASIDE)
-	$(BIN)/python tests/failed_before.py --at-most 20
-	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 900 \
-		$(BIN)/python -m pytest -n 0 -m "not chaos" --last-failed --last-failed-no-failures none
-
-# Acceptance runs of half a minute and more, one at a time.
+# The rest: process tests of several seconds, then those that measure speed or learning, one at a time.
 test-long: redis bwrap $(ASIDE)
-	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 1800 $(BIN)/python -m pytest -m long -n 0; $(ENDED)
+	$(RUN_TESTS) $(LONG_LIMIT_S) $(BIN)/python -m pytest -m "long and not alone" -n $(LONG_WORKERS) --dist load
+	$(RUN_TESTS) $(LONG_LIMIT_S) $(BIN)/python -m pytest -m "long and alone" -n 0
 
 # The reward worker in JavaScript against a real buffer (node 20 and npm). Its packages run no scripts of their own.
 NODE_EXAMPLE = examples/reward-worker-js
@@ -74,8 +69,9 @@ chaos: redis
 fuzz: install
 	$(BIN)/python tests/security/fuzzing.py --frames 500000 --out benchmarks/results/fuzz.txt
 
+# The tests of pure functions and single modules: before each commit.
 unit: install
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest tests/unit -n $(TEST_WORKERS) --dist loadfile
 
 bench: redis
 	$(BIN)/python benchmarks/bench_cli.py

@@ -100,9 +100,14 @@ def find(group: str, name: str) -> Any:
     return load_object(known[name], code="config.extra")
 
 
+#: Modules that configurations of earlier versions name.
+MOVED = {f"asyncrl.recipes.{name}": f"asyncrl.demo.{name}" for name in ("tasks", "calculator", "code")}
+
+
 def load_object(dotted: str, *, code: str, where: str = "") -> Any:
     """The object behind 'module:name'. Raises an error with `code` that says which half is missing."""
     module_name, _, name = dotted.partition(":")
+    module_name = MOVED.get(module_name, module_name)
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:

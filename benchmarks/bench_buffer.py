@@ -42,7 +42,9 @@ from asyncrl.engine import GenDelta  # noqa: E402, RUF100
 from asyncrl.monitor.control import ServiceClient
 from asyncrl.net.frames import keep_memory
 from asyncrl.runtime.run_dir import RunDir, endpoint
-from buffers.client.client import ClaimedBatch, LearnerClient, ProducerClient, group_data
+from asyncrl.wire.batch_arrays import ClaimedBatch, group_data
+from buffers.client.learner import LearnerClient
+from buffers.client.producer import ProducerClient
 
 SIZES = {"small": (16, 0.0), "typical": (1000, 0.8), "large": (16384, 0.0)}
 BATCH = 64

@@ -33,7 +33,7 @@ from asyncrl.config import Config, dump, parse  # noqa: E402, RUF100
 from asyncrl.engine import GenDelta  # noqa: E402, RUF100
 from asyncrl.monitor.control import ServiceClient
 from asyncrl.runtime.run_dir import RunDir, endpoint
-from buffers.client.client import ProducerClient
+from buffers.client.producer import ProducerClient
 
 CALL_S = 0.010
 GROUP = 8

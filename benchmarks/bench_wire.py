@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from bench_buffer import REWARDS, ROW, SIZES, make_groups  # noqa: E402, RUF100
 
 from asyncrl import wire  # noqa: E402, RUF100
-from buffers.client.client import group_data
+from asyncrl.wire.batch_arrays import group_data
 
 
 def encode(prompt: Any, samples: Any) -> list[Any]:

@@ -29,7 +29,8 @@ from bench_packing import Setting, make_config  # noqa: E402, RUF100
 from children import forget_peak, resident  # noqa: E402, RUF100
 
 from asyncrl.config import WeightSyncConfig  # noqa: E402, RUF100
-from learners.backends.fsdp2.backend import DTYPES, FSDP2Backend, bytes_of
+from learners.backends.base import DTYPES, tensor_bytes
+from learners.backends.fsdp2.backend import FSDP2Backend
 from learners.backends.fsdp2.sharded_module import OWN
 from learners.gang.gang import Gang
 from weightsync.plan.buckets import TensorSpec, plan_buckets
@@ -67,7 +68,7 @@ class Rounds:
             parameter: Any = root.get_parameter(OWN + tensor.name)
             whole = parameter.full_tensor()
             if self.gang.lead:
-                yield tensor.name, bytes_of(whole, self.sent, lend=True)
+                yield tensor.name, tensor_bytes(whole, self.sent, lend=True)
 
     @torch.no_grad()
     def state_dict(self) -> Chunks:
@@ -77,7 +78,7 @@ class Rounds:
         )
         if self.gang.lead:
             for tensor in self.plan.tensors:
-                yield tensor.name, bytes_of(whole[OWN + tensor.name], self.sent, lend=True)
+                yield tensor.name, tensor_bytes(whole[OWN + tensor.name], self.sent, lend=True)
 
     def take(self, way: str) -> tuple[float, int]:
         """Seconds until the last byte is in its bucket, and extra bytes."""

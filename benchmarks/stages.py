@@ -28,9 +28,11 @@ from asyncrl.net.frames import keep_memory
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import Packet  # noqa: E402, RUF100
 from buffers import main as server
-from buffers.client import client as clients
-from buffers.client.client import LearnerClient, ProducerClient
+from buffers.client import learner as learner_client
+from buffers.client.learner import LearnerClient
 from buffers.client.place_reader import PlaceReader
+from buffers.client.place_writer import PlaceWriter
+from buffers.client.producer import ProducerClient
 from buffers.service import service
 
 STEPS_TO_CHECKPOINT = 4
@@ -116,8 +118,8 @@ def measure(toml: str, groups: list[Any], *, count: int, batch: int, row: Any, r
 def _patch(clock: Clock, serving: Any) -> list[tuple[Any, str, Any]]:
     kept = [(wire, name, getattr(wire, name)) for name in ("pack_parts", "validate_samples", "decode_samples")]
     kept += [(service, "lines_of", service.lines_of), (wire, "encode", wire.encode), (wire, "decode", wire.decode)]
-    kept += [(clients, "claimed", clients.claimed)]
-    groups = serving.groups
+    kept += [(learner_client, "decode_batch", learner_client.decode_batch)]
+    machine = serving.machine
     for stage, owner, name in (
         ("producer: pack arrays", wire, "pack_parts"),
         ("validate", wire, "validate_samples"),
@@ -127,18 +129,18 @@ def _patch(clock: Clock, serving: Any) -> list[tuple[Any, str, Any]]:
         ("service: read and verify the place", serving.segments.guests, "read"),
         ("service: write the segment", serving.segments, "flush"),
         ("service: release", serving.segments, "release"),
-        ("service: samples into the state machine", groups, "samples"),
-        ("service: leases", groups, "lease"),
-        ("service: claim, commit, retire", groups, "claim"),
-        ("service: claim, commit, retire", groups, "commit"),
-        ("service: claim, commit, retire", groups, "checkpointed"),
-        ("service: rows", groups, "take"),
+        ("service: samples into the state machine", machine.intake, "take"),
+        ("service: leases", machine, "lease"),
+        ("service: claim, commit, retire", machine, "claim"),
+        ("service: claim, commit, retire", machine, "commit"),
+        ("service: claim, commit, retire", machine.batches, "checkpointed"),
+        ("service: rows", machine, "take"),
         ("service: history lines", service, "lines_of"),
         ("service: store", serving.store, "apply"),
         ("service: history file", serving.history, "write"),
-        ("service: running lengths", serving._lengths, "take"),
+        ("service: running lengths", serving.context.lengths, "take"),
         ("service: drain, calls, answers", serving, "handle"),
-        ("learner: arrays", clients, "claimed"),
+        ("learner: arrays", learner_client, "decode_batch"),
     ):
         clock.patch(stage, owner, name)
     return kept
@@ -158,7 +160,7 @@ def _work(
     producer, learner = ProducerClient.__new__(ProducerClient), LearnerClient.__new__(LearnerClient)
     producer.name, learner.name = "p", "l"
     welcome = ask(wire.Hello("producer", "p", 1, "h")).message
-    producer._writer = clients.PlaceWriter.of(welcome) if how == "place" else None
+    producer._writer = PlaceWriter.of(welcome) if how == "place" else None
     if producer._writer is not None:
         clock.patch("producer: write the place", producer._writer, "write")
         producer.place_from = 0
@@ -190,7 +192,7 @@ def _work(
                 drain.clear()
         found = ask(wire.Claim(registered.epoch, step, step - 1, 0.0, True)).message
         filled, payloads = reader.fill(found)
-        assert len(clients.claimed(filled, payloads).groups) == batch
+        assert len(learner_client.decode_batch(filled, payloads).groups) == batch
         ask(wire.Commit(registered.epoch, step, step))
         if step % STEPS_TO_CHECKPOINT == 0:
             ask(wire.Checkpointed(registered.epoch, step))

@@ -19,7 +19,7 @@ import msgspec
 
 from asyncrl.errors import UNREADABLE, Fenced, StateLost
 from asyncrl.runtime.run_dir import write_atomic
-from buffers.client.client import epoch_of, grown_ledger
+from buffers.client.offline_ledger import epoch_of, grown_ledger
 
 
 class Account:
@@ -34,7 +34,7 @@ class Account:
         """The weights hold this step now."""
         self._trained[step] = tuple(groups)
 
-    def bury(self, step: int, group: int, reason: str) -> None:
+    def quarantine(self, step: int, group: int, reason: str) -> None:
         """A group of the step was quarantined."""
         self._dead[group] = (step, reason)
 

@@ -47,7 +47,7 @@ from learners.step.timing import StepTimes
 from learners.step.update import StepResult
 
 if TYPE_CHECKING:
-    from buffers.client.client import ClaimedBatch
+    from asyncrl.wire.batch_arrays import ClaimedBatch
 
 MAX_SKIPPED = 3
 

@@ -86,8 +86,9 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     from asyncrl.config.mode import streams
     from asyncrl.runtime.fingerprint import model_fingerprint
     from asyncrl.runtime.run_dir import endpoint, sibling_address
-    from buffers.client.client import LearnerClient
-    from learners.rank_zero import Heart, Services, Silence
+    from buffers.client.learner import LearnerClient
+    from learners.heartbeat import Heart, Patience
+    from learners.rank_zero import Services
     from weightsync.publisher.publisher import Publisher
 
     keys = run_key(args, config)
@@ -104,7 +105,7 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
             )
             self._requester.on_silence = self._beats.on_silence = on_silence
 
-    silence = Silence(f"buffer {buffer_address}", limit_s=network.request_timeout_s, stop=stop)
+    silence = Patience(f"buffer {buffer_address}", limit_s=network.request_timeout_s, stop=stop)
     buffer: Any = WatchedClient(network.request_timeout_s, silence)
     leaving = threading.Event()
     pulse = WatchedClient(HEARTBEAT_TIMEOUT_S, lambda _: stop.is_set() or leaving.is_set())

@@ -30,8 +30,7 @@ from asyncrl.runtime.role import RoleArgs, Stop, run
 from asyncrl.runtime.run_dir import RunDir, write_atomic
 
 if TYPE_CHECKING:
-    from asyncrl.wire.batch_arrays import GroupData
-    from buffers.client.client import ClaimedBatch
+    from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData
     from learners.backends.base import Backend
     from learners.gang.gang import Gang
     from learners.step.resilient_step import Trial

@@ -11,7 +11,7 @@ from asyncrl.config.mode import answer_keys, is_paired
 from asyncrl.engine import GenDelta
 from asyncrl.errors import ConfigError
 from asyncrl.wire import Lease, Leases
-from buffers.client.client import ProducerClient
+from buffers.client.producer import ProducerClient
 from producers.data.prompts import BadPrompt
 from producers.engines.dataset import DatasetEngine, NoWeights, Tokens, encode_row
 from producers.support.retry import Patience
@@ -21,7 +21,7 @@ from producers.worker import Producer
 class DatasetProducer(Producer):
     """Answers each lease with its row."""
 
-    poll_s = 0.05  # nothing swaps here, so the version of a request is outdated by every step of the learner
+    poll_s = 0.05  # no swaps here: every step of the learner outdates the version of a request
     engine: Any
     receiver: Any
 
@@ -29,7 +29,7 @@ class DatasetProducer(Producer):
         self, config: Config, *, client: ProducerClient, engine: DatasetEngine, receiver: NoWeights, patience: Patience
     ) -> None:
         super().__init__(config, client=client, engine=engine, receiver=receiver, patience=patience)  # type: ignore[arg-type]
-        row = self.prompts.row_of(0)
+        row = self.prompts.row_for(0)
         missing = [key for key in answer_keys(config) if key not in row]
         if missing and (is_paired(config) or not isinstance(row.get(config.data.prompt_key), list)):
             raise ConfigError(
@@ -38,19 +38,19 @@ class DatasetProducer(Producer):
                 where=config.data.source or config.data.path,
             )
 
-    def _heard(self, answer: Leases) -> None:
+    def _note_answer(self, answer: Leases) -> None:
         self.engine.version = answer.version
 
     async def _group(self, lease: Lease) -> None:
         version = self.engine.version
         try:
-            row = self.prompts.row_of(lease.group)
+            row = self.prompts.row_for(lease.group)
             prompt_ids, answers = encode_row(row, self.config, self.tokenizer)
         except BadPrompt as problem:
             reason = problem.reason
             await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))
             return
-        made = [sample_of(lease, index, answers[index], version) for index in lease.missing]
+        made = [make_sample(lease, index, answers[index], version) for index in lease.missing]
         sent = {key: value for key, value in row.items() if key not in answer_keys(self.config)}
         reply = await self._patiently(
             lambda: self.client.submit(
@@ -59,7 +59,7 @@ class DatasetProducer(Producer):
                 samples=made,
                 row=sent,
                 digests={version: self.engine.digest},
-                rewards={index: reward_of(index, len(answers)) for index in lease.missing},
+                rewards={index: row_reward(index, len(answers)) for index in lease.missing},
             )
         )
         self.samples += len(made)
@@ -67,12 +67,12 @@ class DatasetProducer(Producer):
         await self._stop_work(reply.cancelled, but=lease)
 
 
-def sample_of(lease: Lease, index: int, tokens: Tokens, version: int) -> GenDelta:
+def make_sample(lease: Lease, index: int, tokens: Tokens, version: int) -> GenDelta:
     """One answer as a finished sample."""
     logprobs = np.zeros(tokens.size, np.float32)
     return GenDelta(f"{lease.group}:{lease.token}", index, tokens, logprobs, ((version, tokens.size),), "stop")
 
 
-def reward_of(index: int, answers: int) -> float:
+def row_reward(index: int, answers: int) -> float:
     """1 for the chosen answer of a pair, else 0."""
     return float(answers == 2 and index == 0)

@@ -22,22 +22,22 @@ from asyncrl.process_plan.interpreters import own_url
 from asyncrl.runtime import role
 from asyncrl.runtime import run_dir as rundir
 from asyncrl.runtime.liveness import Sign
-from buffers.client.client import ProducerClient
+from buffers.client.producer import ProducerClient
 from producers.data.evaluation_prompts import HeldOutPrompts
 from producers.support.retry import Patience
 from producers.worker import GIVE_BACK_S, Producer
 from weightsync.receiver.receiver import Receiver
 
 
-async def until_stopped(stop: role.Stop, producer: Producer) -> None:
-    """Wait for SIGTERM and let `run` end by itself; return if it does not."""
+async def wait_for_stop(stop: role.Stop, producer: Producer) -> None:
+    """Wait for SIGTERM and let `run` end; return if it does not."""
     while not stop.is_set():
         await asyncio.sleep(0.1)
     producer.leaving = True
     await asyncio.sleep(GIVE_BACK_S)
 
 
-def parts_of(
+def make_parts(
     config: Config,
     args: role.RoleArgs,
     *,
@@ -48,7 +48,7 @@ def parts_of(
     sync: str,
     keys: Any,
 ) -> tuple[Producer, Any]:
-    """What works and what receives weights, by the mode: rows of a data set as they are need no weights."""
+    """The worker and the receiver, by the mode: dataset rows need no weights."""
     if streams(config):
         from producers.dataset_worker import DatasetProducer
         from producers.engines.dataset import NoWeights
@@ -69,7 +69,7 @@ def parts_of(
 
 
 async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
-    """Connect, load, work, and leave in order whatever ends it."""
+    """Connect, load, work, and end in order."""
     keys = role.join_key(args, config)
     address, limit_s = args.connect or rundir.endpoint(config, "buffer"), config.network.request_timeout_s
     patience = Patience(f"buffer {address}", limit_s=limit_s, stop=stop)
@@ -85,7 +85,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     try:
         welcome = await patience.ask(lambda: client.hello(engine.fingerprint(), evaluation_rows=held_out.rows))
         sync = rundir.sibling_address(welcome.endpoints.get("weightsync", ""), args.connect) if args.connect else ""
-        producer, receiver = parts_of(
+        producer, receiver = make_parts(
             config, args, client=client, engine=engine, patience=patience, held_out=held_out, sync=sync, keys=keys
         )
         await engine.start()
@@ -96,7 +96,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
                 producer.run(),
                 receiver.run(leave),
                 producer.heartbeats(),
-                until_stopped(stop, producer),
+                wait_for_stop(stop, producer),
                 producer.signs(Sign(rundir.RunDir(config.run_dir).alive, role="producer", name=args.name)),
             )
         ]
@@ -110,7 +110,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
             raise
         print(f"left without a word: {error.message}; its leases expire", flush=True)
     finally:
-        leave.set()  # the receiver signs off
+        leave.set()  # ends the receiver
         for task in tasks[:1] + tasks[2:]:
             task.cancel()
         if producer is not None:
@@ -123,13 +123,11 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
 
 
 def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
-    """The role's body for `asyncrl.runtime.role.run`."""
     keep_memory()  # payloads are made and freed all the time
     asyncio.run(produce(args, config, stop))
 
 
 def main() -> int:
-    """Entry point of the process."""
     return role.run("producer", body)
 
 

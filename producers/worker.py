@@ -28,14 +28,14 @@ from asyncrl.evaluation.ids import is_evaluation
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.liveness import Sign
 from asyncrl.wire import Lease, Leases, PiecesReply, SamplesReply
-from buffers.client.client import ProducerClient
+from buffers.client.producer import ProducerClient
 from producers.data.evaluation_prompts import HeldOutPrompts
 from producers.data.prompts import BadPrompt, Prompts, Row, encode_prompt
 from producers.data.tokenizer import Tokenizer
-from producers.environments.multi_turn import environment_of
-from producers.rollout.capacity import capacity_of
+from producers.environments.multi_turn import make_environment
+from producers.rollout.capacity import make_capacity
 from producers.rollout.partial_samples import Trail
-from producers.rollout.rollout import Finished, extras_of, roll_out, side_by_side
+from producers.rollout.rollout import Finished, roll_out, run_together, submit_fields
 from producers.support.retry import Patience
 from weightsync.receiver.receiver import Receiver
 
@@ -74,14 +74,14 @@ class Producer:
         self.tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         self.prompts = Prompts(config.data, seed=config.run.seed)
         self.held_out = held_out or HeldOutPrompts(config)
-        self.environment = environment_of(config, self.tokenizer)
+        self.environment = make_environment(config, self.tokenizer)
         self.work: dict[asyncio.Task[None], Lease] = {}
-        self.capacity = capacity_of(config, EngineCapabilities("unknown", config.producers.slots, 0))
-        self.requests: dict[tuple[int, int], list[str]] = {}  # at the engine, by (group, token) of their lease
+        self.capacity = make_capacity(config, EngineCapabilities("unknown", config.producers.slots, 0))
+        self.requests: dict[tuple[int, int], list[str]] = {}  # at the engine, by (group, token) of the lease
         self.samples = 0
-        self.continued = self.saved_tokens = 0  # samples that others had begun, tokens not made again
+        self.continued = self.saved_tokens = 0  # continued samples, tokens not generated again
         self.refused = 0
-        self.cancelled = 0  # leases given up because the buffer said so
+        self.cancelled = 0  # leases that the buffer cancelled
         self._swaps = 0
         self._version = -1
         self._last = (time.monotonic(), 0.0)  # (when, busy_s) of the last heartbeat
@@ -90,24 +90,24 @@ class Producer:
         """Keep groups in flight until the run is done."""
         await self.environment.open()
         await self.receiver.wait_version(0, timeout_s=self.config.run.hang_timeout_s)
-        self.capacity = capacity_of(self.config, self.engine.capabilities())
+        self.capacity = make_capacity(self.config, self.engine.capabilities())
         done = False
         while (self.work or not done) and not self.leaving:
-            groups = 0 if done else self.capacity.wanted(preempted=self.engine.health().preempted)
+            groups = 0 if done else self.capacity.groups_wanted(preempted=self.engine.health().preempted)
             if groups:
                 done = await self._ask(groups)
             elif self.work:
                 await asyncio.wait(self.work, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
             for task in [task for task in self.work if task.done()]:
-                self.capacity.ended(self.work.pop(task))
+                self.capacity.end_group(self.work.pop(task))
                 if not task.cancelled():
                     task.result()
 
     async def _ask(self, groups: int) -> bool:
-        """Lease up to that many groups and start them; True when none will come any more."""
+        """Lease up to this many groups and start them; True when no more will come."""
         asked = time.monotonic()
         version, committed = self.engine.health().version, self.receiver.version
-        if version < 0:  # dirty; what is leased already stands still as well
+        if version < 0:  # dirty; leased groups stand still as well
             self.waiting_for = self.receiver.waiting_for
             await self.receiver.wait_newer(committed, self.poll_s)
             return False
@@ -117,14 +117,14 @@ class Producer:
             # bounded: the receiver's wait is
             await asyncio.wait({*asking, newer}, return_when=asyncio.FIRST_COMPLETED)
             if not asking[0].done() and self.engine.health().version > version:
-                # The service answers the older request first, now: with nothing, if it has not granted it meanwhile.
+                # The service then answers the older request at once: with nothing if it was not granted.
                 asking.append(asyncio.ensure_future(self._lease(self.engine.health().version, groups)))
             answers = [self._take(await task) for task in asking]  # bounded: a request has its deadline
         finally:
             for task in (*asking, newer):
                 task.cancel()
         if not any(answer.leases or answer.done for answer in answers):
-            # A service that answers at once (it knows that waiting is futile) must not make this a busy loop.
+            # A service that answers at once must not make this a busy loop.
             await asyncio.sleep(max(0.0, min(0.05, self.poll_s - (time.monotonic() - asked))))
         return any(answer.done for answer in answers)
 
@@ -133,19 +133,19 @@ class Producer:
         return await self._patiently(ask)
 
     def _take(self, answer: Leases) -> Leases:
-        """Start what was leased."""
-        self._heard(answer)
+        """Start the leased groups."""
+        self._note_answer(answer)
         if answer.leases:
             failpoint("producer.after_lease")
         for lease in answer.leases:
-            if not is_evaluation(lease.group):  # its share comes beside that of training: the buffer bounds it
-                self.capacity.leased(lease, len(lease.missing))
+            if not is_evaluation(lease.group):  # on top of training: the buffer bounds it
+                self.capacity.add_group(lease, len(lease.missing))
             self.work[asyncio.create_task(self._group(lease))] = lease
         self.waiting_for = "" if self.work else answer.reason or "a lease"
         return answer
 
-    def _heard(self, answer: Leases) -> None:
-        """An answer to a request for work came (see `producers.engines.dataset`)."""
+    def _note_answer(self, answer: Leases) -> None:
+        """Hook for subclasses: an answer to a lease request."""
 
     async def _group(self, lease: Lease) -> None:
         """Generate the missing samples of one leased group."""
@@ -155,7 +155,7 @@ class Producer:
         if is_evaluation(lease.group):
             prompts, sampling = self.held_out, self.held_out.sampling
         try:
-            row = prompts.row_of(lease.group)
+            row = prompts.row_for(lease.group)
             prompt_ids = encode_prompt(row, self.config.data, self.tokenizer, self.environment.tools)
         except BadPrompt as problem:
             reason = problem.reason
@@ -174,12 +174,12 @@ class Producer:
             delta_tokens=0 if is_evaluation(lease.group) else self.config.producers.checkpoint_tokens,
         )
         if not self.config.environment.is_single_turn:
-            begun = ()  # turns cannot be taken up from tokens alone
+            begun = ()  # turns cannot be continued from tokens alone
         trail = Trail(request, begun, self.receiver.digests)
 
         async def deliver(finished: list[Finished]) -> bool:
-            await self._attested([item.sample for item in finished])
-            samples = [trail.whole(item.sample) for item in finished]
+            await self._wait_attested([item.sample for item in finished])
+            samples = [trail.complete_sample(item.sample) for item in finished]
             failpoint("producer.before_send")
             reply = await self._patiently(
                 lambda: self.client.submit(
@@ -188,18 +188,18 @@ class Producer:
                     samples=samples,
                     row=row,
                     digests=trail.digests([sample.runs for sample in samples], self.receiver.digests),
-                    **extras_of(finished),
+                    **submit_fields(finished),
                 )
             )
             failpoint("producer.after_ack")
             self.samples += len(samples)
             for sample in samples if not is_evaluation(lease.group) else ():
                 done = len(sample.token_ids)
-                self.capacity.finished(lease, prompt_tokens=len(prompt_ids), response_tokens=done)
+                self.capacity.end_sample(lease, prompt_tokens=len(prompt_ids), response_tokens=done)
             self.refused += len(reply.refused)
-            counts = trail.saved([sample for sample in samples if sample.index in reply.accepted])
+            counts = trail.count_saved([sample for sample in samples if sample.index in reply.accepted])
             self.continued, self.saved_tokens = self.continued + counts[0], self.saved_tokens + counts[1]
-            return await self._still_held(lease, reply)
+            return await self._is_held(lease, reply)
 
         try:
             await self._play(lease, row, trail, sampling, deliver)
@@ -216,7 +216,7 @@ class Producer:
         sampling: SamplingConfig,
         deliver: Callable[[list[Finished]], Awaitable[bool]],
     ) -> None:
-        """All parts of a group: what starts from the prompt, beside each sample that goes on from where others were."""
+        """All parts of a group in parallel: new samples, and each continued sample."""
         keep = partial(self._keep, lease, trail)
 
         async def one_after_the_other(parts: Sequence[GenRequest]) -> bool:
@@ -228,13 +228,13 @@ class Producer:
         started, going_on = trail.parts(sampling)
         self.requests[lease.group, lease.token] = [part.id for part in (*started, *going_on)]
         try:
-            await side_by_side([one_after_the_other(parts) for parts in (started, *([part] for part in going_on))])
+            await run_together([one_after_the_other(parts) for parts in (started, *([part] for part in going_on))])
         finally:
             del self.requests[lease.group, lease.token]
 
     async def _keep(self, lease: Lease, trail: Trail, deltas: list[GenDelta]) -> bool:
-        """Send what is new of samples under way; False once the lease is lost."""
-        await self._attested(deltas)
+        """Send new tokens of samples under way; False once the lease is lost."""
+        await self._wait_attested(deltas)
         for delta in deltas:
             trail.take(delta)
         pieces = trail.pieces({delta.index for delta in deltas})
@@ -244,25 +244,25 @@ class Producer:
         failpoint("producer.before_piece")
         reply = await self._patiently(lambda: self.client.keep(lease, pieces, digests))
         failpoint("producer.after_piece")
-        trail.kept(reply)
-        return await self._still_held(lease, reply)
+        trail.take_reply(reply)
+        return await self._is_held(lease, reply)
 
-    async def _attested(self, made: Sequence[GenDelta]) -> None:
-        """A token can be made in the first step after a swap, while the digest of the new weights is computed."""
+    async def _wait_attested(self, made: Sequence[GenDelta]) -> None:
+        """Wait for the digest of the weights: a token can come before it, in the first step after a swap."""
         newest = max(version for delta in made for version, _ in delta.runs)
-        # Longer than a commit may take: where one hangs, `engine.broken` of the commit is what ends this process.
+        # Longer than a commit may take: a hanging commit ends this process with `engine.broken`.
         limit_s = self.config.weightsync.timeout_s + ATTESTED_S
         await self.receiver.wait_version(newest, timeout_s=limit_s)
 
-    async def _still_held(self, lease: Lease, reply: SamplesReply | PiecesReply) -> bool:
-        """Whether an answer leaves this lease in force; others that it cancels are given up."""
+    async def _is_held(self, lease: Lease, reply: SamplesReply | PiecesReply) -> bool:
+        """Whether the lease is still valid after this answer; stops the leases that it cancels."""
         await self._stop_work(reply.cancelled, but=lease)
         if (lease.group, lease.token) in reply.cancelled:
             return False
         return not any(reason.lower().startswith(LOST) for reason in reply.refused.values())
 
     async def _stop_work(self, cancelled: Sequence[tuple[int, int]], *, but: Lease | None = None) -> None:
-        """Give up leases whose samples nobody wants any more (`but` the one whose own delivery says so)."""
+        """Stop cancelled leases, except `but`, whose own delivery reports it."""
         wanted = set(cancelled)
         for task, lease in list(self.work.items()):
             if (lease.group, lease.token) in wanted and lease is not but and not task.done():
@@ -277,7 +277,7 @@ class Producer:
         return await self.patience.ask(call, on_wait=waits)
 
     async def heartbeats(self) -> None:
-        """Tell the buffer how it goes; renews the leases."""
+        """Send heartbeats to the buffer; they renew the leases."""
         while True:
             stats = self.stats()
             holds = tuple(self.work.values())
@@ -286,12 +286,12 @@ class Producer:
             await asyncio.sleep(self.config.log.heartbeat_s)
 
     def waits(self) -> str:
-        """What it waits for; empty while it works."""
+        """The reason of its waiting; empty while it works."""
         waits = self.receiver.waiting_for if self.engine.health().version < 0 else self.waiting_for
         return waits or self.patience.waits_for
 
     async def signs(self, sign: Sign) -> None:
-        """Signs of life that need no other role."""
+        """Write signs of life for the launcher."""
         try:
             while True:
                 sign.beat(self.waits())
@@ -311,8 +311,8 @@ class Producer:
             "generated_tokens": health.generated_tokens,
             "generated_samples": self.samples,
             "groups_in_flight": len(self.work),
-            "samples_in_flight": self.capacity.in_flight,
-            "held_tokens": self.capacity.held_tokens,
+            "samples_in_flight": self.capacity.leased_samples,
+            "held_tokens": self.capacity.tokens_per_sample,
             "kv_used": health.kv_used,
             "preempted_samples": health.preempted,
             "live_slots": health.running,
@@ -326,7 +326,7 @@ class Producer:
         }
 
     async def give_back(self, reason: str) -> None:
-        """Cancel what is under way and return its leases; a buffer that is away takes them back by itself."""
+        """Cancel all work and return its leases; without the buffer they expire."""
         leases = list(self.work.values())
         for task in self.work:
             task.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 COMPUTE, WAIT = ("e2e", "engines", "distributed", "simulator", "model"), ("faults", "contract")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort by file (`make test` hands out whole files in this order)."""
+    """Sort by file (`make test` hands out whole files in this order), and mark the cases that `make test-long` runs."""
+    for item in items:
+        if _is_long_case(item):
+            item.add_marker(pytest.mark.long)
     files = {item.path: None for item in items}
     compute, wait = ([path for path in files if path.parent.name in names] for names in (COMPUTE, WAIT))
     turns = itertools.chain.from_iterable(itertools.zip_longest(compute, wait))
     order = {path: number for number, path in enumerate(path for path in turns if path is not None)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+def _is_long_case(item: pytest.Item) -> bool:
+    """By `long_cases(pattern, ...)` or `long_except(pattern, ...)` over the id of a parametrized case."""
+    case = getattr(getattr(item, "callspec", None), "id", "")
+    listed = [any(fnmatch(case, pattern) for pattern in mark.args) for mark in item.iter_markers("long_cases")]
+    kept = [any(fnmatch(case, pattern) for pattern in mark.args) for mark in item.iter_markers("long_except")]
+    return any(listed) or not all(kept)
 
 
 @pytest.fixture

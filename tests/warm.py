@@ -41,7 +41,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = (
     "torch.distributed.fsdp", "torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
     "transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "tokenizers", "zmq.asyncio",
-    "buffers.client.client", "buffers.groups.machine", "buffers.main", "buffers.stores.sqlite", "weightsync.main",
+    "buffers.client.producer", "buffers.client.learner", "buffers.groups.machine", "buffers.main",
+    "buffers.stores.sqlite", "weightsync.main",
     "weightsync.publisher.publisher", "weightsync.receiver.receiver", "producers.engines.hf.engine", "producers.main",
     "producers.rewards.main",
     "learners.gang.local_gang", "learners.loop", "learners.main", "learners.backends.fsdp2.backend", "asyncrl.cli",

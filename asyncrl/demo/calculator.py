@@ -40,7 +40,7 @@ def operands(*, seed: int, index: int, split: str = "train") -> tuple[int, int]:
     """Two numbers in 11..99. Raises ValueError for an unknown split."""
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; known: {', '.join(SPLITS)}")
-    rng = random.Random(f"asyncrl.demo.calculator/{split}/{seed}/{index}")
+    rng = random.Random(f"asyncrl.recipes.calculator/{split}/{seed}/{index}")
     return rng.randint(11, 99), rng.randint(11, 99)
 
 

@@ -24,7 +24,7 @@ def function_steps(*, seed: int, index: int, split: str = "train") -> tuple[Step
     """The two steps of a function. Raises ValueError for an unknown split."""
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; known: {', '.join(SPLITS)}")
-    return draw_steps(random.Random(f"asyncrl.demo.code/{split}/{seed}/{index}"))
+    return draw_steps(random.Random(f"asyncrl.recipes.code/{split}/{seed}/{index}"))
 
 
 def draw_steps(rng: random.Random) -> tuple[Step, Step]:

@@ -37,7 +37,7 @@ MODEL_TIMEOUT_S = 3600.0
 GAIN_STEPS = 20  # a shorter run need not show a gain
 MIN_PROCESSES = 6
 WALL_S = 180.0  # from the start of the roles to the last step
-MODEL_DONE = "warm_start.json"  # written last by `learners.warm_start.sft`
+MODEL_DONE = "warm_start.json"  # written last by `learners.warm_start.arithmetic`
 
 
 class Promise(msgspec.Struct, frozen=True):
@@ -150,15 +150,15 @@ def _make_model(task: str, folder: Path) -> None:
     print(f"model     making the warm start of {task} -> {folder} (once, a few minutes on a CPU)", flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path()), "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", "learners.warm_start.sft", "--task", task, "--out", str(folder)]
+    command = [sys.executable, "-m", "learners.warm_start.arithmetic", "--task", task, "--out", str(folder)]
     try:
         done = subprocess.run(command, env=env, timeout=MODEL_TIMEOUT_S, stdin=subprocess.DEVNULL, check=False)
     except subprocess.TimeoutExpired:
         raise AsyncRLError(
-            "role.failed", f"no model within {MODEL_TIMEOUT_S:g} s", where="learners.warm_start.sft"
+            "role.failed", f"no model within {MODEL_TIMEOUT_S:g} s", where="learners.warm_start.arithmetic"
         ) from None
     if done.returncode:
-        raise AsyncRLError("role.failed", f"ended with code {done.returncode}", where="learners.warm_start.sft")
+        raise AsyncRLError("role.failed", f"ended with code {done.returncode}", where="learners.warm_start.arithmetic")
 
 
 def _remove_run(folder: Path) -> None:

@@ -51,7 +51,7 @@ def row_random(task: str, *, seed: int, index: int, split: str = "train") -> ran
         ValueError: `task` or `split` is unknown.
     """
     _check(task, split)
-    return random.Random(f"asyncrl.demo.tasks/{task}/{split}/{seed}/{index}")
+    return random.Random(f"asyncrl.recipes.tasks/{task}/{split}/{seed}/{index}")
 
 
 def pareto_terms(rng: random.Random) -> int:

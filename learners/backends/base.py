@@ -13,6 +13,7 @@ their layout over ranks; it knows nothing of batches, queues or losses. Guarante
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -22,9 +23,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learners.batch.assembly import MicroBatch
+from asyncrl.config import Config
+from learners.batch.micro_batches import MicroBatch, Sample
 from learners.models.logprobs import TokenNumbers
 from weightsync.encoding.adapter import AdapterConfig
+
+DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
+PACKING_LIMIT = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 
 
 class Micro(NamedTuple):
@@ -209,3 +214,29 @@ def to_device(micro: MicroBatch, device: torch.device) -> Micro:
         scales=torch.tensor(micro.scales, device=device),
         right=torch.tensor(micro.right, device=device).bool(),
     )
+
+
+def published_dtype(config: Config) -> str:
+    """The dtype in which weights leave: `weightsync.dtype`, for `auto` that of the model."""
+    return config.model.dtype if config.weightsync.dtype == "auto" else config.weightsync.dtype
+
+
+def tensor_bytes(tensor: Tensor, dtype: torch.dtype, *, lend: bool) -> npt.NDArray[np.uint8]:
+    """The bytes of a tensor in a dtype, on the host: a copy, or with `lend` the very bytes where they are as wanted."""
+    if lend and tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
+        # Not tensor.numpy(): that pins the storage that it views, and FSDP could not free the whole layer.
+        memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+        return np.frombuffer(memoryview(memory), dtype=np.uint8)
+    own = tensor.to(device="cpu", dtype=dtype, copy=True).contiguous()
+    return own.view(-1).view(torch.uint8).numpy()
+
+
+def toy_samples(vocabulary: int) -> list[Sample]:
+    """Three sequences for the check at the start."""
+    return [_toy(length, vocabulary) for length in (7, 12, 5)]
+
+
+def _toy(length: int, vocabulary: int) -> Sample:
+    tokens = (np.arange(3, 3 + length, dtype=np.int32) * 7 + length) % vocabulary
+    ones = np.ones(length - 2)
+    return Sample(tokens, 2, -ones.astype(np.float32), ones.astype(np.uint8), 0.0)

@@ -178,7 +178,7 @@ def skeleton_of(config: Any) -> Any:
 
 def stored_buffers(skeleton: Any, source: Path) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the start weights that a model stores and that are no parameters."""
-    from learners.backends.megatron.weights import open_tensors
+    from learners.backends.safetensors_writer import open_tensors
 
     if skeleton is None:
         return

@@ -122,3 +122,11 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
                 file.write(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def open_tensors(path: Path) -> Any:
+    """A safetensors file, open: what its `__exit__` closes."""
+    from safetensors import safe_open
+
+    file: Any = safe_open(path, framework="pt")
+    return file.__enter__()

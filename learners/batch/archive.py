@@ -30,7 +30,7 @@ from asyncrl.runtime.run_dir import RunDir, write_atomic
 from asyncrl.wire.batch_arrays import decode_batch
 
 if TYPE_CHECKING:
-    from buffers.client.client import ClaimedBatch
+    from asyncrl.wire.batch_arrays import ClaimedBatch
 
 Say = Callable[[str], None]
 
@@ -62,7 +62,7 @@ class Archive:
             self.lost += 1
             self._say(f"ERROR: the batch of step {batch.step} is not archived ({self.lost} so far): {error}")
 
-    def bury(self, step: int, group: int, reason: str) -> None:
+    def quarantine(self, step: int, group: int, reason: str) -> None:
         """A group of the step was taken out."""
         try:
             self._prepare()

@@ -4,13 +4,9 @@ Guarantees:
 1. what mixes samples (advantages, weights by lag, resampling, denominators) is computed once, on the whole batch,
    before it is cut; an estimator that needs the model's log-probs or values follows in `learners.step.batch_passes`,
    likewise once;
-2. a sequence lies whole in one row; a row holds at most `micro_batch_tokens` tokens; every rank has the same number of
-   micro-batches (some may be empty), balanced by tokens;
-3. the same batch gives the same rows (replay is bitwise);
-4. what goes between ranks is numpy and msgpack: no pickle.
+2. every rank has the same number of micro-batches (some may be empty), balanced by tokens;
+3. the same batch gives the same rows (replay is bitwise).
 It does not validate samples: the buffer's client and `unusable` do.
-
-Example: sequences of 5, 3, 3 and 1 tokens, rows of at most 6, 2 ranks: rows {5, 1} and {3, 3}, one for each rank.
 """
 
 from __future__ import annotations
@@ -19,95 +15,18 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.errors import UNREADABLE, WireError
 from asyncrl.versions import lag, oldest_version
-from asyncrl.wire import Field, pack_arrays, unpack_arrays
 from learners.batch import estimates
+from learners.batch.micro_batches import Minibatch, Sample, StepBatch, balance, pack, packed_row, pad, padded_rows
 
 if TYPE_CHECKING:
-    from buffers.client.client import ClaimedBatch, GroupData
+    from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData
 
 Array = npt.NDArray[Any]
-
-
-class Sample(msgspec.Struct, frozen=True):
-    """One sequence as training sees it: a sample, or one of several of it that share its advantage."""
-
-    tokens: Array  # i4 [P + T]
-    prompt_tokens: int
-    behaviour: Array  # f4 [T]
-    mask: Array  # u1 [T]: 1 where the policy sampled the token
-    advantage: float  # of every token, where `advantages` is None
-    number: int = 0  # its place among the sequences of the batch
-    advantages: Array | None = None  # f4 [T]
-    lags: Array | None = None  # i4 [T]: training version minus the token's; None: 0
-    scale: float = 1.0  # how much the sample counts by its lag
-    right: bool = False  # its score is that of a right answer
-
-
-class MicroBatch(msgspec.Struct, frozen=True):
-    """What one forward pass takes: flat arrays over R rows of W tokens, and over the N response tokens in them.
-
-    Packed: one row of sequences after each other. Not packed: one sequence per row, padded on the right.
-    """
-
-    width: int  # W
-    input_ids: Array  # i4 [R * W]
-    position_ids: Array  # i4 [R * W], from 0 in every sequence
-    cu_seqlens: Array  # i4 [S + 1]: where sequences begin in the flat tokens
-    positions: Array  # i4 [N]: flat index of the token that predicts the target
-    targets: Array  # i4 [N]
-    sequences: Array  # i4 [N]: number of the sequence inside this micro-batch
-    behaviour: Array  # f4 [N]
-    mask: Array  # u1 [N]
-    advantages: Array  # f4 [N]
-    lags: Array  # i4 [N]: training version minus the token's
-    scales: Array  # f4 [S]: how much each sequence counts by its lag
-    right: Array  # u1 [S]: 1 where the score is that of a right answer
-    samples: Array  # i4 [S]: place of each sequence among those of the batch
-
-
-class Minibatch(msgspec.Struct, frozen=True):
-    """One optimizer step: micro-batches and the global denominators of the loss."""
-
-    tokens: int  # trained tokens over all ranks
-    sequences: int  # sequences with at least one trained token, over all ranks
-    micro: tuple[MicroBatch, ...]
-    right: int = 0  # trained tokens of right answers, over all ranks
-
-
-class StepBatch(msgspec.Struct, frozen=True):
-    """A batch cut for the gang: `shares[rank]` is one mini-batch per optimizer step; `stats` are metrics."""
-
-    shares: tuple[tuple[Minibatch, ...], ...]
-    stats: dict[str, float]
-    advantages: tuple[float, ...] = ()  # of every sample (its first trained token), in the order of the batch
-    whole: Any = None  # `estimates.Whole`: what is left to estimate once the model's numbers are there
-
-
-_FIELDS = {
-    "input_ids": "i4",
-    "position_ids": "i4",
-    "cu_seqlens": "i4",
-    "positions": "i4",
-    "targets": "i4",
-    "sequences": "i4",
-    "behaviour": "f4",
-    "mask": "u1",
-    "advantages": "f4",
-    "lags": "i4",
-    "scales": "f4",
-    "right": "u1",
-    "samples": "i4",
-}
-
-
-# ---------------------------------------------------------------- assembly
 
 
 def unusable(group: GroupData, *, max_tokens: int, vocabulary: int = 0) -> str:
@@ -249,167 +168,3 @@ def _minibatch(sequences: Sequence[Sample], *, ranks: int, max_tokens: int, pack
         )
         for of_rank in per_rank
     )
-
-
-def pack(lengths: Sequence[int], *, limit: int, multiple: int = 1) -> list[list[int]]:
-    """Rows of item numbers with at most `limit` tokens each.
-
-    First-fit-decreasing finds how few rows there can be; that number is rounded up to a multiple of the ranks and the
-    items are spread over so many rows, the longest to the emptiest row. Where that overflows, the first-fit rows stay.
-    """
-    order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
-    rows: list[list[int]] = []
-    loads: list[int] = []
-    for item in order:
-        for row, load in enumerate(loads):
-            if load + lengths[item] <= limit:
-                rows[row].append(item)
-                loads[row] += lengths[item]
-                break
-        else:
-            rows.append([item])
-            loads.append(lengths[item])
-    count = min(-(-len(rows) // multiple) * multiple, len(lengths))
-    spread: list[list[int]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for item in order:
-        row = loads.index(min(loads))
-        spread[row].append(item)
-        loads[row] += lengths[item]
-    return spread if max(loads, default=0) <= limit else rows
-
-
-def pad(lengths: Sequence[int], *, limit: int) -> list[list[int]]:
-    """Micro-batches of item numbers of like length, so that rows x longest stays within `limit`."""
-    order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
-    batches: list[list[int]] = []
-    for item in order:
-        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > limit:
-            batches.append([])
-        batches[-1].append(item)
-    return batches
-
-
-def balance(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Item numbers per rank, equally many each (-1 fills up), the costliest to the rank with the least so far."""
-    each = max(1, -(-len(costs) // ranks))
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
-        rank = min((rank for rank in range(ranks) if len(shares[rank]) < each), key=lambda rank: (loads[rank], rank))
-        shares[rank].append(item)
-        loads[rank] += costs[item]
-    return [share + [-1] * (each - len(share)) for share in shares]
-
-
-def packed_row(sequences: Sequence[Sample]) -> MicroBatch:
-    """One row of the sequences after each other. Without any: one token that nothing is trained on."""
-    if not sequences:
-        return _micro([], np.zeros(1, np.int32), np.zeros(1, np.int32), starts=[], width=1, end=1)
-    lengths = [sequence.tokens.size for sequence in sequences]
-    starts = np.concatenate(([0], np.cumsum(lengths)[:-1])).astype(np.int32)
-    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-    tokens = np.concatenate([sequence.tokens for sequence in sequences])
-    return _micro(sequences, tokens, positions, starts=starts.tolist(), width=tokens.size, end=tokens.size)
-
-
-def padded_rows(sequences: Sequence[Sample]) -> MicroBatch:
-    """One sequence per row, padded on the right: attention is causal, so no token sees the padding."""
-    if not sequences:
-        return packed_row([])
-    width = max(sequence.tokens.size for sequence in sequences)
-    tokens = np.zeros((len(sequences), width), np.int32)
-    for row, sequence in enumerate(sequences):
-        tokens[row, : sequence.tokens.size] = sequence.tokens
-    positions = np.tile(np.arange(width, dtype=np.int32), len(sequences))
-    starts = [row * width for row in range(len(sequences))]
-    return _micro(sequences, tokens.reshape(-1), positions, starts=starts, width=width, end=tokens.size)
-
-
-def _micro(
-    sequences: Sequence[Sample], tokens: Array, position_ids: Array, *, starts: Sequence[int], width: int, end: int
-) -> MicroBatch:
-    def joined(parts: list[Array], dtype: str) -> Array:
-        return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
-
-    counts = [sequence.mask.size for sequence in sequences]
-    first = [start + sequence.prompt_tokens - 1 for start, sequence in zip(starts, sequences, strict=True)]
-    return MicroBatch(
-        width=width,
-        input_ids=tokens,
-        position_ids=position_ids,
-        cu_seqlens=np.array([*starts, end], np.int32),
-        positions=joined([np.arange(low, low + n) for low, n in zip(first, counts, strict=True)], "i4"),
-        targets=joined([sequence.tokens[sequence.prompt_tokens :] for sequence in sequences], "i4"),
-        sequences=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
-        behaviour=joined([sequence.behaviour for sequence in sequences], "f4"),
-        mask=joined([sequence.mask for sequence in sequences], "u1"),
-        advantages=joined([_of_tokens(s.advantages, s.advantage, s.mask.size) for s in sequences], "f4"),
-        lags=joined([_of_tokens(s.lags, 0, s.mask.size) for s in sequences], "i4"),
-        scales=np.array([s.scale for s in sequences], np.float32),
-        right=np.array([s.right for s in sequences], np.uint8),
-        samples=np.array([sequence.number for sequence in sequences], np.int32),
-    )
-
-
-def _of_tokens(values: Array | None, otherwise: float, count: int) -> Array:
-    return np.full(count, otherwise) if values is None else values
-
-
-# ---------------------------------------------------------------- between ranks
-
-
-class _ShareHead(msgspec.Struct, frozen=True, array_like=True):
-    """`micro[m][k]` is the width and, by field, the number of elements of micro-batch k of mini-batch m."""
-
-    tokens: tuple[int, ...]
-    sequences: tuple[int, ...]
-    right: tuple[int, ...]
-    micro: tuple[tuple[tuple[int, ...], ...], ...]
-    fields: tuple[Field, ...]
-
-
-def encode_share(share: Sequence[Minibatch]) -> bytes:
-    """A rank's share as bytes: length of the head, head in msgpack, one buffer of arrays."""
-    pieces = [micro for part in share for micro in part.micro]
-    arrays = {
-        name: np.concatenate([getattr(micro, name) for micro in pieces]).astype(dtype)
-        for name, dtype in _FIELDS.items()
-    }
-    fields, payload = pack_arrays(arrays)
-    head = msgspec.msgpack.encode(
-        _ShareHead(
-            tuple(part.tokens for part in share),
-            tuple(part.sequences for part in share),
-            tuple(part.right for part in share),
-            tuple(tuple((m.width, *(getattr(m, name).size for name in _FIELDS)) for m in part.micro) for part in share),
-            fields,
-        )
-    )
-    return len(head).to_bytes(8, "little") + head + payload
-
-
-def decode_share(data: bytes | memoryview) -> tuple[Minibatch, ...]:
-    """Undo of `encode_share`; the arrays are views into `data`."""
-    view = memoryview(data)
-    end = 8 + int.from_bytes(view[:8], "little")
-    try:
-        head = msgspec.msgpack.decode(view[8:end], type=_ShareHead)
-    except UNREADABLE as error:
-        raise WireError("wire.decode", f"share of a rank: {error}") from None
-    # A copy where the payload does not start at a multiple of 8 bytes: unaligned arrays are slow.
-    arrays = unpack_arrays(head.fields, bytes(view[end:]))
-    offsets = dict.fromkeys(_FIELDS, 0)
-    return tuple(
-        Minibatch(tokens, sequences, tuple(_cut(micro, arrays, offsets) for micro in pieces), right)
-        for tokens, sequences, right, pieces in zip(head.tokens, head.sequences, head.right, head.micro, strict=True)
-    )
-
-
-def _cut(sizes: Sequence[int], arrays: Mapping[str, Array], offsets: dict[str, int]) -> MicroBatch:
-    width, *counts = sizes
-    taken: dict[str, Array] = {}
-    for name, count in zip(_FIELDS, counts, strict=True):
-        taken[name] = arrays[name][offsets[name] : offsets[name] + count]
-        offsets[name] += count
-    return MicroBatch(width=width, **taken)

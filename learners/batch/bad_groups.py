@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from buffers.client.client import GroupData
-    from learners.batch.assembly import StepBatch
+    from asyncrl.wire.batch_arrays import GroupData
+    from learners.batch.micro_batches import StepBatch
 
 #: What is wrong with these groups by themselves; the empty string where nothing is.
 Ask = Callable[[Sequence["GroupData"]], str]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncrl.config import ProcessRewardConfig
-    from buffers.client.client import ClaimedBatch
+    from asyncrl.wire.batch_arrays import ClaimedBatch
     from learners.algorithms.types import Estimate, Rollouts
 
 Array = npt.NDArray[Any]

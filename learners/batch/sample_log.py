@@ -26,7 +26,7 @@ from learners.batch.assembly import group_lag
 from learners.batch.estimates import Cut, cuts_of
 
 if TYPE_CHECKING:
-    from buffers.client.client import ClaimedBatch
+    from asyncrl.wire.batch_arrays import ClaimedBatch
     from learners.gang.gang import Gang
 
 Array = npt.NDArray[Any]

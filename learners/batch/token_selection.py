@@ -26,7 +26,7 @@ from torch import Tensor
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from learners.algorithms.entropy import entropy_threshold
 from learners.algorithms.types import LossInputs
-from learners.batch.assembly import MicroBatch, Minibatch
+from learners.batch.micro_batches import MicroBatch, Minibatch
 from learners.gang.gang import Gang
 
 

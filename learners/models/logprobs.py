@@ -17,16 +17,12 @@ Example: probabilities 0.5, 0.25, 0.25 and target 0: log-prob -0.693, entropy 1.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-from asyncrl.errors import ConfigError
-from learners.models.sequence_parallel import Split, states_of
 
 #: Of softmaxes, from the forward pass of a micro-batch to its backward pass.
 KEPT_BYTES = 128 << 20
@@ -328,77 +324,3 @@ def token_numbers(
 def whole_of(tensor: Tensor) -> Tensor:
     """A tensor as if it were not split over tensor or expert ranks; with gradient. Collective where it is split."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def check_head(config: Any) -> None:
-    """Raise where the model changes its logits after the head, which this module would not reproduce."""
-    for name, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
-        value = getattr(config, name, neutral)
-        if value not in (None, neutral):
-            raise ConfigError("config.model", f"{config.model_type}: {name} = {value} is not supported by the learner")
-
-
-class PolicyModel(nn.Module):
-    """A causal language model of transformers as a function from packed rows to log-probs.
-
-    Tied embeddings need nothing special: the head's weight is read from the module that owns it.
-    """
-
-    def __init__(self, model: Any, *, temperature: float = 1.0, chunk_tokens: int = 1024) -> None:
-        super().__init__()
-        check_head(model.config)
-        self.model: Any = model
-        self.temperature = temperature
-        self.chunk_tokens = chunk_tokens
-        self.split: Split | None = None  # rows are split over ranks (`learners.models.sequence_parallel`)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        positions: Tensor,
-        targets: Tensor,
-        *,
-        whole: bool = False,
-        squares: bool = False,
-    ) -> tuple[Tensor, Tensor] | TokenNumbers:
-        """Log-probs `[N]` and entropies `[N]` of `targets` `[N]`, each predicted at `positions` `[N]`.
-
-        Args:
-            input_ids: int64 `[R, W]`; one packed row, or rows with one sequence each.
-            position_ids: int64 `[R, W]`, starting again at 0 with every sequence.
-            positions: index into the flattened `[R * W]` of the token that predicts the target.
-            targets: token ids.
-            whole: compute full logits by the model's own forward (the start-up check compares both).
-            squares: `TokenNumbers` with sums of squares, without gradient.
-        """
-        if whole:
-            with self.split.off() if self.split is not None else nullcontext():
-                logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-            logs = (logits.flatten(0, 1)[positions].float() / self.temperature).log_softmax(-1)
-            return logs.gather(-1, targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
-        states = states_of(self.model.base_model, input_ids, position_ids, positions, split=self.split)
-        head, hidden, targets = self.model.get_output_embeddings(), states.hidden, states.of(targets)
-        split, bias = vocabulary_of(head.weight), getattr(head, "bias", None)
-        if split is not None and bias is None:
-            rows = head.weight.to_local(grad_placements=head.weight.placements)
-            return split_logprobs(
-                hidden,
-                rows,
-                targets,
-                split,
-                temperature=self.temperature,
-                chunk_tokens=self.chunk_tokens,
-                squares=squares,
-            )
-        weight = whole_of(head.weight)
-        options: dict[str, Any] = {
-            "bias": bias,
-            "temperature": self.temperature,
-            "chunk_tokens": self.chunk_tokens,
-        }
-        if squares:
-            numbers = token_numbers(hidden, weight, targets, squares=True, **options)
-            return TokenNumbers(*(states.whole(part) for part in numbers if part is not None))
-        logprobs, entropy = chunked_logprobs(hidden, weight, targets, **options)
-        return states.whole(logprobs), states.whole(entropy)

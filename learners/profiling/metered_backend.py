@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from asyncrl.config import Config
-from learners.batch.assembly import MicroBatch
+from learners.batch.micro_batches import MicroBatch
 from learners.gang.gang import Gang
 from learners.profiling.device_peaks import peak_of
 from learners.profiling.flops import Costs, costs_of

@@ -29,7 +29,6 @@ from asyncrl.config.sections.algorithm import AlgorithmConfig
 from learners.algorithms.corrections import needs_whole_batch
 from learners.algorithms.registry import choose, needs_of
 from learners.backends.base import Backend
-from learners.batch.assembly import MicroBatch, Minibatch
 from learners.batch.bad_groups import reason_of
 from learners.batch.estimates import (
     Array,
@@ -41,6 +40,7 @@ from learners.batch.estimates import (
     by_sample,
     waits_for_the_model,
 )
+from learners.batch.micro_batches import MicroBatch, Minibatch
 from learners.batch.token_selection import keep_high_entropy
 from learners.gang.gang import Gang
 from learners.step.process_reward import ProcessRewardStep

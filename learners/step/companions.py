@@ -17,7 +17,7 @@ from typing import Protocol
 
 from asyncrl.config import LearnerConfig
 from learners.backends.base import Backend, UpdateInfo
-from learners.batch.assembly import Minibatch
+from learners.batch.micro_batches import Minibatch
 from learners.gang.gang import Gang
 from learners.step.batch_passes import Prepared
 from learners.step.critic import critic_step

@@ -23,7 +23,7 @@ from learners.algorithms.types import Correction, TokenLoss
 
 if TYPE_CHECKING:
     from learners.backends.base import Micro
-    from learners.batch.assembly import Minibatch
+    from learners.batch.micro_batches import Minibatch
     from learners.gang.gang import Gang
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -28,7 +28,7 @@ from learners.algorithms.aggregation import Denominators, aggregate
 from learners.algorithms.tensors import masked
 from learners.algorithms.values import explained_variance, value_loss
 from learners.backends.base import Backend, Critic, LossFunction, Micro
-from learners.batch.assembly import Minibatch
+from learners.batch.micro_batches import Minibatch
 from learners.gang.gang import Gang
 from learners.step.guarded_backward import backward
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from learners.backends.base import LossFunction, Micro
-from learners.batch.assembly import MicroBatch
 from learners.batch.bad_groups import reason_of
+from learners.batch.micro_batches import MicroBatch
 from learners.gang.gang import Gang
 
 #: Not the fault of a group: the machine has too little memory for the batch.

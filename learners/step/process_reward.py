@@ -26,7 +26,7 @@ from asyncrl.config import LearnerConfig, ProcessRewardConfig
 from learners.algorithms.prime import outcome_losses
 from learners.algorithms.tensors import masked
 from learners.backends.base import Backend, LossFunction, Micro, ProcessRewardModel
-from learners.batch.assembly import Minibatch
+from learners.batch.micro_batches import Minibatch
 from learners.gang.gang import Gang
 from learners.step.guarded_backward import backward
 from learners.step.lr_schedule import learning_rate

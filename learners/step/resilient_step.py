@@ -20,9 +20,10 @@ import msgspec
 from asyncrl.config import LearnerConfig
 from asyncrl.errors import AsyncRLError
 from learners.backends.base import Backend
-from learners.batch.assembly import Minibatch, StepBatch, assemble, decode_share, encode_share
+from learners.batch.assembly import assemble
 from learners.batch.bad_groups import culprits, not_finite, reason_of
 from learners.batch.estimates import Whole
+from learners.batch.micro_batches import Minibatch, StepBatch, decode_share, encode_share
 from learners.gang.gang import Gang
 from learners.step import supervised
 from learners.step.batch_passes import Prepared, prepare
@@ -33,7 +34,7 @@ from learners.step.tuned_settings import tuned
 from learners.step.update import StepResult, probe_step, train_step
 
 if TYPE_CHECKING:
-    from buffers.client.client import ClaimedBatch, GroupData
+    from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData
 
 #: Takes a group out of a step: step, group, reason.
 Bury = Callable[[int, int, str], None]

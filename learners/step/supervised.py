@@ -30,7 +30,8 @@ from learners.algorithms.preference import PairLoss, bradley_terry, dpo
 from learners.algorithms.supervised import sft
 from learners.algorithms.tensors import masked, sequence_lengths, sequence_sums
 from learners.backends.base import Backend, LossFunction, Micro, UpdateInfo
-from learners.batch.assembly import (
+from learners.batch.assembly import statistics
+from learners.batch.micro_batches import (
     MicroBatch,
     Minibatch,
     Sample,
@@ -40,7 +41,6 @@ from learners.batch.assembly import (
     packed_row,
     pad,
     padded_rows,
-    statistics,
 )
 from learners.gang.gang import Gang
 from learners.step.guarded_backward import backward
@@ -48,7 +48,7 @@ from learners.step.lr_schedule import learning_rate
 from learners.step.update import StepResult
 
 if TYPE_CHECKING:
-    from buffers.client.client import ClaimedBatch, GroupData, SampleData
+    from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData, SampleData
 
 PAIRED = frozenset({"dpo", "reward_model"})
 

@@ -31,7 +31,7 @@ from learners.algorithms.supervised import positive_lm
 from learners.algorithms.tensors import masked, sequence_lengths
 from learners.algorithms.types import Correction, LossInputs
 from learners.backends.base import Backend, LossFunction, Micro, to_device
-from learners.batch.assembly import Minibatch
+from learners.batch.micro_batches import Minibatch
 from learners.batch.token_selection import choose_tokens
 from learners.gang.gang import Gang
 from learners.step.batch_passes import Pieces, Prepared

@@ -46,7 +46,7 @@ def make(
     tokenizer = tokenizer_of(out)
     model = make_tiny_qwen3(len(SPECIAL_TOKENS) + len(calculator.CHARACTERS) + len(calculator.WORDS), seed=seed)
     for number, stage in enumerate(stages, start=1):
-        rng = random.Random(f"learners.warm_start.calculator/{seed}/{number}")
+        rng = random.Random(f"learners.calculator_start/{seed}/{number}")
         losses = sft(
             model, batches(tokenizer, noise=stage.noise, rng=rng), lr=stage.lr, steps=stage.steps, optimizer="muon"
         )

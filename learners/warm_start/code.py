@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from asyncrl.demo import code, tasks
-from learners.warm_start.sft import Example, Stage, is_current, pack, recipe_hash, sft, write_marker
+from learners.warm_start.arithmetic import Stage, is_current, recipe_hash, write_marker
+from learners.warm_start.sft import Example, pack, sft
 from learners.warm_start.tiny_model import SPECIAL_TOKENS, make_tiny_qwen3, make_tokenizer, save_model
 
 ROWS = 4096
@@ -52,7 +53,7 @@ def make_code_model(target: Path, *, seed: int = 0, stages: Sequence[Stage] = ST
     model = make_tiny_qwen3(len(code.CHARACTERS) + len(SPECIAL_TOKENS), seed=seed)
     losses: list[float] = []
     for number, stage in enumerate(stages, start=1):
-        rng = random.Random(f"learners.warm_start.code/{seed}/{number}")
+        rng = random.Random(f"learners.code_recipe/{seed}/{number}")
         losses += sft(
             model,
             batches(stage, tokenizer, rng),

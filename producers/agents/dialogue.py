@@ -1,15 +1,14 @@
-"""One session of an agent, as tokens: which context an ask stands for, and what the policy says to it.
+"""One session of an agent, as tokens: the context of each request, and the policy's answer.
 
 Guarantees:
-1. an answer reaches training as it was sampled; where the agent sends an answer of ours back, its very tokens stand in
-   the context again, and nothing of it is encoded anew;
-2. a conversation that goes on from the last one continues the row of tokens; any other (an edited history, a helper's
-   conversation, other tools) opens a row of its own (`producers.rollout.session`), with the tokens of the answers in
-   it;
-3. turns follow each other: an ask waits for the one before it; one that is given up leaves no trace in the sample;
-4. an ask without room, or beyond `environment.max_turns`, is refused and says so; `cut` is set by the first;
+1. an answer reaches training as it was sampled; if the agent sends one of our answers back, its exact tokens stand in
+   the context again, and none of it is encoded again;
+2. a conversation that continues the last one continues the row of tokens; any other (an edited history, a helper's
+   conversation, other tools) opens its own row (`producers.rollout.session`), with the tokens of the answers in it;
+3. turns follow each other: a request waits for the one before it; a cancelled one leaves no trace in the sample;
+4. a request without room, or beyond `environment.max_turns`, is refused with the reason; the first sets `cut`;
 5. an answer ends where the engine ends it, or with the token that completes one of `stop`; that token stays in the
-   sample, the text that the agent sees ends before the stop.
+   sample, the text for the agent ends before the stop.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from msgspec.structs import replace
 from asyncrl.engine import Engine, GenDelta, GenRequest, join_deltas
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import AsyncRLError, ConfigError
-from producers.agents.openai_api import ApiError, Ask, Message, Said
+from producers.agents.openai_api import Answer, ApiError, ChatRequest, Message
 from producers.data.tokenizer import Tokenizer
 from producers.environments.conversation import Counts, GivenUp
-from producers.environments.rendering import ChatTemplate, PlainText, Renderer, encoded
+from producers.environments.rendering import ChatTemplate, PlainText, Renderer, encode_text
 from producers.rollout.session import Session
 from producers.tools.parsers import Parser
 
 MARK = "asyncrl0said{}x"
 LOOK_TOKENS = 8  # new tokens after which a stream, or a search for a stop, looks again
-Heard = Callable[[str], None]
+OnText = Callable[[str], None]
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """What the sessions of a group share. `longest`: tokens of a row at most."""
+    """Settings of the sessions of a group. `longest`: maximum tokens of a row."""
 
     engine: Any  # asyncrl.engine.Engine
     tokenizer: Tokenizer
@@ -50,7 +49,7 @@ class Setting(msgspec.Struct, frozen=True):
     longest: int
     max_turns: int
     template: Any  # environment.template
-    chat: bool  # messages go through the chat template; else their contents are put after each other
+    chat: bool  # messages go through the chat template; else their contents are concatenated
 
 
 class Dialogue:
@@ -58,16 +57,16 @@ class Dialogue:
         self.session = Session(request.prompt_ids, index=index)
         self.turn_rewards: dict[int, float] = {}
         self.cut = False
-        self.fatal: AsyncRLError | None = None  # of the engine or the configuration: no fault of the agent
+        self.fatal: AsyncRLError | None = None  # an error of the engine or the configuration, not of the agent
         self._setting = setting
         self._request = request
         self._turn = asyncio.Lock()
         self._tools = b""
         self._renderers: dict[bytes, Renderer] = {}
         self._history: list[Message] = []  # of the open row, its last answer included
-        self._text = ""  # of the open row, where it is one of text
+        self._text = ""  # of the open row, if it is text
         self._last = -1  # token that the last answer ended with
-        self._known: dict[str, tuple[int, ...]] = {}  # answers by what the agent sends back of them
+        self._known: dict[str, tuple[int, ...]] = {}  # our answers by the message that the agent sends back
 
     @property
     def room(self) -> int:
@@ -75,24 +74,24 @@ class Dialogue:
         whole = self._setting.longest - len(self.session.context)
         return max(0, min(whole, self._request.max_new_tokens - self.session.response_tokens))
 
-    async def answer(self, ask: Ask, heard: Heard | None = None) -> Said:
-        """What the policy says. `heard` gets the text as it comes, where it can be told already.
+    async def answer(self, ask: ChatRequest, on_text: OnText | None = None) -> Answer:
+        """The policy's answer. `on_text` gets the text as it comes.
 
         Raises:
-            ApiError: it cannot be asked so.
+            ApiError: the request cannot be answered.
         """
         async with self._turn:  # bounded: by the episode's time limit
             try:
-                return await self._answer(ask, heard)
+                return await self._answer(ask, on_text)
             except AsyncRLError as error:
                 self.fatal = error
                 raise ApiError(500, f"{error.code}: {error.message}", code="engine") from None
             except EnvironmentFailure as error:
                 raise ApiError(400, error.reason, param="messages") from None
             except GivenUp:
-                raise ApiError(503, "the sample is not wanted any more", code="given_up") from None
+                raise ApiError(503, "the sample is no longer needed", code="given_up") from None
 
-    async def _answer(self, ask: Ask, heard: Heard | None) -> Said:
+    async def _answer(self, ask: ChatRequest, on_text: OnText | None) -> Answer:
         if self.session.turns >= self._setting.max_turns:
             raise ApiError(
                 400,
@@ -105,14 +104,14 @@ class Dialogue:
         request = self.session.request(
             self._request, max_prompt_tokens=self._setting.max_prompt_tokens, max_new_tokens=room
         )
-        delta, stopped = await self._generated(request, ask.stop, heard)
+        delta, stopped = await self._generate(request, ask.stop, on_text)
         number = self.session.turns
         self.session.add_turn(delta)
         self._setting.counts.turns += 1
-        return self._remembered(ask, delta, stopped, number)
+        return self._remember(ask, delta, stopped, number)
 
     def _extend(self, context: Sequence[int]) -> None:
-        """Make this the context of the next turn, where there is room for a token more."""
+        """Make this the context of the next turn, if there is room for one more token."""
         ids = np.asarray(context, np.int32)
         known = self.session.context
         goes_on = len(ids) >= len(known) and np.array_equal(ids[: len(known)], known)
@@ -130,22 +129,22 @@ class Dialogue:
 
     # ------------------------------------------------------------ contexts
 
-    def _context(self, ask: Ask) -> Sequence[int]:
-        """Token ids of what the policy is to see."""
+    def _context(self, ask: ChatRequest) -> Sequence[int]:
+        """Token ids of the context for the policy."""
         if ask.messages is None:
             return self._text_context(ask.prompt)
         tools = msgspec.json.encode(ask.tools)
         messages, history = list(ask.messages), self._history
-        same = len(messages) > len(history) and [_key(item) for item in messages[: len(history)]] == [
-            _key(item) for item in history
+        same = len(messages) > len(history) and [_message_key(item) for item in messages[: len(history)]] == [
+            _message_key(item) for item in history
         ]
         if history and same and tools == self._tools:
             pending = messages[len(history) :]
-            with suppress(ConfigError):  # a template that shows what came before otherwise: a row of its own
+            with suppress(ConfigError):  # the template changes earlier messages: open a new row
                 return [*self.session.context.tolist(), *self._renderer(ask).delta(pending, last_token=self._last)]
         self._tools = tools
         try:
-            return self._spliced(messages, ask.tools)
+            return self._splice(messages, ask.tools)
         except ConfigError as error:
             raise ApiError(400, error.message, param="messages") from None
 
@@ -156,10 +155,13 @@ class Dialogue:
             return prompt
         if self._text and prompt.startswith(self._text):
             new = prompt[len(self._text) :]
-            return [*self.session.context.tolist(), *(encoded(self._setting.tokenizer.encode_part, new) if new else [])]
-        return encoded(self._setting.tokenizer.encode, prompt)
+            return [
+                *self.session.context.tolist(),
+                *(encode_text(self._setting.tokenizer.encode_part, new) if new else []),
+            ]
+        return encode_text(self._setting.tokenizer.encode, prompt)
 
-    def _renderer(self, ask: Ask) -> Renderer:
+    def _renderer(self, ask: ChatRequest) -> Renderer:
         known = self._renderers.get(self._tools)
         if known is None:
             tokenizer = self._setting.tokenizer
@@ -171,66 +173,66 @@ class Dialogue:
             self._renderers[self._tools] = known
         return known
 
-    def _spliced(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
-        """A conversation from its beginning; answers of ours stand in it as their tokens."""
+    def _splice(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+        """A conversation from its beginning; our answers stand in it as their tokens."""
         tokenizer = self._setting.tokenizer
         marked: list[Message] = []
         said: list[tuple[int, ...]] = []
         for item in messages:
-            ids = self._known.get(_key(item)) if item["role"] == "assistant" else None
+            ids = self._known.get(_message_key(item)) if item["role"] == "assistant" else None
             if ids is None:
                 marked.append(item)
             else:
                 marked.append({"role": "assistant", "content": MARK.format(len(said))})
                 said.append(ids)
-        text = self._rendered(marked, tools)
+        text = self._render(marked, tools)
         marks = [MARK.format(number) for number in range(len(said))]
         if any(text.count(mark) != 1 for mark in marks):  # the template leaves some of them out
-            text, marks = self._rendered(list(messages), tools), []
+            text, marks = self._render(list(messages), tools), []
         first = text
         rest: list[str] = []
         for mark in reversed(marks):
             first, _, behind = first.partition(mark)
             rest.insert(0, behind)
-        found = encoded(tokenizer.encode_part if self._setting.chat else tokenizer.encode, first)
+        found = encode_text(tokenizer.encode_part if self._setting.chat else tokenizer.encode, first)
         for ids, part in zip(said, rest, strict=False):
-            between = encoded(tokenizer.encode_part, part) if part else []
+            between = encode_text(tokenizer.encode_part, part) if part else []
             doubled = between[:1] == [ids[-1]] and ids[-1] in tokenizer.eos_ids
             found += [*ids, *(between[1:] if doubled else between)]
         return found
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
+    def _render(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
         if not self._setting.chat:
             return "".join(str(item["content"]) for item in messages)
         return self._setting.tokenizer.render_chat(messages, opened=True, tools=tools)
 
     # ------------------------------------------------------------ turns
 
-    async def _generated(self, request: GenRequest, stop: Sequence[str], heard: Heard | None) -> tuple[GenDelta, str]:
-        """One turn of the engine, up to a stop of the agent; and that stop."""
-        looks = bool(stop) or heard is not None
+    async def _generate(self, request: GenRequest, stop: Sequence[str], on_text: OnText | None) -> tuple[GenDelta, str]:
+        """One turn of the engine, up to a stop of the agent; the turn and that stop."""
+        looks = bool(stop) or on_text is not None
         engine: Engine = self._setting.engine
         parts: list[GenDelta] = []
-        teller = _Teller(self._setting.tokenizer, stop, heard)
-        # Closed at once where this is cancelled or stopped: the engine gives the turn up then.
+        stream = _TextStream(self._setting.tokenizer, stop, on_text)
+        # Closed at once if this is cancelled or stopped: the engine then drops the turn.
         async with aclosing(engine.generate(replace(request, delta_tokens=LOOK_TOKENS * looks))) as deltas:  # type: ignore[type-var]
             async for delta in deltas:
                 parts.append(delta)
-                if looks and (place := teller.stopped_at(delta.token_ids.tolist())) is not None:
-                    return _first(join_deltas(_ended(parts)), place), teller.stop
+                if looks and (place := stream.find_stop(delta.token_ids.tolist())) is not None:
+                    return _first(join_deltas(_mark_stopped(parts)), place), stream.stop
         if not parts or not parts[-1].finish:
             raise GivenUp
-        teller.rest()
+        stream.rest()
         return join_deltas(parts), ""
 
-    def _remembered(self, ask: Ask, delta: GenDelta, stopped: str, number: int) -> Said:
-        """The answer; and what of it will be known again."""
+    def _remember(self, ask: ChatRequest, delta: GenDelta, stopped: str, number: int) -> Answer:
+        """The answer; remembered for later requests that contain it."""
         ids = tuple(delta.token_ids.tolist())
         whole = self._setting.tokenizer.decode(ids)
         text = whole.partition(stopped)[0] if stopped else whole
         calls = self._calls(text, number) if ask.tools else ()
         shown = text.partition("<tool_call>")[0].strip() if calls else text
-        said = Said(
+        said = Answer(
             shown,
             ids,
             tuple(float(value) for value in delta.logprobs),
@@ -249,7 +251,7 @@ class Dialogue:
             if calls:
                 own["tool_calls"] = [{"id": name, "function": {"name": call.name}} for name, call in calls]
             self._history = [*ask.messages, own]
-            self._known[_key(own)] = ids
+            self._known[_message_key(own)] = ids
         return said
 
     def _calls(self, text: str, number: int) -> tuple[tuple[str, Any], ...]:
@@ -260,54 +262,54 @@ class Dialogue:
         return tuple((f"call_{number}_{secrets.token_hex(4)}", call) for call in parsed.calls)
 
 
-class _Teller:
-    """Text of an answer as it grows: what may be told already, and where it ends."""
+class _TextStream:
+    """The growing text of an answer: emits it, and finds where it ends."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], heard: Heard | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], on_text: OnText | None) -> None:
         self.stop = ""
         self._tokenizer = tokenizer
         self._stops = stop
-        self._heard = heard
+        self._heard = on_text
         self._ids: list[int] = []
-        self._told = 0
-        self._held = max((len(text) for text in stop), default=1) - 1  # letters that may begin a stop
+        self._emitted = 0
+        self._held = max((len(text) for text in stop), default=1) - 1  # characters that may begin a stop
 
-    def stopped_at(self, new: list[int]) -> int | None:
-        """How many tokens the answer has, where one of the stops is in it."""
+    def find_stop(self, new: list[int]) -> int | None:
+        """Add new tokens; the number of tokens up to a stop, None without one."""
         before = len(self._ids)
         self._ids += new
         text = self._tokenizer.decode(self._ids)
         found = [(text.find(stop), stop) for stop in self._stops if stop in text]
         if not found:
-            self._tell(text, len(text) - self._held)
+            self._emit(text, len(text) - self._held)
             return None
         place, self.stop = min(found)
-        self._tell(text, place)
+        self._emit(text, place)
         for count in range(before + 1, len(self._ids) + 1):
             if self.stop in self._tokenizer.decode(self._ids[:count]):
                 return count
         return len(self._ids)
 
     def rest(self) -> None:
-        """The answer has ended by itself."""
+        """Emit the rest: the answer has ended."""
         text = self._tokenizer.decode(self._ids)
-        self._tell(text, len(text), whole=True)
+        self._emit(text, len(text), whole=True)
 
-    def _tell(self, text: str, until: int, *, whole: bool = False) -> None:
-        new = text[self._told : max(self._told, until)]
+    def _emit(self, text: str, until: int, *, whole: bool = False) -> None:
+        new = text[self._emitted : max(self._emitted, until)]
         if not whole and "\ufffd" in new:
-            new = new[: new.index("\ufffd")]  # a letter of several tokens
+            new = new[: new.index("\ufffd")]  # an incomplete character
         if new and self._heard is not None:
             self._heard(new)
-        self._told += len(new)
+        self._emitted += len(new)
 
 
-def _ended(parts: list[GenDelta]) -> list[GenDelta]:
+def _mark_stopped(parts: list[GenDelta]) -> list[GenDelta]:
     return [*parts[:-1], replace(parts[-1], finish="stop")]
 
 
 def _first(delta: GenDelta, count: int) -> GenDelta:
-    """The first so many tokens of a turn."""
+    """The first `count` tokens of a turn."""
     runs, left = [], count
     for version, length in delta.runs:
         if left > 0:
@@ -318,8 +320,8 @@ def _first(delta: GenDelta, count: int) -> GenDelta:
     )
 
 
-def _key(message: Mapping[str, Any]) -> str:
-    """What a message is known by: an answer of ours with calls by their ids, any other by what it says."""
+def _message_key(message: Mapping[str, Any]) -> str:
+    """Key of a message: an answer with calls by their ids, any other by role and content."""
     calls = message.get("tool_calls") or []
     if message["role"] == "assistant" and calls and all(call.get("id") for call in calls):
         return msgspec.json.encode(["calls", [call["id"] for call in calls]]).decode()

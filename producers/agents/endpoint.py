@@ -1,11 +1,10 @@
-"""The OpenAI-compatible endpoint of a producer: loopback alone, a key for every session.
+"""The OpenAI-compatible endpoint of a producer: loopback only, one key per session.
 
-Opened by `producers.agents.environment`. Needs the extra `http` (aiohttp). Routes: `POST /v1/chat/completions`,
-`POST /v1/completions`, `GET /v1/models`, `POST /v1/reward`; and the same below `/s/KEY/v1`, for agents that cannot set
-a key. Guarantees:
-1. it listens on 127.0.0.1; a request without the key of a session that is being played is answered 401;
-2. an agent that hangs up ends its turn, and so does the end of its session: nothing of it is in the sample;
-3. errors have the form of the interface; none of them ends the producer;
+Needs the extra `http` (aiohttp). Routes: `POST /v1/chat/completions`, `POST /v1/completions`, `GET /v1/models`,
+`POST /v1/reward`; and the same below `/s/KEY/v1`, for agents that cannot set a key. Guarantees:
+1. it listens on 127.0.0.1; a request without the key of a running session gets 401;
+2. an agent that disconnects ends its turn, and so does the end of its session: the sample has nothing of it;
+3. errors have the form of the interface; no error ends the producer;
 4. `POST /v1/reward` takes {"reward": 1.0, "parts": {...}}, or with "turn" the reward of a turn; the last one counts.
 """
 
@@ -23,9 +22,9 @@ from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import UNREADABLE, ConfigError
 from producers.agents import openai_api as api
 from producers.agents.dialogue import Dialogue
-from producers.agents.openai_api import ApiError, Ask, Said
+from producers.agents.openai_api import Answer, ApiError, ChatRequest
 from producers.data.tokenizer import Tokenizer
-from producers.environments.conversation import number_of
+from producers.environments.conversation import require_number
 
 MOST_BYTES = 32 << 20  # of a request's body
 GRACE_S = 1.0  # for answers under way at the end
@@ -33,7 +32,7 @@ HOST = "127.0.0.1"
 
 
 class Session:
-    """One sample that an agent plays: its key, its dialogue, and the reward that it was given."""
+    """One sample of an agent: its key, its dialogue, and its posted reward."""
 
     def __init__(self, dialogue: Dialogue) -> None:
         self.key = f"sk-{secrets.token_urlsafe(24)}"
@@ -41,8 +40,8 @@ class Session:
         self.asks = 0
         self.reward: float | None = None
         self.parts: dict[str, float] = {}
-        self.changed = asyncio.Event()  # set where the dialogue cannot go on
-        self.under_way: set[asyncio.Task[Any]] = set()  # that answer its requests
+        self.changed = asyncio.Event()  # set if the dialogue cannot go on
+        self.under_way: set[asyncio.Task[Any]] = set()  # handlers of its requests
 
 
 class Endpoint:
@@ -70,8 +69,8 @@ class Endpoint:
         )
         for method, path, handler in routes:
             for prefix in ("/v1", "/s/{key}/v1"):
-                app.router.add_route(method, prefix + path, self._guarded(handler))
-        # A handler is cancelled with its connection: the turn of an agent that hangs up is given up.
+                app.router.add_route(method, prefix + path, self._guard(handler))
+        # A handler is cancelled with its connection: the turn of an agent that disconnects ends.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=GRACE_S)
         await self._runner.setup()
         try:
@@ -86,23 +85,23 @@ class Endpoint:
             await self._runner.cleanup()
 
     def begin(self, dialogue: Dialogue) -> Session:
-        """A session for this dialogue; its key is valid until `end`."""
+        """Open a session for this dialogue; its key is valid until `end`."""
         session = Session(dialogue)
         self._sessions[session.key] = session
         return session
 
     def end(self, session: Session) -> None:
-        """The key is valid no longer, and what is still asked with it is given up."""
+        """Close the session and cancel its requests."""
         self._sessions.pop(session.key, None)
         for task in session.under_way:
             task.cancel()
 
     # ------------------------------------------------------------ requests
 
-    def _guarded(self, handler: Callable[..., Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
-        async def guarded(request: Any) -> Any:
+    def _guard(self, handler: Callable[..., Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
+        async def guard(request: Any) -> Any:
             try:
-                session, task = self._session_of(request), asyncio.current_task()
+                session, task = self._find_session(request), asyncio.current_task()
                 assert task is not None
                 session.under_way.add(task)
                 try:
@@ -111,17 +110,17 @@ class Endpoint:
                     session.under_way.discard(task)
             except ApiError as error:
                 return self._json(error.body, error.status)
-            except self._web.HTTPException as error:  # such as a body that is too long
+            except self._web.HTTPException as error:  # for example a body that is too long
                 return self._json(ApiError(error.status, error.reason).body, error.status)
             except (ConnectionError, TimeoutError):
-                raise  # nobody is there to be answered
-            except Exception as error:  # a tokenizer's package raises anything
+                raise  # the client is gone
+            except Exception as error:  # the tokenizers package can raise any Exception
                 print(f"warning: a request of an agent failed: {type(error).__name__}: {error}"[:500], flush=True)
                 return self._json(ApiError(500, f"{type(error).__name__}: {error}"[:200]).body, 500)
 
-        return guarded
+        return guard
 
-    def _session_of(self, request: Any) -> Session:
+    def _find_session(self, request: Any) -> Session:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         key = request.match_info.get("key") or (token.strip() if scheme.lower() == "bearer" else "")
         session = self._sessions.get(key)
@@ -142,17 +141,17 @@ class Endpoint:
         return self._json(api.models(self.model))
 
     async def _chat(self, request: Any, session: Session) -> Any:
-        return await self._answer(request, session, api.chat_of(await self._body(request)), api.chat_answer)
+        return await self._answer(request, session, api.read_chat(await self._body(request)), api.chat_answer)
 
     async def _text(self, request: Any, session: Session) -> Any:
-        return await self._answer(request, session, api.text_of(await self._body(request)), api.text_answer)
+        return await self._answer(request, session, api.read_completion(await self._body(request)), api.text_answer)
 
-    async def _answer(self, request: Any, session: Session, ask: Ask, build: Callable[..., Any]) -> Any:
+    async def _answer(self, request: Any, session: Session, ask: ChatRequest, build: Callable[..., Any]) -> Any:
         name = f"chatcmpl-{secrets.token_hex(12)}" if ask.messages is not None else f"cmpl-{secrets.token_hex(12)}"
         session.asks += 1
         try:
             if ask.stream:
-                return await self._streamed(request, session, ask, name)
+                return await self._stream(request, session, ask, name)
             said = await session.dialogue.answer(ask)
         finally:
             if session.dialogue.fatal is not None:
@@ -160,11 +159,11 @@ class Endpoint:
         texts = self._texts(said) if ask.logprobs else ()
         return self._json(build(said, ask, id=name, model=self.model, texts=texts))
 
-    def _texts(self, said: Said) -> list[str]:
+    def _texts(self, said: Answer) -> list[str]:
         return [self._tokenizer.decode([token]) for token in said.token_ids]
 
-    async def _streamed(self, request: Any, session: Session, ask: Ask, name: str) -> Any:
-        """Events as the text comes. With tools the text comes whole: it may turn out to be a call."""
+    async def _stream(self, request: Any, session: Session, ask: ChatRequest, name: str) -> Any:
+        """Events as the text comes. With tools the text comes whole: it may be a call."""
         news: asyncio.Queue[str | None] = asyncio.Queue()
         asking = asyncio.create_task(session.dialogue.answer(ask, None if ask.tools else news.put_nowait))
         asking.add_done_callback(lambda _: news.put_nowait(None))
@@ -172,10 +171,10 @@ class Endpoint:
         try:
             # bounded: the end of the turn rings, and the episode has its time
             while (text := await news.get()) is not None:
-                response = response or await self._begun(request, ask, name)
+                response = response or await self._begin_stream(request, ask, name)
                 await response.write(api.chunk(ask, id=name, model=self.model, text=text))
             said = asking.result()  # an error before the first event is an answer like any other
-            response = response or await self._begun(request, ask, name)
+            response = response or await self._begin_stream(request, ask, name)
             if ask.tools and said.text:
                 await response.write(api.chunk(ask, id=name, model=self.model, text=said.text))
             await response.write(api.chunk(ask, id=name, model=self.model, last=said))
@@ -193,7 +192,7 @@ class Endpoint:
             await asyncio.gather(asking, return_exceptions=True)  # bounded: it was cancelled, or is done
         return response
 
-    async def _begun(self, request: Any, ask: Ask, name: str) -> Any:
+    async def _begin_stream(self, request: Any, ask: ChatRequest, name: str) -> Any:
         response = self._web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         if ask.messages is not None:
@@ -206,8 +205,8 @@ class Endpoint:
             raise ApiError(400, "the body is no JSON object")
         turn, turns = body.get("turn"), session.dialogue.session.turns
         try:
-            value = number_of(body.get("reward"))
-            parts = {str(name): number_of(part) for name, part in (body.get("parts") or {}).items()}
+            value = require_number(body.get("reward"))
+            parts = {str(name): require_number(part) for name, part in (body.get("parts") or {}).items()}
         except (EnvironmentFailure, AttributeError) as error:
             raise ApiError(400, str(error), param="reward") from None
         if turn is None:

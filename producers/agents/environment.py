@@ -1,13 +1,13 @@
-"""`[environment] name = "agent"`: a program that knows nothing of training plays the samples.
+"""`[environment] name = "agent"`: a program that knows nothing about training plays the samples.
 
-Made by `producers.environments.multi_turn`. Each sample is a session of an agent that talks to the policy through an
-OpenAI-compatible endpoint: a command (any language) or an async function. Guarantees:
-1. the sample holds what the policy said as it was sampled, with log-probs and versions (`dialogue`);
-2. the reward is what was posted to `/v1/reward`, else what the agent said at its end, else that of reward workers;
+Each sample is a session of an agent that talks to the policy through an OpenAI-compatible endpoint: a command (any
+language) or an async function. Guarantees:
+1. the sample holds the policy's answers as they were sampled, with log-probs and versions (`dialogue`);
+2. the reward is the one posted to `/v1/reward`, else the result of the agent, else that of reward workers;
 3. a session fails with a reason, and the prompt is tried again: `timeout` (environment.episode_timeout_s), `crashed`
-   (the agent's exit code or exception), `abandoned` (it ended without asking the policy). After its room came to an
-   end a crash is the end of the sample instead: most agents know no better, and what was said counts;
-4. at most `max_processes` sessions are played at once.
+   (the agent's exit code or exception), `abandoned` (it ended without a request). After a request was refused for lack
+   of room a crash is the end of the sample instead: most agents do not handle that, and the earlier answers count;
+4. at most `max_processes` sessions run at once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from producers.agents.dialogue import Dialogue, Setting
 from producers.agents.endpoint import Endpoint, Session
 from producers.agents.processes import Agent
 from producers.data.tokenizer import Tokenizer
-from producers.environments.multi_turn import Turns, value_of
+from producers.environments.multi_turn import Turns, split_reward
 from producers.rollout.rollout import Finished
 
 
 class Connection(NamedTuple):
-    """What an agent that is a function gets: `openai.AsyncOpenAI(base_url=c.base_url, api_key=c.api_key)`."""
+    """Argument of an agent function: `openai.AsyncOpenAI(base_url=c.base_url, api_key=c.api_key)`."""
 
     base_url: str
     api_key: str
@@ -79,13 +79,13 @@ class Agents(Turns):
         return [Dialogue(setting, request, index=index) for index in request.indices]
 
     async def _sample(self, chat: Any, row: Row) -> Finished | EnvironmentFailure | None:
-        async with self._room:  # its time begins when it is its turn. bounded: each of the others has its time
+        async with self._room:  # its time starts inside. bounded: each of the others has its time
             return await super()._sample(chat, row)
 
     async def _session(self, dialogue: Dialogue, row: Row) -> dict[str, Any] | None:
         """Play one session; its reward and parts."""
         session = self._endpoint.begin(dialogue)
-        playing = asyncio.ensure_future(self._played(session, row))
+        playing = asyncio.ensure_future(self._play_session(session, row))
         # bounded: it is cancelled below, at the end of the session
         stopped = asyncio.ensure_future(session.changed.wait())
         try:
@@ -93,10 +93,10 @@ class Agents(Turns):
             await asyncio.wait({playing, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if dialogue.fatal is not None:
                 raise dialogue.fatal
-            told = await playing  # bounded: it has ended
+            result = await playing  # bounded: it has ended
         except EnvironmentFailure as failure:
             if failure.reason.startswith("environment.crashed") and dialogue.cut and dialogue.session.turns:
-                told = None
+                result = None
             else:
                 raise
         finally:
@@ -106,9 +106,9 @@ class Agents(Turns):
             await asyncio.gather(playing, stopped, return_exceptions=True)  # bounded: they were cancelled
         if not dialogue.session.turns:
             raise EnvironmentFailure("abandoned", f"the agent ended after {session.asks} requests and no answer")
-        return _reward_of(session, told)
+        return _final_reward(session, result)
 
-    async def _played(self, session: Session, row: Row) -> Any:
+    async def _play_session(self, session: Session, row: Row) -> Any:
         url, key = self._endpoint.url, session.key
         if self._function is None:
             return await self._agent.play(row, url=url, key=key)
@@ -116,13 +116,13 @@ class Agents(Turns):
             return await self._function(Connection(url, key, self._endpoint.model), dict(row))
         except (EnvironmentFailure, AsyncRLError):
             raise
-        except Exception as error:  # the agent's own code may raise anything: it is named, never a reward
+        except Exception as error:  # the agent's own code may raise anything: a failure with its name, never a reward
             raise EnvironmentFailure("crashed", f"the agent raised {format_user_error(error)}") from None
 
 
-def _reward_of(session: Session, told: Any) -> dict[str, Any] | None:
-    """The reward that was posted, else the one that the agent ended with."""
+def _final_reward(session: Session, result: Any) -> dict[str, Any] | None:
+    """The posted reward, else the result of the agent."""
     if session.reward is not None:
         return {**session.parts, "reward": session.reward}
-    value, parts = value_of(told)
+    value, parts = split_reward(result)
     return None if value is None else {**parts, "reward": value}

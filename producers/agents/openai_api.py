@@ -1,12 +1,12 @@
-"""The OpenAI interface as far as an agent needs it: from bodies to what is asked, from what was said to answers. Pure.
+"""The OpenAI interface as far as an agent needs it: request bodies to `ChatRequest`, `Answer` to response bodies. Pure.
 
-Known: chat completions with tools, streams, `stop`, `max_tokens` (or
-`max_completion_tokens`), `logprobs` of the sampled tokens; completions of text or token ids; the models. Guarantees:
-1. what cannot be given is refused with 400 and the name of the parameter: several choices, other tokens' log-probs,
-   images, a beginning of the answer (`echo`, `suffix`);
-2. `temperature`, `top_p` and the like are not obeyed: samples are drawn as the run is configured, since the learner
-   trains on what they were drawn with. `seed` neither;
-3. arguments of tool calls are JSON text in answers, as the interface has it, and objects for the chat template.
+Known: chat completions with tools, streams, `stop`, `max_tokens` (or `max_completion_tokens`), `logprobs` of the
+sampled tokens; completions of text or token ids; the models. Guarantees:
+1. unsupported parameters are refused with 400 and their name: several choices, other tokens' log-probs, images, a given
+   beginning of the answer (`echo`, `suffix`);
+2. `temperature`, `top_p` and the like are ignored: samples are drawn as the run is configured, because the learner
+   trains on these probabilities. `seed` is ignored too;
+3. arguments of tool calls are JSON text in answers, as in the interface, and objects for the chat template.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Message = dict[str, Any]
 
 
 class ApiError(Exception):
-    """What an agent is answered instead; `code` is the interface's own word."""
+    """An error response for the agent; `code` is the interface's own."""
 
     def __init__(self, status: int, message: str, *, code: str = "", param: str = "") -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param or None, "code": code or None}}
 
 
-class Ask(msgspec.Struct, frozen=True):
+class ChatRequest(msgspec.Struct, frozen=True):
     """One request for an answer: `messages` of a chat, or a `prompt` of text or token ids."""
 
     messages: tuple[Message, ...] | None
@@ -47,18 +47,18 @@ class Ask(msgspec.Struct, frozen=True):
     stream: bool = False
     usage_in_stream: bool = False
     logprobs: bool = False
-    token_ids: bool = False  # an extension that vLLM has too: ids beside the text
+    token_ids: bool = False  # an extension that vLLM has too: ids with the text
 
 
-class Said(msgspec.Struct, frozen=True):
-    """An answer: its text without what stopped it, its tokens, their log-probs and texts."""
+class Answer(msgspec.Struct, frozen=True):
+    """An answer: its text without the stop, its tokens and their log-probs."""
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: str  # stop | length
     prompt_tokens: int
-    calls: tuple[tuple[str, ToolCall], ...] = ()  # by the id that the agent answers them with
+    calls: tuple[tuple[str, ToolCall], ...] = ()  # with the id of the call
     version: int = 0
     prompt_ids: tuple[int, ...] = ()
 
@@ -66,29 +66,29 @@ class Said(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------- requests
 
 
-def chat_of(body: Any) -> Ask:
-    """What a body of `/v1/chat/completions` asks for. Raises ApiError."""
+def read_chat(body: Any) -> ChatRequest:
+    """The request of a `/v1/chat/completions` body. Raises ApiError."""
     tree = _object(body)
     messages = tree.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise ApiError(400, "messages is no list of messages", param="messages")
+        raise ApiError(400, "messages must be a list of messages", param="messages")
     tools = tree.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ApiError(400, "tools is no list of tools", param="tools")
+        raise ApiError(400, "tools must be a list of tools", param="tools")
     if tree.get("tool_choice") == "none":
         tools = []
     if tree.get("top_logprobs"):
-        raise ApiError(400, "only log-probs of the sampled tokens are known", param="top_logprobs")
-    return Ask(
-        tuple(message_of(item) for item in messages),
+        raise ApiError(400, "only log-probs of the sampled tokens are supported", param="top_logprobs")
+    return ChatRequest(
+        tuple(read_message(item) for item in messages),
         tools=tuple(tools),
         logprobs=bool(tree.get("logprobs")),
         **_common(tree),
     )
 
 
-def text_of(body: Any) -> Ask:
-    """What a body of `/v1/completions` asks for. Raises ApiError."""
+def read_completion(body: Any) -> ChatRequest:
+    """The request of a `/v1/completions` body. Raises ApiError."""
     tree = _object(body)
     prompt = tree.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -96,21 +96,21 @@ def text_of(body: Any) -> Ask:
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         prompt = tuple(prompt)
     if not isinstance(prompt, str | tuple) or not prompt:
-        raise ApiError(400, "prompt is one text, or one list of token ids", param="prompt")
+        raise ApiError(400, "prompt must be one text, or one list of token ids", param="prompt")
     for name in ("echo", "suffix", "best_of"):
         if tree.get(name) not in (None, False, 1, ""):
             raise ApiError(400, f"{name} is not supported", param=name)
     logprobs = tree.get("logprobs")
     if isinstance(logprobs, int) and logprobs > 1:
-        raise ApiError(400, "only log-probs of the sampled tokens are known", param="logprobs")
-    return Ask(None, prompt=prompt, logprobs=logprobs is not None and logprobs is not False, **_common(tree))
+        raise ApiError(400, "only log-probs of the sampled tokens are supported", param="logprobs")
+    return ChatRequest(None, prompt=prompt, logprobs=logprobs is not None and logprobs is not False, **_common(tree))
 
 
 def _object(body: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, "the body is no JSON object")
     if body.get("n") not in (None, 1):
-        raise ApiError(400, "n is 1 here: a group has its samples by itself", param="n")
+        raise ApiError(400, "n must be 1: the run decides the number of samples", param="n")
     return body
 
 
@@ -121,7 +121,7 @@ def _common(tree: dict[str, Any]) -> dict[str, Any]:
     stop = tree.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise ApiError(400, f"stop is a text, or a list of at most {MOST_STOPS}", param="stop")
+        raise ApiError(400, f"stop must be a text, or a list of at most {MOST_STOPS}", param="stop")
     options = tree.get("stream_options")
     return {
         "max_tokens": limit,
@@ -132,10 +132,10 @@ def _common(tree: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def message_of(item: Any) -> Message:
-    """A message in the one form that the rest knows: text content, objects as arguments. Raises ApiError."""
+def read_message(item: Any) -> Message:
+    """A message in normal form: text content, objects as arguments. Raises ApiError."""
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
-        raise ApiError(400, f"no message with a role: {str(item)[:80]}", param="messages")
+        raise ApiError(400, f"a message without a role: {str(item)[:80]}", param="messages")
     role = "system" if item["role"] == "developer" else item["role"]
     found: Message = {"role": role, "content": _content(item.get("content"))}
     calls = item.get("tool_calls") or []
@@ -155,17 +155,17 @@ def _content(content: Any) -> str:
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise ApiError(400, "the content of a message is text, or parts of text", param="messages")
+        raise ApiError(400, "the content of a message must be text, or parts of text", param="messages")
     return "".join(str(text) for text in texts)
 
 
 def _call(call: Any) -> Message:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(400, f"no tool call: {str(call)[:80]}", param="messages")
+        raise ApiError(400, f"not a tool call: {str(call)[:80]}", param="messages")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(*UNREADABLE):  # shown as the text that it is
+        with contextlib.suppress(*UNREADABLE):  # kept as text
             arguments = msgspec.json.decode(arguments)
     return {
         "id": str(call.get("id") or ""),
@@ -177,8 +177,8 @@ def _call(call: Any) -> Message:
 # ---------------------------------------------------------------- answers
 
 
-def chat_answer(said: Said, ask: Ask, *, id: str, model: str, texts: Sequence[str]) -> dict[str, Any]:
-    """The body of an answer to `/v1/chat/completions`. `texts` are those of the tokens, for log-probs."""
+def chat_answer(said: Answer, ask: ChatRequest, *, id: str, model: str, texts: Sequence[str]) -> dict[str, Any]:
+    """The body of an answer to `/v1/chat/completions`. `texts` are the texts of the tokens, for log-probs."""
     choice: dict[str, Any] = {
         "index": 0,
         "message": _message(said),
@@ -190,7 +190,7 @@ def chat_answer(said: Said, ask: Ask, *, id: str, model: str, texts: Sequence[st
     return _whole("chat.completion", choice, said, ask, id=id, model=model)
 
 
-def text_answer(said: Said, ask: Ask, *, id: str, model: str, texts: Sequence[str]) -> dict[str, Any]:
+def text_answer(said: Answer, ask: ChatRequest, *, id: str, model: str, texts: Sequence[str]) -> dict[str, Any]:
     """The body of an answer to `/v1/completions`."""
     logprobs = {"tokens": list(texts), "token_logprobs": list(said.logprobs), "top_logprobs": None, "text_offset": None}
     choice: dict[str, Any] = {
@@ -204,7 +204,7 @@ def text_answer(said: Said, ask: Ask, *, id: str, model: str, texts: Sequence[st
     return _whole("text_completion", choice, said, ask, id=id, model=model)
 
 
-def _whole(kind: str, choice: dict[str, Any], said: Said, ask: Ask, *, id: str, model: str) -> dict[str, Any]:
+def _whole(kind: str, choice: dict[str, Any], said: Answer, ask: ChatRequest, *, id: str, model: str) -> dict[str, Any]:
     body = {
         "id": id,
         "object": kind,
@@ -217,26 +217,26 @@ def _whole(kind: str, choice: dict[str, Any], said: Said, ask: Ask, *, id: str, 
     return {**body, "prompt_token_ids": list(said.prompt_ids)} if ask.token_ids else body
 
 
-def usage(said: Said) -> dict[str, int]:
-    """Tokens of the prompt and of the answer."""
+def usage(said: Answer) -> dict[str, int]:
+    """Token counts of the prompt and the answer."""
     made = len(said.token_ids)
     return {"prompt_tokens": said.prompt_tokens, "completion_tokens": made, "total_tokens": said.prompt_tokens + made}
 
 
-def _message(said: Said) -> dict[str, Any]:
+def _message(said: Answer) -> dict[str, Any]:
     if not said.calls:
         return {"role": "assistant", "content": said.text}
     return {"role": "assistant", "content": said.text or None, "tool_calls": _tool_calls(said)}
 
 
-def _tool_calls(said: Said) -> list[dict[str, Any]]:
+def _tool_calls(said: Answer) -> list[dict[str, Any]]:
     return [
         {"id": name, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
         for name, call in said.calls
     ]
 
 
-def _chat_logprobs(said: Said, texts: Sequence[str]) -> dict[str, Any]:
+def _chat_logprobs(said: Answer, texts: Sequence[str]) -> dict[str, Any]:
     return {
         "content": [
             {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
@@ -246,7 +246,9 @@ def _chat_logprobs(said: Said, texts: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def chunk(ask: Ask, *, id: str, model: str, text: str = "", last: Said | None = None, first: bool = False) -> bytes:
+def chunk(
+    ask: ChatRequest, *, id: str, model: str, text: str = "", last: Answer | None = None, first: bool = False
+) -> bytes:
     """One event of a stream: new text, and with `last` the end."""
     finish = None if last is None else "tool_calls" if last.calls else last.finish
     choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "logprobs": None}
@@ -263,8 +265,8 @@ def chunk(ask: Ask, *, id: str, model: str, text: str = "", last: Said | None = 
     return event({"id": id, "object": kind, "created": int(time.time()), "model": model, "choices": [choice]})
 
 
-def usage_chunk(said: Said, ask: Ask, *, id: str, model: str) -> bytes:
-    """The event with the usage, where it is asked for."""
+def usage_chunk(said: Answer, ask: ChatRequest, *, id: str, model: str) -> bytes:
+    """The event with the usage."""
     kind = "text_completion" if ask.messages is None else "chat.completion.chunk"
     return event(
         {"id": id, "object": kind, "created": int(time.time()), "model": model, "choices": [], "usage": usage(said)}

@@ -1,13 +1,13 @@
-"""The processes of an agent: one for every session, or some that play one session after the other.
+"""The processes of an agent: one per session, or a few that play one session after the other.
 
-A process gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its
-environment and the row as JSON on its standard input, which is then closed; its last line of output may be the reward:
-a number, or an object with `reward`. With `sessions` above 1 it gets a line {"row", "base_url", "api_key", "model"} for
-every session and answers each with a line: a number, such an object, or null. Guarantees:
-1. a process that is not needed any more (time limit, lost lease, end of the producer) gets SIGTERM with its whole
-   group, and SIGKILL after `grace_s`; it dies with the producer in any case (Linux);
-2. an exit code other than 0 is `environment.crashed` with the last lines that it wrote to its standard error;
-3. what it prints is kept in part only: an endless print costs no memory.
+A process gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment and the row as JSON on its standard
+input, which is then closed; its last line of output may be the reward: a number, or an object with `reward`. With
+`sessions` above 1 it gets a line {"row", "base_url", "api_key", "model"} for every session and answers each with a
+line: a number, such an object, or null. Guarantees:
+1. a process that is no longer needed (time limit, lost lease, end of the producer) gets SIGTERM with its whole group,
+   and SIGKILL after `grace_s`; it always dies with the producer (Linux);
+2. an exit code other than 0 is `environment.crashed` with the last lines of its standard error;
+3. only the end of its output is kept: an endless print costs no memory.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from asyncrl.environment import EnvironmentFailure, Row
 from asyncrl.errors import UNREADABLE, ConfigError
 
 CHUNK = 1 << 16
-KEPT = 4096  # letters of what it prints
+KEPT = 4096  # characters of its output
 LONGEST_LINE = 1 << 20
 SHOWN_LINES = 5
 
 
 class _Tail:
-    """The last of what a pipe gave."""
+    """The end of a pipe's output."""
 
     def __init__(self, stream: asyncio.StreamReader) -> None:
         self._kept: deque[bytes] = deque()
         self._size = 0
-        self.reading = asyncio.create_task(self._read(stream))
+        self.reading = asyncio.create_task(self._read_all(stream))
 
-    async def _read(self, stream: asyncio.StreamReader) -> None:
+    async def _read_all(self, stream: asyncio.StreamReader) -> None:
         while data := await stream.read(CHUNK):  # bounded: the process is ended, and its pipe with it
             self._kept.append(data)
             self._size += len(data)
@@ -50,13 +50,13 @@ class _Tail:
                 self._size -= len(self._kept.popleft())
 
     def lines(self) -> list[str]:
-        """Its last lines with something in them."""
+        """Its last non-empty lines."""
         text = b"".join(self._kept)[-KEPT:].decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()]
 
 
 class AgentProcess:
-    """A process that was started, and how it ends."""
+    """One running process."""
 
     def __init__(self, process: asyncio.subprocess.Process, *, grace_s: float) -> None:
         assert process.stderr is not None
@@ -66,21 +66,21 @@ class AgentProcess:
         self._grace_s = grace_s
 
     async def end(self) -> None:
-        """End it with everything that it started."""
+        """End it and everything that it started."""
         try:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGTERM)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), self._grace_s)
-        finally:  # also where this is cancelled meanwhile
+        finally:  # also if this is cancelled
             with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # itself, or what it started and left behind
+                os.killpg(self.process.pid, signal.SIGKILL)  # itself, or its children
             self.errors.reading.cancel()
         with suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), self._grace_s)
 
-    async def crashed(self) -> EnvironmentFailure:
-        """The failure of a process that has ended, or closed its output, too early."""
+    async def crash_failure(self) -> EnvironmentFailure:
+        """The failure of a process that ended, or closed its output, too early."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), self._grace_s)
         with suppress(TimeoutError):
@@ -98,7 +98,7 @@ class Agent:
         self._living: set[AgentProcess] = set()
 
     async def play(self, row: Row, *, url: str, key: str) -> Any:
-        """One session; what the agent said of its reward, None where it said nothing."""
+        """Play one session; its reward, None if the agent printed none."""
         if self._config.sessions > 1:
             return await self._line(row, url, key)
         process = await self._start({"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key})
@@ -111,10 +111,10 @@ class Agent:
                 process.process.stdin.close()
             code = await process.process.wait()  # bounded: by the episode's time limit, which cancels this
             if code:
-                raise await process.crashed()
+                raise await process.crash_failure()
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(printed.reading), 1.0)
-            return reward_in(printed.lines()[-1:])
+            return parse_reward(printed.lines()[-1:])
         finally:
             printed.reading.cancel()
             await self._end(process)
@@ -128,13 +128,13 @@ class Agent:
             await process.process.stdin.drain()
             # bounded: by the episode's time limit, which cancels this
             line = await process.process.stdout.readline()
-        except (ConnectionError, ValueError):  # it is gone, or the line has no end
+        except (ConnectionError, ValueError):  # the process is gone, or the line has no end
             line = b""
         except asyncio.CancelledError:
             await self._end(process)
             raise
         if not line.endswith(b"\n"):
-            failure = await process.crashed()
+            failure = await process.crash_failure()
             await self._end(process)
             raise failure
         process.played += 1
@@ -142,7 +142,7 @@ class Agent:
             self._idle.append(process)
         else:
             await self._end(process)
-        return reward_in([line.decode(errors="replace").strip()], strict=True)
+        return parse_reward([line.decode(errors="replace").strip()], strict=True)
 
     async def close(self) -> None:
         """End all of them."""
@@ -182,12 +182,12 @@ class Agent:
         await process.end()
 
 
-def reward_in(lines: list[str], *, strict: bool = False) -> Any:
-    """What a line says of the reward: a number, an object with `reward` or `score`, or None. Other lines say nothing,
-    but with `strict` they are a failure.
+def parse_reward(lines: list[str], *, strict: bool = False) -> Any:
+    """The reward in a line: a number, an object with `reward` or `score`, or None. Other lines have none; with `strict`
+    they are a failure.
 
-    >>> reward_in(["0.5"]), reward_in(['{"reward": 1, "steps": 2}']), reward_in(["done"]), reward_in(["null"])
-    (0.5, {'reward': 1, 'steps': 2}, None, None)
+    >>> parse_reward(["0.5"]), parse_reward(['{"reward": 1, "steps": 2}']), parse_reward(["done"])
+    (0.5, {'reward': 1, 'steps': 2}, None)
     """
     if not lines:
         return None

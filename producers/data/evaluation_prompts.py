@@ -1,11 +1,11 @@
-"""Held-out prompts as producers see them: rows by the id of a leased group, and how they are sampled.
+"""Held-out prompts for producers: rows by the id of a leased group, and their sampling settings.
 
 Guarantees:
 1. row `r` of an evaluation is row `r` of the files or source of `[evaluation]`, in their own order, the same in every
    evaluation; `max_prompts` takes the first ones;
-2. a source without a length is read to its end, or to `max_prompts`, when the process starts; one that does not end
-   within `MAX_ROWS` is `config.data`;
-3. it samples by `[evaluation]`, whatever `[sampling]` says; training is not touched by it.
+2. a source without a length is read to its end, or to `max_prompts`, when the process starts; one with more than
+   `MAX_ROWS` rows is `config.data`;
+3. it samples by `[evaluation]`, not by `[sampling]`; training is not affected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from producers.data.prompts import Prompts, Row
 
 
 class HeldOutPrompts:
-    """Rows and sampling of evaluations; `rows` is 0 where they are off."""
+    """Rows and sampling of evaluations; `rows` is 0 if they are off."""
 
     def __init__(self, config: Config) -> None:
         self.rows = 0
@@ -31,7 +31,6 @@ class HeldOutPrompts:
             where = config.evaluation.source or config.evaluation.path
             raise ConfigError("config.data", f"more than {MAX_ROWS} rows: set evaluation.max_prompts", where=where)
 
-    def row_of(self, group: int) -> Row:
-        """The row of a group of an evaluation."""
+    def row_for(self, group: int) -> Row:
         _, row = split_group(group)
-        return self._prompts.row_of(row)
+        return self._prompts.row_for(row)

@@ -1,12 +1,12 @@
 """The prompts of a run: from a group id to a row of the data and its token ids. No torch.
 
 The buffer counts groups 0, 1, 2, ...; a producer maps them to rows. Guarantees:
-1. `row_of(group)` is a function of (data, run.seed, group): `epoch, position = divmod(group, rows)`, and the row is the
-   epoch's permutation at that position (the position itself without `data.shuffle`), so every producer agrees;
-2. an iterable without a length is consumed as far as the group asks and kept in memory; its first epoch is in its own
-   order, because a permutation needs to know the length; later epochs are permuted like any other;
-3. what is wrong with the data as a whole is `config.data` with file, row and column; what is wrong with one row is a
-   `BadPrompt` with a reason, and the run goes on;
+1. `row_for(group)` is a function of (data, run.seed, group): `epoch, position = divmod(group, rows)`, and the row is
+   the epoch's permutation at that position (the position itself without `data.shuffle`), so every producer agrees;
+2. an iterable without a length is read as far as the group requires and kept in memory; its first epoch is in its own
+   order, because a permutation needs the length; later epochs are permuted like any other;
+3. an error of the data as a whole is `config.data` with file, row and column; an error of one row is a `BadPrompt` with
+   a reason, and the run goes on;
 4. rows are plain JSON values: they travel with the samples.
 
 Example: 5 rows and group 12 give epoch 2, position 2.
@@ -48,7 +48,7 @@ class Prompts:
         self._data = data
         self._seed = seed
         self._shuffle = data.shuffle
-        self._rows = _from_source(data.source) if data.source else _from_files(data.path)
+        self._rows = _load_source(data.source) if data.source else _load_files(data.path)
         self._order: dict[int, npt.NDArray[np.int64]] = {}
         first = self._rows.get(0)
         if first is None:
@@ -61,11 +61,11 @@ class Prompts:
                 where=data.source or data.path,
             )
 
-    def row_of(self, group: int) -> Row:
-        """The row of a group, its prompt as `[data]` wants it. Raises `config.data` where a source has no rows."""
-        return as_asked(self._row_of(group), self._data)
+    def row_for(self, group: int) -> Row:
+        """The row of a group, with its prompt as `[data]` requires. Raises `config.data` if a source has no rows."""
+        return apply_settings(self._find_row(group), self._data)
 
-    def _row_of(self, group: int) -> Row:
+    def _find_row(self, group: int) -> Row:
         early = self._rows.get(group) if self._rows.length is None else None
         if early is not None:
             return early
@@ -79,14 +79,14 @@ class Prompts:
         return row
 
     def count(self, limit: int) -> int:
-        """How many rows there are, at most `limit`: an iterable without a length is read as far as that."""
+        """The number of rows, at most `limit`: an iterable without a length is read as far as that."""
         if self._rows.length is None:
             self._rows.get(limit - 1)
         return limit if self._rows.length is None else min(limit, self._rows.length)
 
     def _permutation(self, epoch: int, length: int) -> npt.NDArray[np.int64]:
         if epoch not in self._order:
-            if len(self._order) > 1:  # groups of two epochs are in flight at most around the border
+            if len(self._order) > 1:  # at a border groups of at most two epochs are in flight
                 self._order.pop(min(self._order))
             key = np.array([self._seed & _MASK, epoch], dtype=np.uint64)
             self._order[epoch] = np.random.Generator(np.random.Philox(key=key)).permutation(length)
@@ -94,7 +94,7 @@ class Prompts:
 
 
 class _Rows:
-    """Rows by number, read on demand. `length` is None while an iterable has not come to its end."""
+    """Rows by number, read on demand. `length` is None before the end of an iterable."""
 
     def __init__(self, read: Callable[[int], Any], length: int | None, where: str, rest: Iterator[Any] | None = None):
         self.length = length
@@ -144,7 +144,7 @@ def plain_value(value: Any) -> Any:
 # ---------------------------------------------------------------- reading
 
 
-def _from_source(dotted: str) -> _Rows:
+def _load_source(dotted: str) -> _Rows:
     function = load_object(dotted, code="config.data", where="data.source")
     rows = function() if callable(function) else function
     if hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, dict):
@@ -160,7 +160,7 @@ def _nothing(number: int) -> Any:
     raise IndexError(number)
 
 
-def _from_files(paths: str) -> _Rows:
+def _load_files(paths: str) -> _Rows:
     parts = [_read_file(path) for path in data_files(paths)]
     ends = np.cumsum([len(part) for part in parts])
 
@@ -199,7 +199,7 @@ def _read_lines(path: Path) -> list[Any]:
 
 
 class _Table(Sequence[Any]):
-    """Rows of a Parquet or Arrow file; the columns stay in Arrow's form until a row is asked for."""
+    """Rows of a Parquet or Arrow file; the columns stay in Arrow's form until a row is read."""
 
     def __init__(self, path: Path) -> None:
         self._table = read_table(path)
@@ -211,8 +211,8 @@ class _Table(Sequence[Any]):
         return self._table.slice(number, 1).to_pylist()[0]
 
 
-def as_asked(row: Row, data: DataConfig) -> Row:
-    """The row with `data.as_chat` and `data.system_prompt` applied to its prompt: rewards see it like that too."""
+def apply_settings(row: Row, data: DataConfig) -> Row:
+    """The row with `data.as_chat` and `data.system_prompt` applied to its prompt; rewards get it like this too."""
     prompt = row.get(data.prompt_key)
     if data.as_chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]

@@ -1,7 +1,7 @@
 """The row of the data behind a group: `python -m producers.data.show_prompt --config RUN/config.toml --group 317`.
 
-Started by `asyncrl trace`, which may not import roles. Prints one JSON object: `epoch`, `position`, `row`. The error of
-a run whose data is gone is its text and an exit code.
+Run by `asyncrl trace`, which may not import roles. Prints one JSON object: `group`, `row`; if the data of the run is
+gone, the error and an exit code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         config = load(args.config)
-        row = Prompts(config.data, seed=config.run.seed).row_of(args.group)
+        row = Prompts(config.data, seed=config.run.seed).row_for(args.group)
     except AsyncRLError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code

@@ -1,10 +1,10 @@
 """Text to token ids and back, from a model folder, without torch.
 
 Guarantees:
-1. `tokenizer.json` is read by the `tokenizers` package alone; transformers is imported only for a chat template or for
-   a folder without `tokenizer.json`, and never fetches anything;
-2. `eos_ids` is the union of what `config.json`, `generation_config.json` and the tokenizer call end of sequence;
-   a folder without any is refused (`config.tokenizer`): such a policy could not end an answer;
+1. the `tokenizers` package alone reads `tokenizer.json`; transformers is imported only for a chat template or for a
+   folder without `tokenizer.json`, and never downloads anything;
+2. `eos_ids` is the union of the end-of-sequence tokens of `config.json`, `generation_config.json` and the tokenizer; a
+   folder without any is refused (`config.tokenizer`), because such a policy could not end an answer;
 3. chat templates are rendered by transformers' sandboxed Jinja.
 """
 
@@ -59,7 +59,7 @@ class Tokenizer:
         return self._auto
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text, with a BOS where the tokenizer adds one, never with an EOS behind it."""
+        """Ids of plain text, with a BOS if the tokenizer adds one, never with an EOS at the end."""
         if self._fast is None:
             ids = list(self._auto.encode(text))
             bare = list(self._auto.encode(text, add_special_tokens=False))
@@ -70,7 +70,7 @@ class Tokenizer:
         return ids[:-1] if ends else ids
 
     def encode_answer(self, text: str) -> list[int]:
-        """Ids of an answer as a policy gives it: no special token in front, one end of sequence behind."""
+        """Ids of an answer: no special token at the start, one end of sequence at the end."""
         if self._fast is None:
             ids = list(self._auto.encode(text, add_special_tokens=False))
         else:
@@ -82,7 +82,7 @@ class Tokenizer:
         return bool(self._transformers().chat_template)
 
     def encode_part(self, text: str) -> list[int]:
-        """Ids of a text as it stands in the middle of a sequence: nothing is added."""
+        """Ids of a text in the middle of a sequence, without special tokens."""
         if self._fast is None:
             return list(self._auto.encode(text, add_special_tokens=False))
         ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids

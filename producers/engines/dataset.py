@@ -1,16 +1,15 @@
-"""A producer that generates nothing: rows of the data become groups, through the same leases and the same buffer.
+"""The engine for `producers.engine = "dataset"`: it generates nothing, rows of the data become groups.
 
-Used by `producers.main` where `producers.engine = "dataset"`. A row is a group: one sample (mode sft: the answer) or
-two (modes dpo and reward_model: chosen is sample 0 with reward 1, rejected is sample 1 with reward 0). Guarantees:
-1. group g is the row that `producers.data.prompts` gives it, so any number of producers stream one order, epoch by
-   epoch,
-   and a group that is leased again is the same row;
-2. the runs of a sample name the newest committed version when the row was read: its lag says how many steps ahead of
-   its training that was. The digest is that of the data files: one run trains one data set;
+A row is a group: one sample (mode sft: the answer) or two (modes dpo and reward_model: chosen is sample 0 with reward
+1, rejected is sample 1 with reward 0). `producers.dataset_worker` sends them. Guarantees:
+1. group g is the row that `producers.data.prompts` maps it to, so any number of producers stream one order, epoch by
+   epoch, and a group that is leased again is the same row;
+2. the runs of a sample name the newest committed version when the row was read: its lag is the number of steps until
+   its training. The digest is that of the data files: one run trains one data set;
 3. a row without its columns, without tokens or longer than `data.max_prompt_tokens` and `sampling.max_new_tokens` is
-   set aside with its reason (dead letters) and another takes its place; nothing is cut;
-4. answers end with the tokenizer's end of sequence and have no log-probs of any policy: zeros stand for them.
-Of a conversation the last message is the answer; earlier turns of the assistant are part of the prompt and not trained.
+   dropped with its reason (dead letters) and replaced by another; nothing is cut;
+4. answers end with the tokenizer's end of sequence; their log-probs are zeros, because there is no policy.
+The last message of a conversation is the answer; earlier turns of the assistant are part of the prompt and not trained.
 
 Example: {"prompt": "12+07=", "chosen": "19", "rejected": "18"} is a group of 2 samples of 3 tokens each.
 """
@@ -40,7 +39,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 class DatasetEngine:
-    """What stands in an engine's place: no model, no weights; its version is the newest that the buffer told."""
+    """No model, no weights; its version is the newest that the buffer reported."""
 
     def __init__(self, config: Config) -> None:
         self.version = 0
@@ -54,32 +53,25 @@ class DatasetEngine:
     async def close(self, *, grace_s: float) -> None: ...
 
     def capabilities(self) -> EngineCapabilities:
-        """As many rows as there are slots, as long as they are."""
         return EngineCapabilities("dataset", max_samples=self._config.producers.slots, max_tokens=0, kv=())
 
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Nothing is under way."""
+    async def pause(self, mode: PauseMode = "keep") -> None: ...
 
     async def resume(self) -> None: ...
 
     def health(self) -> EngineHealth:
-        """Always alive and never busy."""
         return EngineHealth(True, self.version, 0, 0)
 
     def fingerprint(self) -> str:
-        """That of the model whose tokenizer is used."""
         return model_fingerprint(self._config.model.path, dtype=self._config.model.dtype)
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenDelta]:
-        """Rows are read, not generated."""
         raise AsyncRLError("internal", "the dataset engine generates nothing")
 
     async def abort(self, ids: Sequence[str] | None) -> int:
-        """Nothing is under way."""
         return 0
 
     async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
-        """No weights come here."""
         raise AsyncRLError("internal", "the dataset engine takes no weights")
 
     async def apply_bucket(self, number: int, data: Buffer) -> str:
@@ -95,7 +87,7 @@ class DatasetEngine:
 
 
 class NoWeights:
-    """What stands in the place of weight sync: there is nothing to wait for."""
+    """Null receiver for dataset runs."""
 
     waiting_for = ""
     version = 0
@@ -108,7 +100,6 @@ class NoWeights:
         return False
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until the end of the process."""
         await stop.wait()  # bounded: the life of the role
 
 
@@ -139,7 +130,7 @@ def encode_row(row: Row, config: Config, tokenizer: Tokenizer) -> tuple[Tokens, 
 
 
 def _answer_text(key: str, value: Any, prompt: Any) -> str:
-    """The text of an answer: as it is, or the last message of a conversation that goes on from the prompt."""
+    """The text of an answer: unchanged, or the last message of a conversation that continues the prompt."""
     if isinstance(value, list) and value and value[:-1] in ([], prompt):
         value = value[-1]
     if isinstance(value, Mapping) and value.get("role") == "assistant":
@@ -150,7 +141,7 @@ def _answer_text(key: str, value: Any, prompt: Any) -> str:
 
 
 def data_digest(config: Config) -> str:
-    """Digest of the data: of the content of its files in their order; of the name of a source."""
+    """Digest of the data: the content of its files in their order, or the name of a source."""
     whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
     whole.update(config.data.source.encode())
     for path in data_files(config.data.path):

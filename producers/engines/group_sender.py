@@ -1,18 +1,18 @@
-"""Weights to an engine that is a server: the producer is rank 0 of a process group, its workers are the others.
+"""Sends weights to an engine server: the producer is rank 0 of a process group, its workers are the other ranks.
 
 Guarantees:
-1. the group is built as these servers build theirs: a TCPStore at rank 0 under the prefix of the group's name, then
+1. the group is built like the servers build theirs: a TCPStore at rank 0 under the prefix of the group's name, then
    torch's own helper; every broadcast is uint8, from rank 0;
-2. every wait is bounded: what the backend cannot interrupt goes on in a thread of its own, that keeps no process alive;
-3. the first failure is the last: the group must be closed, another is made under another name;
-4. torch is imported by `listen`, not before. `close` gives back what `listen` and `join` took.
+2. every wait is bounded: operations that the backend cannot interrupt go on in a daemon thread;
+3. a failure is final: the group must be closed, and a new one needs another name;
+4. torch is imported by `listen`, not before. `close` frees everything that `listen` and `join` took.
 `gloo` reads host memory in place; `nccl` and `hccl` copy it to this process's device first. They have no
 authentication: use an isolated network. Only Gloo was ever run.
 
 `pieces` cuts a bucket for engines that take tensors back to back, without the padding between them.
 
 Example: tensors a U8 `[3]` at 0, b F32 `[2]` at 4, c F32 `[1]` at 12 of one bucket are two pieces: `a` (bytes 0..3)
-and `b c` (bytes 4..16), since between a and b there is a byte of padding.
+and `b c` (bytes 4..16), because between a and b there is a byte of padding.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from weightsync.plan.buckets import ITEM_BYTES
 from weightsync.transports.worker_thread import Worker
 
 T = TypeVar("T")
-END_S = 2.0  # a group that is in order ends at once
+END_S = 2.0  # a healthy group ends at once
 LISTEN_S = 120.0  # torch is imported meanwhile
 BACKENDS = ("gloo", "nccl", "hccl")
 
 
 def pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors of one bucket, cut wherever they do not lie back to back or would not be aligned to their item size
-    in a memory that begins with the first of their piece."""
+    """The tensors of one bucket, cut where they are not back to back, or would not be aligned to their item size in
+    memory that begins with the first tensor of their piece."""
     cut: list[list[Tensor]] = []
     first = end = 0
     for tensor in tensors:
@@ -62,8 +62,8 @@ class GroupSender:
         timeout_s: float = 60.0,
         device: str = "",
     ) -> None:
-        """`workers` are the ranks 1 and above; `host` is where they find this one (empty: this host's address as
-        they see it must be given by who knows it; loopback is taken); `timeout_s` bounds `join` and each `send`.
+        """`workers` is the number of ranks 1 and above; `host` is the address of this rank for them (empty: loopback);
+        `timeout_s` bounds `join` and each `send`.
 
         Raises:
             ConfigError: `config.type` for another backend.
@@ -87,7 +87,7 @@ class GroupSender:
         """Open the store; its port.
 
         Raises:
-            ConfigError: `config.network` where this host lacks the address, `config.extra` without torch or backend.
+            ConfigError: `config.network` if this host lacks the address, `config.extra` without torch or backend.
         """
         self._worker = Worker(f"group-{self.name}")
         self.port = await self._do("no store", self._open, within_s=LISTEN_S)
@@ -127,7 +127,7 @@ class GroupSender:
         from torch.distributed import distributed_c10d as c10d
 
         torch_c10d: Any = c10d
-        # Torch offers no public call that makes a group of other processes beside the default one.
+        # Torch has no public call for a group of other processes next to the default one.
         self._group, _ = torch_c10d._new_process_group_helper(
             self.size,
             0,
@@ -140,7 +140,7 @@ class GroupSender:
         torch_c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.size)}
 
     async def send(self, data: memoryview) -> None:
-        """Broadcast these bytes; they may change again when this returns. Raises `engine.broken`."""
+        """Broadcast these bytes; they may change after this returns. Raises `engine.broken`."""
         if data.nbytes:
             await self._do(f"{data.nbytes} bytes were not sent", lambda: self._broadcast(data))
 
@@ -151,21 +151,21 @@ class GroupSender:
         """Run it on the group's thread within the limit; a failure is remembered."""
         if self._worker is None or self._failed:
             raise WorkError("engine.broken", f"group {self.name}: {self._failed or 'not listening'}")
-        self._failed = what  # also where this wait is cancelled in the middle
+        self._failed = what  # also if this wait is cancelled
         limit_s = within_s or self._timeout_s
         try:
             result = await asyncio.wait_for(asyncio.wrap_future(self._worker.submit(work)), limit_s + END_S)
         except TimeoutError:
             self._failed = f"{what} within {limit_s:g} s"
             raise WorkError("engine.broken", f"group {self.name}: {self._failed}") from None
-        except RuntimeError as error:  # DistError and what the backends raise
+        except RuntimeError as error:  # DistError and errors of the backends
             self._failed = f"{what}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             raise WorkError("engine.broken", f"group {self.name}: {self._failed}") from None
         self._failed = ""
         return result
 
     async def close(self) -> None:
-        """Leave the group and close the store; what hangs ends by the backend's own limit."""
+        """Leave the group and close the store; a hanging operation ends by the backend's own limit."""
         worker, self._worker = self._worker, None
         if worker is not None:
             await asyncio.to_thread(worker.close, self._end, within_s=END_S)
@@ -176,7 +176,7 @@ class GroupSender:
             return
         from torch.distributed import distributed_c10d as c10d
 
-        with suppress(RuntimeError):  # where it is broken already
+        with suppress(RuntimeError):  # if it is broken already
             if self._failed:
                 group.abort()
         with suppress(RuntimeError, ValueError):

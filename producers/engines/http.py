@@ -1,15 +1,13 @@
-"""A small client for engines that are servers: JSON calls and server-sent events, every one with a deadline.
+"""A small client for engine servers: JSON calls and server-sent events, each with a deadline.
 
-Needs the extra `http` (aiohttp), imported when a client is made.
-Guarantees:
+Needs the extra `http` (aiohttp), imported when a client is made. Guarantees:
 1. every call ends: within its deadline, or for a stream after `idle_s` without a byte;
-2. an answer is at most `max_bytes` long, so is one event of a stream; more is `engine.broken`, as are a server that
-   cannot be reached, 5xx, and bytes that are no JSON where JSON is due. The error says what the server said;
-3. 4xx is `Refused` with its status and the server's words: the caller knows whether it may happen;
-4. nothing is sent twice, no redirect is followed, no proxy of the environment is used. Each call has a connection of
-   its own: servers close idle ones when they like, and a call that met such a moment would look like their death;
-5. leaving a stream early closes its connection, which servers take as an abort.
-It does not know what the calls mean.
+2. an answer, or one event of a stream, has at most `max_bytes`; more is `engine.broken`, as are an unreachable server,
+   5xx, and bytes that are not the expected JSON. The error contains the server's text;
+3. 4xx is `Refused` with its status and the server's text: the caller knows whether it is expected;
+4. nothing is sent twice, no redirect is followed, no proxy of the environment is used. Each call has its own
+   connection: servers close idle ones at any time, and a call in that moment would look like a dead server;
+5. leaving a stream early closes its connection, which servers treat as an abort.
 
 Example: `await HttpClient("http://127.0.0.1:30000").post("/pause_generation", {"mode": "retract"}, timeout_s=5)` is
 `{"status": "ok", ...}`.
@@ -28,20 +26,20 @@ from asyncrl.errors import UNREADABLE, ConfigError, WorkError
 
 MAX_BYTES = 64 << 20  # of one answer or event
 CONNECT_S = 10.0
-SAID = 300  # characters of a server's words in an error
+EXCERPT = 300  # characters of a server's text in an error
 
 
 class Refused(WorkError):
-    """The server answered 4xx. `status` is the number, `said` its words."""
+    """The server answered 4xx. `status` is the number, `text` its message."""
 
-    def __init__(self, status: int, said: str, *, where: str) -> None:
-        super().__init__("engine.broken", f"answered {status}: {said}", where=where)
+    def __init__(self, status: int, text: str, *, where: str) -> None:
+        super().__init__("engine.broken", f"answered {status}: {text}", where=where)
         self.status = status
-        self.said = said
+        self.text = text
 
 
-def broken(what: str, *, where: str) -> WorkError:
-    """The server cannot be worked with any more."""
+def broken_error(what: str, *, where: str) -> WorkError:
+    """The error of an unusable server."""
     return WorkError("engine.broken", what, where=where)
 
 
@@ -60,11 +58,11 @@ class HttpClient:
         """`url` as `http://host:port`; `token` is sent as a bearer token.
 
         Raises:
-            ConfigError: `config.extra` without aiohttp, `config.network` for something that is no such address.
+            ConfigError: `config.extra` without aiohttp, `config.network` for another address.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError("config.network", f"{url!r} is no http address", where="producers.url")
+            raise ConfigError("config.network", f"{url!r} is not an http address", where="producers.url")
         self.url = url.rstrip("/")
         self._max_bytes = max_bytes
         self._aiohttp: Any = _aiohttp()
@@ -74,21 +72,21 @@ class HttpClient:
         )
 
     async def close(self) -> None:
-        """End every call that is under way."""
+        """End all calls."""
         await self._session.close()
 
     async def get(self, path: str, *, timeout_s: float, params: Mapping[str, str] | None = None) -> Any:
-        """The decoded answer; None where it has no body."""
+        """The decoded answer; None without a body."""
         return await self._call("GET", path, None, timeout_s=timeout_s, params=params)
 
     async def post(
         self, path: str, body: Any = None, *, timeout_s: float, params: Mapping[str, str] | None = None
     ) -> Any:
-        """The decoded answer to a JSON body; None where it has no body.
+        """The decoded answer to a JSON body; None without a body.
 
         Raises:
             Refused: 4xx.
-            WorkError: `engine.broken`, see the module.
+            WorkError: `engine.broken`.
         """
         return await self._call("POST", path, body, timeout_s=timeout_s, params=params)
 
@@ -101,9 +99,9 @@ class HttpClient:
             async with self._request(method, path, body, limit, params) as response:
                 data = await self._read(response, where)
         except TimeoutError:
-            raise broken(f"no answer within {timeout_s:g} s", where=where) from None
+            raise broken_error(f"no answer within {timeout_s:g} s", where=where) from None
         except (self._aiohttp.ClientError, OSError) as error:
-            raise broken(f"{type(error).__name__}: {error}", where=where) from None
+            raise broken_error(f"{type(error).__name__}: {error}", where=where) from None
         self._check_status(response.status, data, where)
         if response.content_type != "application/json":
             return data.decode(errors="replace") if data else None
@@ -126,28 +124,28 @@ class HttpClient:
             parts.append(part)
             size += len(part)
             if size > self._max_bytes:
-                raise broken(f"the answer is longer than {self._max_bytes} bytes", where=where)
+                raise broken_error(f"the answer is longer than {self._max_bytes} bytes", where=where)
         return b"".join(parts)
 
     def _check_status(self, status: int, data: bytes, where: str) -> None:
-        said = data[:SAID].decode(errors="replace")
+        text = data[:EXCERPT].decode(errors="replace")
         if 400 <= status < 500:
-            raise Refused(status, said, where=where)
+            raise Refused(status, text, where=where)
         if status != 200:
-            raise broken(f"answered {status}: {said}", where=where)
+            raise broken_error(f"answered {status}: {text}", where=where)
 
     def _decode(self, data: bytes, where: str) -> Any:
         try:
             return msgspec.json.decode(data)
         except UNREADABLE as error:
-            raise broken(f"no JSON ({error}): {data[:SAID]!r}", where=where) from None
+            raise broken_error(f"no JSON ({error}): {data[:EXCERPT]!r}", where=where) from None
 
     async def stream(self, path: str, body: Any, *, idle_s: float) -> AsyncIterator[Any]:
         """The events of an answer to a JSON body, to its `[DONE]`.
 
         Raises:
             Refused: 4xx.
-            WorkError: `engine.broken`, see the module; also where it ends without `[DONE]`.
+            WorkError: `engine.broken`, also if it ends without `[DONE]`.
         """
         where = self.url + path
         limit = self._aiohttp.ClientTimeout(total=None, sock_read=idle_s, sock_connect=CONNECT_S)
@@ -157,16 +155,16 @@ class HttpClient:
                     self._check_status(response.status, await self._read(response, where), where)
                 async for line in self._lines(response, where):
                     if not line.startswith(b"data:"):
-                        continue  # comments, names of events, the empty line between two
+                        continue  # comments, event names, empty lines
                     data = line[5:].strip()
                     if data == b"[DONE]":
                         return
                     yield self._decode(data, where)
         except TimeoutError:
-            raise broken(f"silent for {idle_s:g} s", where=where) from None
+            raise broken_error(f"silent for {idle_s:g} s", where=where) from None
         except (self._aiohttp.ClientError, OSError) as error:
-            raise broken(f"{type(error).__name__}: {error}", where=where) from None
-        raise broken("the stream ended without [DONE]", where=where)
+            raise broken_error(f"{type(error).__name__}: {error}", where=where) from None
+        raise broken_error("the stream ended without [DONE]", where=where)
 
     async def _lines(self, response: Any, where: str) -> AsyncIterator[bytes]:
         parts: list[bytes] = []
@@ -179,4 +177,4 @@ class HttpClient:
             parts.append(rest)
             size += len(rest)
             if size > self._max_bytes:
-                raise broken(f"an event is longer than {self._max_bytes} bytes", where=where)
+                raise broken_error(f"an event is longer than {self._max_bytes} bytes", where=where)

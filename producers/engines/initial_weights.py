@@ -1,9 +1,7 @@
 """Gives an engine the weights of its model's folder as version 0, for use without a learner: a judge, a benchmark.
 
-Any engine of the contract takes them by `begin_update`, `apply_bucket`
-and `commit_update`, as from weight sync. Guarantees: the tensors are those of the safetensors files, each read once and
-handed over bucket by bucket; what the engine commits has the digest of what was read.
-"""
+Any engine takes them by `begin_update`, `apply_bucket` and `commit_update`, as from weight sync. Guarantees: the
+tensors are those of the safetensors files, each read once; the digest of the commit is that of the read bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ async def commit_folder(engine: Engine, folder: str | Path, *, dtype: str) -> No
     """Commit the folder's weights, cast to `dtype`, as version 0.
 
     Raises:
-        ConfigError: `config.model` where there are none.
+        ConfigError: `config.model` if there are none.
     """
     tensors = _tensors(Path(folder), dtype)
     plan = plan_buckets(

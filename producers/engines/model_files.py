@@ -1,10 +1,10 @@
-"""What a model's folder says about its tensors, for engines whose weights lie in another process.
+"""The tensors of a model's folder, for engines with their weights in another process.
 
 Guarantees:
 1. it reads `config.json` and the headers of safetensors files, no weights; no torch;
 2. `check_tensors` refuses (`sync.plan`) a version with tensors that the folder does not have, with other shapes, or
-   without some that it has. A tied output head may be there or not;
-3. where the folder has no safetensors files nothing is known, and nothing is refused.
+   without some that it has. A tied output head is optional;
+3. without safetensors files nothing is known, and nothing is refused.
 
 Example: a folder holds `model.embed_tokens.weight` `[45, 128]`. A version that has it as `[44, 128]` is refused.
 """
@@ -39,15 +39,15 @@ class _Shape(msgspec.Struct):
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """`vocab`: ids below it may be asked, 0 where it is not known. `shapes` by name, empty where not known."""
+    """`vocab`: number of token ids, 0 if unknown. `shapes` by name, empty if unknown."""
 
     vocab: int
     shapes: dict[str, tuple[int, ...]]
     tied: bool
 
 
-def facts_of(path: str | Path) -> ModelFacts:
-    """Facts of a folder in Hugging Face format. Raises `config.model` where it cannot be read."""
+def read_facts(path: str | Path) -> ModelFacts:
+    """Facts of a folder in Hugging Face format. Raises `config.model` if it cannot be read."""
     folder = Path(path)
     shapes: dict[str, tuple[int, ...]] = {}
     try:
@@ -72,7 +72,7 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(facts: ModelFacts, tensors: Sequence[Tensor]) -> None:
-    """Raise `sync.plan` where these are not the tensors of the model."""
+    """Raise `sync.plan` if these are not the tensors of the model."""
     if not facts.shapes:
         return
     given = {tensor.name for tensor in tensors}

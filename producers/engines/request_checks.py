@@ -1,8 +1,7 @@
-"""What every engine asks of a request before it takes it.
+"""Checks of requests that all engines share. Pure.
 
-Pure: the same arguments, the same answer.
-Guarantee: a request without a problem has a new id, a prompt that is not empty and of tokens that the model has, fits
-the lengths that the run is planned for, and comes after the first weights.
+Guarantee: a request without a problem has a new id, a non-empty prompt of known tokens, fits the planned lengths, and
+comes after the first weights.
 
 Example: with data.max_prompt_tokens = 24 a prompt of 30 tokens of which 8 were begun elsewhere (22 of its own) has no
 problem; one of 25 tokens has "prompt of 25 tokens, data.max_prompt_tokens = 24".
@@ -14,11 +13,11 @@ from asyncrl.config import Config
 from asyncrl.engine import GenRequest
 
 
-def problem_of(request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int) -> str:
-    """Why no engine can take this request, empty where it can.
+def request_problem(request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int) -> str:
+    """Why no engine can take this request, empty if it can.
 
-    `vocab`: tokens that the model has, 0 where that is not known; `taken`: its id is in use; `version`: that of the
-    engine, below 0 before the first weights.
+    `vocab`: number of the model's tokens, 0 if unknown; `taken`: its id is in use; `version`: that of the engine, below
+    0 before the first weights.
     """
     prompt, longest = request.prompt_ids, config.longest_response
     own = len(prompt) - request.begun

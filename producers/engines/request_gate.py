@@ -1,9 +1,9 @@
-"""Who may send a sample to a server now: so many at once, the urgent first, nobody while the door is shut.
+"""Limits the samples at a server: at most `limit` at once, by priority, none while the gate is shut.
 
 Guarantees:
-1. at most `limit` are inside; among those who wait the smallest priority enters first, then who came first;
-2. while it is shut nobody enters; who is inside stays inside;
-3. who stops waiting (a cancelled task) never takes a place.
+1. at most `limit` are inside; of the waiting ones the smallest priority enters first, then the oldest;
+2. while it is shut none enters; samples inside stay inside;
+3. a cancelled waiter never takes a place.
 
 Example: limit 2, a and b inside, c (priority 5) and then d (priority 0) wait. a leaves: d enters.
 """
@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Admission:
+class RequestGate:
     """Not shared between event loops."""
 
     def __init__(self, limit: int) -> None:
@@ -38,10 +38,10 @@ class Admission:
         heapq.heappush(self._waiting, (priority, self._count, future))
         self._admit()
         try:
-            # bounded: places are left as samples end, and a broken engine cancels its samples
+            # bounded: samples end, and a broken engine cancels its samples
             await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():  # let in and cancelled in the same moment
+            if future.done() and not future.cancelled():  # admitted and cancelled in the same moment
                 self._leave()
             raise
         try:
@@ -50,11 +50,11 @@ class Admission:
             self._leave()
 
     def shut(self) -> None:
-        """Let nobody in from now on."""
+        """Admit no more samples."""
         self.is_open = False
 
     def open(self) -> None:
-        """Let in who waits."""
+        """Admit the waiting samples."""
         self.is_open = True
         self._admit()
 

@@ -1,20 +1,19 @@
-"""Weights on their way into an engine that is another program: one memory-mapped file per version.
+"""Weights for an engine in another process: one memory-mapped file per version.
 
-Or `abort`. Guarantees:
-1. nothing touches the engine before it is asked to read the file: an abort leaves it as it was;
-2. `room` lends the place of a bucket in the file, so that a transport writes right into it; `apply` answers with the
-   digest of what lies in the file; `read` gives the bytes of the version in force, so deltas work for every engine;
-3. the file holds bucket after bucket, each at a multiple of 64 bytes (`weightsync.plan.buckets.bucket_starts`),
-   tensors inside
-   as planned: in the order of the plan, aligned to their item size, gaps between them of any content;
+Guarantees:
+1. the engine is not touched before it is asked to read the file: an abort leaves it unchanged;
+2. `room` lends the memory of a bucket in the file, so that a transport writes directly into it; `apply` returns the
+   digest of the file's bytes; `read` gives the bytes of the current version, so deltas work for every engine;
+3. the file holds bucket after bucket, each at a multiple of 64 bytes (`weightsync.plan.buckets.bucket_starts`), tensors
+   inside in the order of the plan, aligned to their item size, gaps between them of any content;
 4. room is reserved before it is mapped (a full disk is `disk.full`, not a SIGBUS); files have mode 0600 and the pid in
    their name; `close` removes them, and a later process those of dead ones;
-5. two files in turn: the version in force, and the one under way, which goes where the version before lay. After an
-   abort its file is given up: who was lent room may still write there.
-`Labels` names commits inside an engine: a version number can come again with other weights, a label never does.
-Numpy alone, no torch. It does not talk to engines.
+5. two files in turn: the current version, and the pending one in the place of the version before. After an abort its
+   file is not used again, because a transport may still write to it.
+`Labels` names commits inside an engine: a version number can come again with other weights, a label never does. Numpy
+only, no torch.
 
-Example: versions 3 and 4 lie in files 1 and 2. Version 5 goes to file 1 and is aborted; it comes again into file 3.
+Example: versions 3 and 4 are in files 1 and 2. Version 5 goes to file 1 and is aborted; it comes again into file 3.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class StagedFile:
         self.view = memoryview(mapping)  # the mapping ends with its last view
 
     def remove(self) -> None:
-        """Remove the file; views of it, and readers that opened it, keep their bytes."""
+        """Remove the file; views and open readers keep their bytes."""
         self.path.unlink(missing_ok=True)
 
 
@@ -66,31 +65,31 @@ class StagedVersion:
         return self.file.path
 
     def bucket(self, number: int) -> memoryview:
-        """The bytes of one bucket. Raises `sync.plan` where there is no such bucket."""
+        """The bytes of one bucket. Raises `sync.plan` for another number."""
         sizes = self.manifest.bucket_bytes
         if not 0 <= number < len(sizes):
             raise AsyncRLError("sync.plan", f"no bucket {number} in a version of {len(sizes)}")
         return self.file.view[self.starts[number] : self.starts[number] + sizes[number]]
 
     def place(self, tensor: Tensor) -> int:
-        """Where the tensor begins in the file."""
+        """Offset of the tensor in the file."""
         return self.starts[tensor.bucket] + tensor.offset
 
 
 class StagedWeights:
-    """The versions of one engine. `scratch` is where files go when shared memory has no room."""
+    """The versions of one engine. `scratch` takes the files if shared memory has no room."""
 
     def __init__(self, scratch: Path, *, folders: Sequence[Path] | None = None) -> None:
         self._folders = tuple(folders) if folders is not None else (SHARED_MEMORY, scratch)
         self._lock = threading.Lock()  # held during a copy: an abort waits for it
         self._update: StagedVersion | None = None
-        self._held: StagedVersion | None = None
+        self._current: StagedVersion | None = None
         self._spare: StagedFile | None = None
         self._files = 0
         self._remove_stale()
 
     def begin(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
-        """Make room for a version. Raises `sync.plan` for what is no whole version, `disk.full` without room."""
+        """Make room for a version. Raises `sync.plan` for another encoding, `disk.full` without room."""
         self.abort()
         if manifest.encoding != "full":
             raise AsyncRLError("sync.plan", f"encoding {manifest.encoding!r} is not for this engine")
@@ -101,24 +100,23 @@ class StagedWeights:
             spare = None
         self._update = StagedVersion(manifest, tensors, spare or self._make(size))
 
-    def under_way(self) -> StagedVersion:
-        """The version that was begun. Raises `sync.failed` where there is none."""
+    def pending(self) -> StagedVersion:
+        """The begun version. Raises `sync.failed` without one."""
         if self._update is None:
             raise WorkError("sync.failed", "no update is under way")
         return self._update
 
     @property
-    def held(self) -> StagedVersion | None:
-        """The version in force."""
-        return self._held
+    def current(self) -> StagedVersion | None:
+        return self._current
 
     def room(self, number: int) -> memoryview | None:
-        """Where the bytes of this bucket of the version under way may be written."""
-        return self.under_way().bucket(number)
+        """Memory for the bytes of a bucket of the pending version."""
+        return self.pending().bucket(number)
 
     def apply(self, number: int, data: Buffer) -> str:
-        """Take the bytes of one bucket (from its own room without a copy); the digest of what lies in the file."""
-        update = self.under_way()
+        """Take the bytes of one bucket (without a copy if they are in its room); the digest of the file's bytes."""
+        update = self.pending()
         room, source = np.frombuffer(update.bucket(number), np.uint8), np.frombuffer(data, np.uint8)
         if source.size != room.size:
             raise AsyncRLError("sync.plan", f"{source.size} bytes for bucket {number}, planned {room.size}")
@@ -135,29 +133,31 @@ class StagedWeights:
         return digest
 
     def read(self, number: int, into: memoryview) -> bool:
-        """Write the bytes of one bucket of the version in force; False where there is none of that size."""
-        held = self._held
-        if held is None or not 0 <= number < len(held.starts) or into.nbytes != held.manifest.bucket_bytes[number]:
+        """Write the bytes of one bucket of the current version; False without one of that size."""
+        current = self._current
+        if current is None or not 0 <= number < len(current.starts):
             return False
-        np.frombuffer(into, np.uint8)[:] = np.frombuffer(held.bucket(number), np.uint8)
+        if into.nbytes != current.manifest.bucket_bytes[number]:
+            return False
+        np.frombuffer(into, np.uint8)[:] = np.frombuffer(current.bucket(number), np.uint8)
         return True
 
     def complete(self) -> StagedVersion:
-        """The version under way. Raises `sync.failed` where a bucket has not come."""
-        update = self.under_way()
+        """The pending version. Raises `sync.failed` if a bucket is missing."""
+        update = self.pending()
         if update.missing:
             raise WorkError("sync.failed", f"commit without buckets {sorted(update.missing)[:8]}")
         return update
 
-    def committed(self) -> None:
-        """The engine holds the version under way now."""
+    def commit(self) -> None:
+        """Make the pending version the current one: the engine holds it."""
         update = self.complete()
         with self._lock:
-            self._spare = self._held.file if self._held is not None else None
-            self._held, self._update = update, None
+            self._spare = self._current.file if self._current is not None else None
+            self._current, self._update = update, None
 
     def abort(self) -> None:
-        """Forget the version under way; a copy of it ends first, a later one is refused."""
+        """Drop the pending version; a copy under way ends first, a later one is refused."""
         with self._lock:
             update, self._update = self._update, None
         if update is not None:
@@ -165,10 +165,10 @@ class StagedWeights:
 
     def close(self) -> None:
         self.abort()
-        for file in (self._held.file if self._held is not None else None, self._spare):
+        for file in (self._current.file if self._current is not None else None, self._spare):
             if file is not None:
                 file.remove()
-        self._held = self._spare = None
+        self._current = self._spare = None
 
     # ------------------------------------------------------------ files
 
@@ -189,8 +189,8 @@ class StagedWeights:
 
 
 class Labels:
-    """What an engine calls the versions that were committed to it: `"{version}.{count}"`, each once; `tag` is added
-    where an engine may have heard labels of somebody else."""
+    """Unique names of committed versions inside an engine: `"{version}.{count}"`; `tag` is added if an engine may have
+    labels of another process."""
 
     def __init__(self, tag: str = "") -> None:
         self._tag = tag
@@ -198,16 +198,16 @@ class Labels:
         self.current = ""  # empty before the first commit
 
     def new(self, version: int) -> str:
-        """A label that was never used, for the next commit; in force once it is `current`."""
+        """A new label for the next commit; valid once it is `current`."""
         label = f"{version}.{len(self._versions) + 1}{self._tag}"
         self._versions[label] = version
         return label
 
     def runs(self, spans: Iterable[tuple[str, int, int]], tokens: int, *, where: str = "") -> Runs:
-        """Version runs over `tokens` from an engine's (label, start, end), each token of just one span.
+        """Version runs over `tokens` from an engine's (label, start, end), each token in exactly one span.
 
         Raises:
-            WorkError: `engine.broken` where they leave a gap, overlap or name a label that was never given.
+            WorkError: `engine.broken` for a gap, an overlap or an unknown label.
         """
         runs: list[tuple[int, int]] = []
         at = 0

@@ -1,11 +1,9 @@
-"""The contract test for authors of environments: does it keep what `asyncrl.environment` asks for?
+"""The contract test for authors of environments: does it keep the contract of `asyncrl.environment`?
 
-Called as `python -m producers.environments.contract_test` by `asyncrl test-env`, and by
-`asyncrl.testing.check_environment`
-in tests. It plays the environment with an engine that says given texts; no model is loaded. Guarantees: each finding
-says what was seen; nothing runs longer than the limits of `[environment]`; without a model folder a stand-in tokenizer
-(bytes, ChatML) shows the messages.
-"""
+Run as `python -m producers.environments.contract_test` by `asyncrl test-env`, and by
+`asyncrl.testing.check_environment` in tests. It plays the environment with an engine that gives fixed texts; no model
+is loaded. Guarantees: each finding has its observation; nothing runs longer than the limits of `[environment]`; without
+a model folder a substitute tokenizer (bytes, ChatML) renders the messages."""
 
 from __future__ import annotations
 
@@ -27,14 +25,14 @@ from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from producers.data.prompts import BadPrompt, encode_prompt
 from producers.data.tokenizer import Tokenizer
-from producers.environments.multi_turn import Turns, rollout_of
+from producers.environments.multi_turn import Turns, make_rollout
 from producers.rollout.rollout import Finished
 
 CANCEL_S = 3.0
 DIFFER = (
     "two plays differ: take chance from the row (gymnasium: its column `seed`), not from a clock or a global generator"
 )
-#: What the policy says where nobody tells: answers that fit, and some that fit nothing.
+#: Default answers of the policy: some that fit, and some that do not.
 SAYINGS = (
     "1",
     "I do not know.",
@@ -45,7 +43,7 @@ SAYINGS = (
 )
 
 
-#: Failures that have a line of their own in the table, by the beginning of their reason.
+#: Failures with their own line in the table, by the beginning of their reason.
 KINDS = {"observation": "environment.observation", "template": "config.template", "timeout": "environment.timeout"}
 
 
@@ -58,7 +56,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Played(msgspec.Struct, frozen=True):
-    """One sample: its parts that must be alike, and how long the environment took between turns."""
+    """One sample: the parts that must be equal, and the time of the environment between turns."""
 
     tokens: tuple[int, ...] = ()
     mask: tuple[int, ...] = ()
@@ -70,7 +68,7 @@ class Played(msgspec.Struct, frozen=True):
     turn_rewards: tuple[tuple[int, float], ...] = ()  # (place of a turn's last token, its reward)
 
     def transcript(self, decode: Callable[[Sequence[int]], str]) -> list[Line]:
-        """Who said what, in order, with the rewards of turns."""
+        """The turns and observations in order, with the rewards of turns."""
         edges = [0, *(place for place in range(1, len(self.mask)) if self.mask[place] != self.mask[place - 1])]
         ends = [*edges[1:], len(self.mask)]
         return [
@@ -85,7 +83,7 @@ class Played(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A turn, or what was shown after it; `reward`: of the turn, where it has one."""
+    """A turn, or the observation after it; `reward`: of the turn, if it has one."""
 
     who: str
     text: str
@@ -97,7 +95,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class ByteTokenizer:
-    """Stands in for a model's: a token per byte, ChatML. Enough to see that messages are text."""
+    """A substitute for a model's tokenizer: a token per byte, ChatML."""
 
     eos_ids = (256,)
     end_id = 256
@@ -123,7 +121,7 @@ class ByteTokenizer:
 
 
 class ScriptedEngine:
-    """Says one text after the other, then the last one again; from turn `hangs_at` on it never answers."""
+    """Gives one text after the other, then repeats the last one; from turn `hangs_at` on it never answers."""
 
     def __init__(self, tokenizer: Any, says: Sequence[str], *, hangs_at: int = -1) -> None:
         self.pauses_s: list[float] = []
@@ -138,7 +136,7 @@ class ScriptedEngine:
         number, self.turns = self.turns, self.turns + 1
         if number == self._hangs_at:
             self.hanging.set()
-            await asyncio.Event().wait()  # bounded: whoever tests cancellation cancels it
+            await asyncio.Event().wait()  # bounded: the cancellation test cancels it
         text = self._says[min(number, len(self._says) - 1)]
         ids = [*self._tokenizer.encode_part(text), self._tokenizer.eos_ids[0]]
         finish = "stop" if len(ids) <= request.max_new_tokens else "length"
@@ -156,8 +154,8 @@ class ScriptedEngine:
 def check_environment(
     config: Config, row: Mapping[str, Any], *, says: Sequence[str] = (), transcript: list[Line] | None = None
 ) -> list[Finding]:
-    """Every finding about the environment of a configuration, played with this row. What was said and shown in the
-    first sample is added to `transcript`.
+    """All findings about the environment of a configuration, played with this row. The turns of the first sample are
+    added to `transcript`.
     """
     return asyncio.run(_Contract(config, dict(row), tuple(says), transcript).findings())
 
@@ -176,7 +174,7 @@ class _Contract:
         if self._config.environment.is_single_turn:
             return [Finding("it can be used", False, "single_turn has nothing to test")]
         try:
-            self._environment = Turns(self._config, self._tokenizer, rollout_of(self._config))
+            self._environment = Turns(self._config, self._tokenizer, make_rollout(self._config))
             await self._environment.open()
         except AsyncRLError as error:
             return [Finding("it can be used", False, f"{error.message} ({error.where})")]
@@ -211,9 +209,11 @@ class _Contract:
                 + (f"; {limit} of {len(turns)} at environment.max_turns = {most}" if limit else ""),
             ),
             Finding("observations can be encoded", not kinds["observation"], kinds["observation"] or "as text"),
-            Finding("the chat template can show them", not kinds["template"], kinds["template"] or self._shown_by()),
+            Finding(
+                "the chat template can show them", not kinds["template"], kinds["template"] or self._renderer_name()
+            ),
             Finding("rewards", *self._rewards(played)),
-            await self._cancelled(scripts[0]),
+            await self._check_cancellation(scripts[0]),
             Finding(
                 "time per step",
                 slowest <= self._config.environment.step_timeout_s,
@@ -222,9 +222,7 @@ class _Contract:
         ]
 
     def _scripts(self) -> tuple[list[tuple[str, ...]], str]:
-        """What the policy says, play by play, and how many sayings were left out: no policy with this tokenizer could
-        say them.
-        """
+        """The texts of the policy, play by play, and a note about texts that this tokenizer cannot encode."""
         if not self._says:
             scripts: list[tuple[str, ...]] = [(say,) for say in SAYINGS if self._can_say(say)]
             missing = len(SAYINGS) - len(scripts)
@@ -237,11 +235,11 @@ class _Contract:
     def _can_say(self, text: str) -> bool:
         try:
             self._tokenizer.encode_part(text)
-        except Exception:  # the package tokenizers raises plain Exception
+        except Exception:  # the tokenizers package raises plain Exception
             return False
         return True
 
-    def _shown_by(self) -> str:
+    def _renderer_name(self) -> str:
         return "by a stand-in: give a model folder" if isinstance(self._tokenizer, ByteTokenizer) else "strictly"
 
     @staticmethod
@@ -287,8 +285,8 @@ class _Contract:
             done.turns,
         )
 
-    async def _cancelled(self, says: Sequence[str]) -> Finding:
-        """Whether it ends when its lease is lost: while the policy speaks, and in the middle of a step."""
+    async def _check_cancellation(self, says: Sequence[str]) -> Finding:
+        """Whether it ends when its lease is lost: during a turn, and in the middle of a step."""
         found = []
         for hangs_at in (0, 1):
             engine = ScriptedEngine(self._tokenizer, says, hangs_at=hangs_at)
@@ -307,7 +305,7 @@ class _Contract:
             if not ended:
                 return Finding("cancellation ends it", False, f"it still runs {CANCEL_S:g} s after it")
             if not task.cancelled():
-                task.exception()  # seen: another finding names it
+                task.exception()  # retrieved: another finding names it
             found.append(time.monotonic() - began)
         return Finding("cancellation ends it", True, f"within {max(found) * 1e3:.1f} ms")
 
@@ -320,7 +318,7 @@ def _alike(one: Played, other: Played) -> bool:
 
 
 def config_for(name: str, *, args: Mapping[str, Any], model: str = "", base: Config | None = None) -> Config:
-    """The configuration that a test plays with: `base`, or defaults, with this environment."""
+    """The configuration of a test: `base`, or defaults, with this environment."""
     if base is None:
         tree: dict[str, Any] = {
             "model": {"path": model},
@@ -348,7 +346,7 @@ def table(findings: Sequence[Finding], transcript: Sequence[Line] = ()) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 where everything is kept, 1 where something is not, 2 where it could not be tested."""
+    """0 if everything is kept, 1 if something is not, 2 if it could not be tested."""
     from asyncrl.config import load
 
     parser = argparse.ArgumentParser(prog="producers.environments.contract_test", description=__doc__)
@@ -378,7 +376,7 @@ def _first_row(config: Config, *, known: bool) -> dict[str, Any]:
         return {config.data.prompt_key: [{"role": "user", "content": "Begin."}]}
     from producers.data.prompts import Prompts
 
-    return Prompts(config.data, seed=config.run.seed).row_of(0)
+    return Prompts(config.data, seed=config.run.seed).row_for(0)
 
 
 def _object(text: str, where: str) -> dict[str, Any]:

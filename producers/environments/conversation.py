@@ -1,12 +1,12 @@
 """The engine handle of one sample (`asyncrl.environment.Chat`): turns with the engine, observations in between.
 
 Guarantees:
-1. tokens in, tokens out: an engine is asked with the very tokens that the session holds, and what it says is stored as
-   it was sampled (`producers.rollout.session`); only what is shown is ever encoded, each part of it once;
-2. the conversation ends where its room, its turns or the limit on a turn's calls do: the next `say` gives an empty turn
-   (`Turn.over`), and the sample's finish is `length` where the room was it;
-3. an answer of a tool is cut to `max_tool_response_tokens`; calls beyond `max_parallel_calls`, and malformed ones, are
-   answered by an error message, those beyond as many by one together.
+1. tokens in, tokens out: the engine gets the exact tokens of the session, and its answer is stored as it was sampled
+   (`producers.rollout.session`); only observations are encoded, each of them once;
+2. the conversation ends at the limit of its tokens, its turns or the calls of a turn: the next `say` gives an empty
+   turn (`Turn.over`), and the sample's finish is `length` if the tokens were the reason;
+3. an answer of a tool is cut to `max_tool_response_tokens`; calls beyond `max_parallel_calls`, and malformed ones, get
+   an error message each, up to `max_parallel_calls`, and one for all others.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import numpy as np
 from asyncrl.config.sections.environment import EnvironmentConfig
 from asyncrl.engine import Engine, GenDelta, GenRequest, join_deltas
 from asyncrl.environment import EnvironmentFailure, Message, Observation, Turn
-from producers.environments.rendering import Renderer, messages_of
+from producers.environments.rendering import Renderer, make_messages
 from producers.rollout.session import Session
 from producers.tools.base import ERROR, Toolbox
 
-CUT = " ... "  # stands where a long answer was cut
+CUT = " ... "  # marks a cut in a long answer
 
 
 class GivenUp(Exception):
-    """The engine gave the sample up: nobody wants it any more."""
+    """The engine aborted the sample: it is no longer needed."""
 
 
 class Counts(msgspec.Struct):
-    """What happened in all samples of this process, for its heartbeat."""
+    """Counters over all samples of this process, for its heartbeat."""
 
     turns: int = 0
     tool_calls: int = 0
@@ -44,7 +44,7 @@ class Counts(msgspec.Struct):
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """What the conversations of a group share. `longest`: tokens of prompt and response together at most."""
+    """Settings of the conversations of a group. `longest`: maximum tokens of prompt and response together."""
 
     config: EnvironmentConfig
     engine: Any  # asyncrl.engine.Engine
@@ -57,18 +57,18 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class Conversation:
-    """See the module. `prompt` are the messages (or the text) whose tokens `request.prompt_ids` are."""
+    """`prompt` is the messages (or the text) of `request.prompt_ids`."""
 
     def __init__(self, setting: Setting, request: GenRequest, *, index: int, prompt: str | Sequence[Message]) -> None:
         self.session = Session(request.prompt_ids, index=index)
         self.turn_rewards: dict[int, float] = {}
-        self.cut = False  # its room came to an end
+        self.cut = False  # no room for more tokens
         self._setting = setting
         self._request = request
-        self._messages = messages_of(prompt)
+        self._messages = make_messages(prompt)
         self._pending: list[dict[str, Any]] = []
         self._last = -1  # token that the last turn of this row ended with
-        self._opened = True  # the context ends where the policy speaks
+        self._opened = True  # the context ends with the opening of an answer
         self._given_up = False
 
     # ------------------------------------------------------------ what an environment sees
@@ -87,10 +87,10 @@ class Conversation:
         return self._setting.tools.schemas
 
     def show(self, observation: Observation) -> None:
-        self._pending += messages_of(observation)
+        self._pending += make_messages(observation)
 
     def restart(self, prompt: str | Sequence[Message]) -> None:
-        messages = messages_of(prompt)
+        messages = make_messages(prompt)
         ids = self._renderer.prompt(messages)
         if not ids or len(ids) >= self._setting.longest:
             what = f"a prompt of {len(ids)} tokens, a sample has room for {self._setting.longest}"
@@ -103,7 +103,7 @@ class Conversation:
         place = self.session.turns + turn if turn < 0 else turn
         if not 0 <= place < self.session.turns:
             raise EnvironmentFailure("result", f"a reward for turn {turn} of {self.session.turns}")
-        self.turn_rewards[place] = self.turn_rewards.get(place, 0.0) + number_of(value)
+        self.turn_rewards[place] = self.turn_rewards.get(place, 0.0) + require_number(value)
 
     async def say(self, observation: Observation = None, *, max_new_tokens: int = 0) -> Turn:
         self.show(observation)
@@ -113,7 +113,7 @@ class Conversation:
         request = self.session.request(
             self._request, max_prompt_tokens=self._setting.max_prompt_tokens, max_new_tokens=room
         )
-        delta = await self._asked(request)
+        delta = await self._ask(request)
         number = self.session.turns
         self.session.add_turn(delta)
         self._last, self._opened = int(delta.token_ids[-1]), False
@@ -130,15 +130,15 @@ class Conversation:
         )
         counts.failed_calls = self._setting.tools.failed_calls
         found: list[Message] = [
-            {"role": "tool", "name": one.name, "content": self._shortened(answer)}
+            {"role": "tool", "name": one.name, "content": self._shorten(answer)}
             for one, answer in zip(taken, answers, strict=True)
         ]
         wrong = [f"{one.name}: only {config.max_parallel_calls} calls at once" for one in turn.calls[len(taken) :]]
-        told = [*turn.malformed, *wrong]
-        more = len(told) - config.max_parallel_calls
-        if more > 0:  # a turn may hold a call for every token
-            told[config.max_parallel_calls :] = [f"and {more} calls more that were not run"]
-        return found + [{"role": "tool", "content": self._shortened(ERROR + text)} for text in told]
+        problems = [*turn.malformed, *wrong]
+        more = len(problems) - config.max_parallel_calls
+        if more > 0:  # a turn may hold as many calls as tokens
+            problems[config.max_parallel_calls :] = [f"and {more} more calls that were not run"]
+        return found + [{"role": "tool", "content": self._shorten(ERROR + text)} for text in problems]
 
     # ------------------------------------------------------------ turns
 
@@ -148,9 +148,9 @@ class Conversation:
         return renderer
 
     def _observe(self) -> bool:
-        """Put what is to be shown into the session; False where there is no room for it and a token more."""
+        """Add the pending observations to the session; False without room for them and one more token."""
         ids: list[int] = []
-        if self._opened and self._pending:  # before the policy spoke: a beginning of its own
+        if self._opened and self._pending:  # before the first turn: a new prompt
             self.restart([*self._messages, *self._pending])
         elif not self._opened:
             ids = self._renderer.delta(self._pending, last_token=self._last)
@@ -162,13 +162,13 @@ class Conversation:
         self._pending = []
         return True
 
-    async def _asked(self, request: GenRequest) -> GenDelta:
-        """One turn of the engine, whole."""
+    async def _ask(self, request: GenRequest) -> GenDelta:
+        """One complete turn of the engine."""
         if self._given_up:
             raise GivenUp
         engine: Engine = self._setting.engine
         parts: list[GenDelta] = []
-        # Closed at once where this is cancelled: the engine gives the turn up then.
+        # Closed at once if this is cancelled: the engine then drops the turn.
         async with aclosing(engine.generate(request)) as deltas:  # type: ignore[type-var]
             async for delta in deltas:
                 parts.append(delta)
@@ -179,20 +179,20 @@ class Conversation:
 
     def _turn(self, delta: GenDelta, number: int) -> Turn:
         ids = delta.token_ids.tolist()
-        text = self._renderer.text_of(ids)
+        text = self._renderer.decode(ids)
         parsed = self._setting.parser(text)
         self._setting.counts.turns += 1
         self._messages.append({"role": "assistant", "content": text})
         return Turn(text, tuple(ids), delta.finish, parsed.calls, parsed.malformed, number)
 
-    def _shortened(self, text: str) -> str:
-        """An answer of a tool within its limit."""
+    def _shorten(self, text: str) -> str:
+        """A tool's answer within its limit."""
         limit, side = self._setting.config.max_tool_response_tokens, self._setting.config.truncation
-        return shortened(text, limit=limit, side=side, renderer=self._renderer)
+        return shorten(text, limit=limit, side=side, renderer=self._renderer)
 
 
-def shortened(text: str, *, limit: int, side: str, renderer: Renderer) -> str:
-    """A text of at most `limit` tokens (0: any), `side` of it left out: left, middle or right."""
+def shorten(text: str, *, limit: int, side: str, renderer: Renderer) -> str:
+    """A text of at most `limit` tokens (0: any) without its `side`: left, middle or right."""
     ids = renderer.text_tokens(text) if limit else []
     if len(ids) <= limit or not limit:
         return text
@@ -201,15 +201,15 @@ def shortened(text: str, *, limit: int, side: str, renderer: Renderer) -> str:
     head = {"right": left, "left": 0, "middle": left - left // 2}[side]
     tail = left - head
     parts = [
-        renderer.text_of(ids[:head]),
+        renderer.decode(ids[:head]),
         CUT if left else "",
-        renderer.text_of(ids[len(ids) - tail :] if tail else []),
+        renderer.decode(ids[len(ids) - tail :] if tail else []),
     ]
     return "".join(parts)
 
 
-def number_of(value: Any) -> float:
-    """A reward. Raises `EnvironmentFailure` where it is none."""
+def require_number(value: Any) -> float:
+    """A reward as a number. Raises `EnvironmentFailure` for anything else."""
     if isinstance(value, bool | int | float | np.number):
         number = float(value)
         if not np.isfinite(number):

@@ -2,9 +2,9 @@
 
 `[environment] name = "gymnasium"`, `args = {id = "FrozenLake-v1"}`. The row's columns `seed` and `options` go to
 `reset`. `args.observe` and `args.act` ('module:function') turn an observation into text (default: `str`) and the text
-of a turn into an action (default: the last whole number in it); `act` raises ValueError for a text that is no action.
-Guarantees: every sample has an environment of its own; its methods run beside the event loop; `terminated` and
-`truncated` end the sample; a text that is no action is answered by what is wrong, with reward 0.
+of a turn into an action (default: the last whole number in it); `act` raises ValueError for a text that is not an
+action. Guarantees: every sample has its own environment; its methods run in a thread; `terminated` and `truncated` end
+the sample; a text that is not an action gets an error message and reward 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.environment import Row, Step, Turn
 from asyncrl.errors import ConfigError
 from asyncrl.plugins import load_object
-from producers.support.blocking_calls import beside
+from producers.support.blocking_calls import run_blocking
 
 
 def last_number(text: str) -> int:
@@ -49,25 +49,22 @@ class GymEnvironment:
             raise ConfigError("config.environment", str(error), where=f"environment.args.id = {id!r}") from None
 
     async def reset(self, row: Row) -> str:
-        """What is seen first."""
         seed, options = row.get("seed"), row.get("options")
-        seen, _ = await beside(self._environment.reset, seed=seed, options=options)
+        seen, _ = await run_blocking(self._environment.reset, seed=seed, options=options)
         return self._intro + str(self._observe(seen))
 
     async def step(self, action: Turn) -> Step:
-        """What follows an action."""
         try:
             chosen = self._act(action.text)
             if not self._environment.action_space.contains(chosen):
-                raise ValueError(f"{chosen!r} is none of {self._environment.action_space}")
+                raise ValueError(f"{chosen!r} is not in {self._environment.action_space}")
         except ValueError as error:
             return Step(f"not an action: {error}", 0.0)
-        seen, reward, ended, cut, _ = await beside(self._environment.step, chosen)
+        seen, reward, ended, cut, _ = await run_blocking(self._environment.step, chosen)
         return Step(str(self._observe(seen)), float(reward), bool(ended or cut))
 
     async def close(self) -> None:
-        """Let go of it."""
-        await beside(self._environment.close)
+        await run_blocking(self._environment.close)
 
 
 def _function(dotted: str, name: str) -> Callable[[Any], Any]:

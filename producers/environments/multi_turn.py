@@ -1,12 +1,12 @@
-"""All samples of a group in an environment of several turns: side by side, each at its own pace.
+"""All samples of a group in a multi-turn environment: in parallel, each at its own pace.
 
 Guarantees:
-1. every sample has a conversation, and an environment object, of its own; the samples leave as they finish;
-2. a sample whose environment fails does not end the others: when they are done its `EnvironmentFailure` comes out, and
+1. every sample has its own conversation and environment object; the samples leave as they finish;
+2. a sample whose environment fails does not end the others: when they are done its `EnvironmentFailure` is raised, and
    the producer gives the lease back with the reason;
-3. cancelling ends all of them, and gives their turns up at the engine;
+3. cancelling ends all of them, and their turns at the engine;
 4. a reward is the sum of the turns' rewards and the result; without any of these reward workers score the sample, and
-   where the run has none the sample fails (`environment.no_reward`).
+   in a run without them the sample fails (`environment.no_reward`).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.plugins import find, load_object
 from asyncrl.runtime.user_errors import format_user_error
 from producers.data.tokenizer import Tokenizer
-from producers.environments.conversation import Conversation, Counts, GivenUp, Setting, number_of
-from producers.environments.rendering import renderer_of
+from producers.environments.conversation import Conversation, Counts, GivenUp, Setting, require_number
+from producers.environments.rendering import make_renderer
 from producers.environments.single_turn import SingleTurn
 from producers.rollout.rollout import Environment, Finished
 from producers.sandbox import Sandbox, SandboxLimits, open_sandbox
-from producers.tools.base import toolbox_of
-from producers.tools.parsers import parser_of
+from producers.tools.base import make_toolbox
+from producers.tools.parsers import find_parser
 
 T = TypeVar("T")
 SANDBOXES = 4  # programs of one producer that run at once
-LOOK_S = 5.0  # every sample rings at its end: this is only a net below that
+LOOK_S = 5.0  # every sample wakes the wait at its end: only a safety net
 
 
 class Turns:
-    """An environment of several turns: see the module. `play_one` is the rollout of one sample."""
+    """A multi-turn environment. `play_one` is the rollout of one sample."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, play_one: Rollout) -> None:
         self.counts = Counts()
@@ -47,13 +47,13 @@ class Turns:
         self._tokenizer = tokenizer
         self._play_one = play_one
         self._scored_by_workers = bool(config.reward)
-        self._parser = parser_of(config.environment.parser)
-        self._tools = toolbox_of(
-            config.environment.tools, config.environment.tool_args, sandbox=lambda: sandbox_of(config.sandbox)
+        self._parser = find_parser(config.environment.parser)
+        self._tools = make_toolbox(
+            config.environment.tools, config.environment.tool_args, sandbox=lambda: make_sandbox(config.sandbox)
         )
 
     async def open(self) -> None:
-        """Before the first prompt is encoded: tools that have to be connected to."""
+        """Connect the tools, before the first prompt is encoded."""
         try:
             await asyncio.wait_for(self._tools.open(), self._config.environment.episode_timeout_s)
         except TimeoutError:
@@ -64,18 +64,16 @@ class Turns:
             ) from None
 
     async def close(self) -> None:
-        """At the end of the process."""
         await self._tools.close()
 
     @property
     def tools(self) -> list[Mapping[str, Any]]:
-        """Schemas of the tools, for the prompt."""
         return self._tools.schemas
 
     def chats(self, engine: Engine, request: GenRequest, prompt: Any) -> list[Conversation]:
         """The engine handles of a group's samples."""
         tools = self._tools.schemas
-        renderer = renderer_of(prompt, self._tokenizer, tools=tools, check=self._config.environment.template)
+        renderer = make_renderer(prompt, self._tokenizer, tools=tools, check=self._config.environment.template)
         longest = self._config.data.max_prompt_tokens + request.max_new_tokens
         setting = Setting(
             self._config.environment,
@@ -112,11 +110,11 @@ class Turns:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _sample(self, chat: Conversation, row: Row) -> Finished | EnvironmentFailure | None:
-        """One sample; what went wrong in its environment; None where the engine gave it up."""
+        """One sample, or the failure of its environment; None if the engine aborted it."""
         limit_s = self._config.environment.episode_timeout_s
         try:
             result = await asyncio.wait_for(self._play_one(chat, dict(row)), limit_s)
-            return self._finished(chat, result)
+            return self._finish(chat, result)
         except GivenUp:
             return None
         except EnvironmentFailure as found:
@@ -124,18 +122,20 @@ class Turns:
         except TimeoutError:
             failure = EnvironmentFailure("timeout", f"a sample took longer than {limit_s:g} s")
         except asyncio.CancelledError:
-            if _cancelled():
+            if _is_cancelled():
                 raise
-            failure = EnvironmentFailure("raised", "CancelledError, and nobody had cancelled it")
+            failure = EnvironmentFailure("raised", "CancelledError without a cancellation")
         except AsyncRLError:
-            raise  # of the engine or the configuration: no fault of this sample
-        except Exception as error:  # the environment's own code may raise anything: it is named, never a reward
+            raise  # an error of the engine or the configuration
+        except (
+            Exception
+        ) as error:  # the environment's own code may raise anything: a failure with its name, never a reward
             failure = EnvironmentFailure("raised", format_user_error(error))
         self.counts.failed_episodes += 1
         return failure
 
-    def _finished(self, chat: Conversation, result: Any) -> Finished:
-        final, parts = value_of(result)
+    def _finish(self, chat: Conversation, result: Any) -> Finished:
+        final, parts = split_reward(result)
         if not chat.session.turns:
             raise EnvironmentFailure("result", "it ended before the policy said anything")
         rewards = [chat.turn_rewards.get(number, 0.0) for number in range(chat.session.turns)]
@@ -143,8 +143,8 @@ class Turns:
             parts = {"turns": sum(rewards), **({} if final is None else {"final": final}), **parts}
         reward = final if not chat.turn_rewards else sum(rewards) + (final or 0.0)
         if reward is None and not self._scored_by_workers:
-            raise EnvironmentFailure("no_reward", "it gave none, and the run has no [[reward]]")
-        # A part of what reward workers score would be lost with their own parts.
+            raise EnvironmentFailure("no_reward", "it returned none, and the run has no [[reward]]")
+        # Parts are dropped if reward workers score: their own parts would replace them.
         return chat.session.finish(
             reward,
             rewards if chat.turn_rewards else (),
@@ -153,51 +153,51 @@ class Turns:
         )
 
 
-def _cancelled() -> bool:
-    """Whether somebody wants this task to end, as opposed to a `CancelledError` of the environment's own making."""
+def _is_cancelled() -> bool:
+    """Whether this task was cancelled, as opposed to a `CancelledError` that the environment raised itself."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
-def value_of(result: Any) -> tuple[float | None, dict[str, float]]:
+def split_reward(result: Any) -> tuple[float | None, dict[str, float]]:
     """The reward of a rollout's result and its parts. Raises `EnvironmentFailure`."""
     if result is None:
         return None, {}
     if not isinstance(result, Mapping):
-        return number_of(result), {}
+        return require_number(result), {}
     key = next((name for name in ("reward", "score") if name in result), None)
-    value = None if key is None or result[key] is None else number_of(result[key])
-    return value, {str(name): number_of(part) for name, part in result.items() if name != key and part is not None}
+    value = None if key is None or result[key] is None else require_number(result[key])
+    return value, {str(name): require_number(part) for name, part in result.items() if name != key and part is not None}
 
 
 # ---------------------------------------------------------------- reset and step
 
 
-def by_steps(make: Callable[..., Any], args: Mapping[str, Any], *, step_timeout_s: float) -> Rollout:
-    """A rollout that asks an environment object, new for each sample."""
+def step_rollout(make: Callable[..., Any], args: Mapping[str, Any], *, step_timeout_s: float) -> Rollout:
+    """A rollout over an environment object, new for each sample."""
 
     async def rollout(chat: Any, row: Row) -> dict[str, Any] | None:
         environment = make(**args)
         try:
-            shown = await _limited(environment.reset(row), "reset", step_timeout_s)
+            shown = await _limit(environment.reset(row), "reset", step_timeout_s)
             if shown is not None:
                 chat.restart(shown)
             return await _steps(environment, chat, step_timeout_s)
         finally:
             close = getattr(environment, "close", None)
             if close is not None:
-                await _limited(close(), "close", step_timeout_s)
+                await _limit(close(), "close", step_timeout_s)
 
     return rollout
 
 
 async def _steps(environment: Any, chat: Any, step_timeout_s: float) -> dict[str, Any] | None:
-    """Turn by turn; parts of the reward, where there is one."""
+    """Turn by turn; the parts of the reward, if there is one."""
     parts: dict[str, Any] = {}
     rewarded = False
     turn: Turn = await chat.say()
     while not turn.over:
-        step = await _limited(environment.step(turn), "step", step_timeout_s)
+        step = await _limit(environment.step(turn), "step", step_timeout_s)
         if not isinstance(step, tuple) or not 1 <= len(step) <= 4:
             what = f"step gave a {type(step).__name__}, not (observation, reward, done, info)"
             raise EnvironmentFailure("result", what)
@@ -209,11 +209,13 @@ async def _steps(environment: Any, chat: Any, step_timeout_s: float) -> dict[str
         if step.done:
             break
         turn = await chat.say(step.observation)
-    return {**parts, "reward": None} if rewarded else None  # the turns have it all: a part named score is a part
+    return (
+        {**parts, "reward": None} if rewarded else None
+    )  # the turns hold the whole reward: a part named score stays a part
 
 
-async def _limited(call: Awaitable[T] | T, what: str, limit_s: float) -> T:
-    """The result of a method that may be `async` or not."""
+async def _limit(call: Awaitable[T] | T, what: str, limit_s: float) -> T:
+    """The result of a method, `async` or not."""
     if not inspect.isawaitable(call):
         return call  # type: ignore[return-value]
     try:
@@ -225,23 +227,23 @@ async def _limited(call: Awaitable[T] | T, what: str, limit_s: float) -> T:
 # ---------------------------------------------------------------- by name
 
 
-def sandbox_of(config: SandboxConfig) -> Sandbox:
+def make_sandbox(config: SandboxConfig) -> Sandbox:
     """The sandbox of `[sandbox]`."""
     limits = {name: getattr(config, name) for name in SandboxLimits.__struct_fields__}
     return open_sandbox(config.kind, SandboxLimits(**limits), workers=SANDBOXES)
 
 
-def environment_of(config: Config, tokenizer: Tokenizer) -> Environment:
+def make_environment(config: Config, tokenizer: Tokenizer) -> Environment:
     """The configured environment. Raises `config.environment`."""
     if config.environment.is_single_turn:
         return SingleTurn()
     if config.environment.name == AGENT:
         agents: Environment = find("asyncrl.environments", AGENT)(config, tokenizer)
         return agents
-    return Turns(config, tokenizer, rollout_of(config))
+    return Turns(config, tokenizer, make_rollout(config))
 
 
-def rollout_of(config: Config) -> Rollout:
+def make_rollout(config: Config) -> Rollout:
     """The rollout of one sample in the configured environment. Raises `config.environment`."""
     setting = config.environment
     where = f"environment.name = {setting.name!r}"
@@ -251,25 +253,25 @@ def rollout_of(config: Config) -> Rollout:
     else:
         found = find("asyncrl.environments", setting.name)
     if inspect.iscoroutinefunction(found):
-        return _with_args(found, setting.args, where)
+        return _bind_args(found, setting.args, where)
     if callable(found) and callable(getattr(found, "reset", None)) and callable(getattr(found, "step", None)):
         _check_args(found, setting.args, where)
-        return by_steps(found, setting.args, step_timeout_s=setting.step_timeout_s)
+        return step_rollout(found, setting.args, step_timeout_s=setting.step_timeout_s)
     if inspect.isclass(found) and inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004
-        return _made(found, setting.args, where)
+        return _make_object(found, setting.args, where)
     raise ConfigError(
         "config.environment", "it is neither a class with reset and step nor an async function", where=where
     )
 
 
-def _made(kind: Any, args: Mapping[str, Any], where: str) -> Rollout:
-    """An object that is a rollout by its `async def __call__(chat, row)`: it keeps something between samples."""
+def _make_object(kind: Any, args: Mapping[str, Any], where: str) -> Rollout:
+    """An object with `async def __call__(chat, row)`: a rollout with state between samples."""
     _check_args(kind, args, where)
     made: Rollout = kind(**args)
     return made
 
 
-def _with_args(function: Any, args: Mapping[str, Any], where: str) -> Rollout:
+def _bind_args(function: Any, args: Mapping[str, Any], where: str) -> Rollout:
     try:
         inspect.signature(function).bind(None, None, **args)
     except TypeError as error:

@@ -1,12 +1,12 @@
-"""What a policy is shown, as tokens: prompts by the chat template, and what follows an answer as a delta of it.
+"""Observations and prompts as tokens: prompts by the chat template, the text after an answer as a delta of it.
 
 Guarantees:
-1. what a policy said is never rendered: a delta is what the template puts behind an answer that stands in its place, so
-   the tokens of the answer stay those that were sampled;
-2. where the answer ended with the stop token that the template puts behind answers, the delta begins after it;
-3. a template that does not show a conversation as a pure extension is found out before anything is trained
-   (`config.template`): `strict` wants all that came before unchanged, `tail` only that it goes on behind the answer;
-4. text prompts have no template: what is shown is encoded as it is and put behind the answer.
+1. answers of the policy are never rendered: a delta is the text that the template puts behind an answer, so the tokens
+   of the answer stay those that were sampled;
+2. if the answer ended with the stop token that the template puts behind answers, the delta begins after it;
+3. a template that does not render a conversation as a pure extension is found before training (`config.template`):
+   `strict` requires all earlier text unchanged, `tail` only that it continues after the answer;
+4. text prompts have no template: observations are encoded as they are and appended to the answer.
 
 Example: ChatML, an answer of "<think>..</think>4<|im_end|>" and the user message "why?": the delta is
 "\\n<|im_start|>user\\nwhy?<|im_end|>\\n<|im_start|>assistant\\n".
@@ -23,27 +23,27 @@ from asyncrl.environment import EnvironmentFailure, Message, Observation
 from asyncrl.errors import ConfigError
 from producers.data.tokenizer import Tokenizer
 
-MARK = "asyncrl0answer"  # stands for what the policy said
-#: Some templates show the reasoning of an answer only while it is the newest, and an empty one where there is none.
+MARK = "asyncrl0answer"  # a placeholder for the policy's answer
+#: Some templates show the reasoning only of the newest answer, and an empty one if there is none.
 ANSWERS = (MARK, f"<think>\nasyncrl0thought\n</think>\n\n{MARK}")
 BEFORE = {"role": "user", "content": "asyncrl0question"}
 
 
 class Renderer(Protocol):
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation from its beginning, up to where the policy speaks."""
+        """A conversation from its beginning, up to the opening of an answer."""
 
     def delta(self, messages: Sequence[Message], *, last_token: int) -> list[int]:
-        """What stands between an answer that ended with `last_token` and the next one."""
+        """The tokens between an answer that ended with `last_token` and the next one."""
 
     def text_tokens(self, text: str) -> list[int]:
-        """Tokens of a part of a message, to see how long it is."""
+        """Tokens of a part of a message, to measure it."""
 
-    def text_of(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
-def messages_of(observation: Observation, *, role: str = "user") -> list[dict[str, Any]]:
-    """An observation as messages. Raises `EnvironmentFailure` where it is none."""
+def make_messages(observation: Observation, *, role: str = "user") -> list[dict[str, Any]]:
+    """An observation as messages. Raises `EnvironmentFailure` for anything else."""
     if observation is None:
         return []
     if isinstance(observation, str):
@@ -56,29 +56,27 @@ def messages_of(observation: Observation, *, role: str = "user") -> list[dict[st
 
 
 class PlainText:
-    """For text prompts: contents after each other."""
+    """For text prompts: concatenated contents."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The texts as a prompt."""
-        return encoded(self._tokenizer.encode, "".join(_content(message) for message in messages))
+        return encode_text(self._tokenizer.encode, "".join(_content(message) for message in messages))
 
     def delta(self, messages: Sequence[Message], *, last_token: int) -> list[int]:
-        """The texts as they are."""
         text = "".join(_content(message) for message in messages)
-        return encoded(self._tokenizer.encode_part, text) if text else []
+        return encode_text(self._tokenizer.encode_part, text) if text else []
 
     def text_tokens(self, text: str) -> list[int]:
-        return encoded(self._tokenizer.encode_part, text)
+        return encode_text(self._tokenizer.encode_part, text)
 
-    def text_of(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids)
 
 
 class ChatTemplate:
-    """For chat messages: by the tokenizer's template. `tools`: schemas that the template shows."""
+    """For chat messages: the tokenizer's template. `tools`: schemas for the template."""
 
     def __init__(
         self,
@@ -90,42 +88,42 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools]
         self._check = check
-        self._tails: dict[bytes, str] = {}  # of messages seen before: most environments repeat themselves
+        self._tails: dict[bytes, str] = {}  # a cache: most environments repeat themselves
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation from its beginning, up to where the policy speaks."""
-        return encoded(self._tokenizer.encode_part, self._render(messages, opened=True))
+        """A conversation from its beginning, up to the opening of an answer."""
+        return encode_text(self._tokenizer.encode_part, self._render(messages, opened=True))
 
     def delta(self, messages: Sequence[Message], *, last_token: int) -> list[int]:
-        ids = encoded(self._tokenizer.encode_part, self._tail(messages))
+        ids = encode_text(self._tokenizer.encode_part, self._tail(messages))
         said = last_token in self._tokenizer.eos_ids and ids[:1] == [last_token]
         return ids[1:] if said else ids
 
     def text_tokens(self, text: str) -> list[int]:
-        return encoded(self._tokenizer.encode_part, text)
+        return encode_text(self._tokenizer.encode_part, text)
 
-    def text_of(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids)
 
     def _tail(self, messages: Sequence[Message]) -> str:
-        """What the template puts behind an answer, up to where the policy speaks again."""
+        """The text that the template puts between an answer and the next one."""
         key = msgspec.json.encode(list(messages))
         known = self._tails.get(key)
         if known is None:
             if len(self._tails) > 256:
                 self._tails.clear()
-            known = self._tails[key] = self._tail_of(messages)
+            known = self._tails[key] = self._render_tail(messages)
         return known
 
-    def _tail_of(self, messages: Sequence[Message]) -> str:
+    def _render_tail(self, messages: Sequence[Message]) -> str:
         tail, rewritten = "", ""
         for answer in ANSWERS:
             before = [BEFORE, {"role": "assistant", "content": answer}]
             short = self._render(before, opened=False)
             whole = self._render([*before, *messages], opened=True)
-            closing, tail = _behind(short), _behind(whole)
+            closing, tail = _text_after_mark(short), _text_after_mark(whole)
             if not tail.startswith(closing):
-                raise _refused(
+                raise _refuse(
                     f"it puts {closing!r} behind an answer, but {tail[:60]!r} where {_roles(messages)} "
                     "follows: it cannot be continued",
                     "",
@@ -133,7 +131,7 @@ class ChatTemplate:
             if self._check == "tail" or whole.startswith(short):
                 return tail
             rewritten = rewritten or _difference(short, whole)
-        raise _refused(
+        raise _refuse(
             f"where {_roles(messages)} follows, it shows what came before otherwise: {rewritten}",
             'environment.template = "tail" keeps what the policy saw and said, and shows the rest behind it',
         )
@@ -142,27 +140,27 @@ class ChatTemplate:
         return self._tokenizer.render_chat(messages, opened=opened, tools=self._tools)
 
 
-def renderer_of(
+def make_renderer(
     prompt: Any, tokenizer: Tokenizer, *, tools: Sequence[Mapping[str, Any]], check: Literal["strict", "tail"]
 ) -> Renderer:
-    """By what a row's prompt is: text, or chat messages."""
+    """By the type of a row's prompt: text, or chat messages."""
     if isinstance(prompt, str):
         return PlainText(tokenizer)
     return ChatTemplate(tokenizer, tools=tools, check=check)
 
 
-def encoded(encode: Callable[[str], list[int]], text: str) -> list[int]:
-    """Tokens of a text that an environment shows. Raises `EnvironmentFailure` where the tokenizer has none for it."""
+def encode_text(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    """Tokens of an observation. Raises `EnvironmentFailure` if the tokenizer cannot encode it."""
     try:
         return encode(text)
-    except Exception as error:  # the package raises bare Exception for a letter that it does not know
+    except Exception as error:  # the package raises bare Exception for an unknown character
         raise EnvironmentFailure("observation", f"the tokenizer cannot encode it: {error}") from None
 
 
-def _behind(text: str) -> str:
-    """What stands behind the answer. Raises `config.template`."""
+def _text_after_mark(text: str) -> str:
+    """The text after the answer. Raises `config.template`."""
     if text.count(MARK) != 1:
-        raise _refused(f"it shows an answer {text.count(MARK)} times", "")
+        raise _refuse(f"it shows an answer {text.count(MARK)} times", "")
     return text.partition(MARK)[2]
 
 
@@ -175,7 +173,7 @@ def _difference(short: str, whole: str) -> str:
     return f"{short[max(0, at - 20) : at + 30]!r} becomes {whole[max(0, at - 20) : at + 30]!r}"
 
 
-def _refused(what: str, remedy: str) -> ConfigError:
+def _refuse(what: str, remedy: str) -> ConfigError:
     return ConfigError("config.template", what, where="the tokenizer's chat template", remedy=remedy)
 
 

@@ -1,8 +1,8 @@
-"""A chat whose user says what stands in the row: the environment `chat`.
+"""A chat with a scripted user: the environment `chat`.
 
-The row's column `followups` (`[environment] args = {key = "..."}`) is a list of what the user says after each answer:
+The row's column `followups` (`[environment] args = {key = "..."}`) is a list of the user's messages after each answer:
 texts, or messages. Guarantees: the model answers the prompt and every follow-up in turn, until there are none, or no
-room or turn is left; the sample is scored by reward workers.
+room or turn is left; reward workers score the sample.
 """
 
 from __future__ import annotations

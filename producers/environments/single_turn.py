@@ -1,7 +1,6 @@
 """One prompt, one answer: the environment of most verifiable tasks.
 
-Guarantees: the engine's samples pass through unchanged and unscored (reward workers
-score them). Environments of several turns: `producers.environments.multi_turn`.
+Guarantees: the engine's samples pass through unchanged and unscored (reward workers score them).
 """
 
 from __future__ import annotations
@@ -14,20 +13,17 @@ from producers.rollout.rollout import Finished
 
 
 class SingleTurn:
-    """Generate, and that is all."""
-
     tools: Sequence[Mapping[str, Any]] = ()
     counts = None
 
-    async def open(self) -> None:
-        """There is nothing to connect to."""
+    async def open(self) -> None: ...
 
     async def close(self) -> None: ...
 
     async def play(
         self, engine: Engine, request: GenRequest, row: Mapping[str, Any]
     ) -> AsyncIterator[Finished | GenDelta]:
-        """The samples of the request, each as it finishes, and what comes of them before."""
+        """The samples of the request, each as it finishes, and the deltas before."""
         parts: dict[int, list[GenDelta]] = {}
         async for delta in engine.generate(request):
             parts.setdefault(delta.index, []).append(delta)

@@ -1,9 +1,8 @@
 """A model that may call tools until it answers: the environment `tools`.
 
-Guarantees: the calls of a turn are run side by side and answered in one message each; a turn that calls nothing is the
-answer, and ends the sample; calls that cannot be read are answered by what is wrong with them. With `on_malformed =
-"end"` in `environment.args` such a turn ends the sample instead. Reward workers score the sample: `sample.turns[-1]` is
-the answer.
+Guarantees: the calls of a turn run in parallel and get one message each; a turn without a call is the answer, and ends
+the sample; malformed calls get an error message. With `on_malformed = "end"` in `environment.args` such a turn ends the
+sample instead. Reward workers score the sample: `sample.turns[-1]` is the answer.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Environments of the package `verifiers`, 0.1 (`pip install asyncrl[verifiers]`): the environment `verifiers`.
 
-`[environment] name = "verifiers"`, `args = {id = "wordle"}`: what `verifiers.load_environment(id, **args)` gives. The
-row is its input (`prompt`, `answer`, `info`, `example_id`), so `[data]` should hold the rows of its data set.
-The environment talks to a client of its own kind that plays the turns here. Guarantees: what the policy said stays as
-it was sampled; where the environment goes on from the messages so far, what is new is shown; any other list of messages
-opens a row of its own; the reward is that of the environment's rubric, its metrics are parts; an error that the
-environment reports fails the sample.
-"""
+`[environment] name = "verifiers"`, `args = {id = "wordle"}`: the environment of `verifiers.load_environment(id,
+**args)`. The row is its input (`prompt`, `answer`, `info`, `example_id`), so `[data]` should hold the rows of its data
+set. The environment talks to a client that plays the turns here. Guarantees: answers of the policy stay as they were
+sampled; if the environment continues the earlier messages, only the new ones are encoded; any other list of messages
+opens a new row; the reward is that of the environment's rubric, its metrics are parts; an error of the environment
+fails the sample."""
 
 from __future__ import annotations
 
@@ -95,7 +94,7 @@ def _client_class() -> Any:
 
 
 def continues(seen: Sequence[Mapping[str, Any]], prompt: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether these messages begin with those that were seen; answers are known by their place alone."""
+    """Whether these messages begin with the earlier ones; answers are compared by their place only."""
     if len(prompt) < len(seen):
         return False
     return all(

@@ -1,4 +1,4 @@
-"""From a judge's settings to its scorer."""
+"""Makes the scorer of a judge from its settings."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import os
 from asyncrl.config import Config
 from asyncrl.config.judges import Judge
 from asyncrl.config.sections.sandbox import SandboxConfig
-from producers.rewards.outcome import Asked
+from producers.rewards.outcome import JudgeSettings
 from producers.rewards.pipe import FunctionSpec, SandboxSpec
 from producers.rewards.scorer import Scorer
 from producers.sandbox import SandboxLimits
 
 
 def half_of_memory() -> int:
-    """Bytes; 0 where the system does not say how much it has."""
+    """Bytes; 0 if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (OSError, ValueError):
         return 0
 
 
-def sandbox_of(config: SandboxConfig) -> SandboxSpec:
-    """What the child is told of `[sandbox]`."""
+def sandbox_spec(config: SandboxConfig) -> SandboxSpec:
+    """The settings of `[sandbox]` for the child."""
     limits = SandboxLimits(
         timeout_s=config.timeout_s,
         memory_bytes=config.memory_bytes,
@@ -34,8 +34,8 @@ def sandbox_of(config: SandboxConfig) -> SandboxSpec:
     return SandboxSpec(config.kind, limits)
 
 
-def scorer_of(config: Config, judge: Judge) -> Scorer:
-    """The scorer of a judge. A model has the memory that it needs; only functions are bounded by default."""
+def make_scorer(config: Config, judge: Judge) -> Scorer:
+    """The scorer of a judge. Only functions have a default memory limit, models have none."""
     functions = [
         FunctionSpec(item.function, item.label, item.weight, item.data_sources, item.args) for item in judge.rewards
     ]
@@ -47,7 +47,7 @@ def scorer_of(config: Config, judge: Judge) -> Scorer:
             timeout_s=judge.timeout_s,
             memory_bytes=judge.memory_bytes or half_of_memory(),
             max_processes=limits.max_processes,
-            sandbox=sandbox_of(config.sandbox),
+            sandbox=sandbox_spec(config.sandbox),
         )
     return Scorer(
         functions,
@@ -55,11 +55,11 @@ def scorer_of(config: Config, judge: Judge) -> Scorer:
         timeout_s=judge.timeout_s,
         memory_bytes=judge.table.memory_bytes,
         max_processes=limits.max_processes,
-        judge=asked_of(config, judge),
+        judge=judge_settings(config, judge),
     )
 
 
-def asked_of(config: Config, judge: Judge) -> Asked:
-    """What a model of a judge needs to know."""
+def judge_settings(config: Config, judge: Judge) -> JudgeSettings:
+    """The settings for a judge that is a model."""
     dtype = config.model.dtype if judge.table.dtype == "auto" else judge.table.dtype
-    return Asked(judge.table, judge.timeout_s, config.model.path, dtype, config.data.prompt_key)
+    return JudgeSettings(judge.table, judge.timeout_s, config.model.path, dtype, config.data.prompt_key)

@@ -1,11 +1,11 @@
 """The process that runs the user's reward functions, and nothing else: it may be killed at any moment.
 
 Started by `producers.rewards.scorer` as `python -m producers.rewards.child READ_FD WRITE_FD`. Guarantees:
-1. it says `Begin` before every call, so that the parent knows which sample a timeout or a death belongs to;
+1. it sends `Begin` before every call, so that the parent can attribute a timeout or a death to a sample;
 2. an exception of a function is a failure of that sample, never a reward;
-3. async functions of a job run together, each within the timeout; a batch function that raises is tried again sample by
+3. async functions of a job run together, each within the timeout; a batch function that raises is retried sample by
    sample, so that one bad sample does not fail the others;
-4. what functions print goes to the worker's log; the pipes are not stdin or stdout;
+4. output of functions goes to the worker's log; the pipes are not stdin or stdout;
 5. it and every process that it starts has at most `memory_bytes` of data each: more is a MemoryError, a failure of the
    sample with the reason `memory`.
 """
@@ -29,7 +29,7 @@ from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job
 from producers.rewards.sample import NotFinite, RewardSample, Value, read_value
 from producers.sandbox import ready_sandbox
 
-MOST_LETTERS = 500  # of a failure's text
+MOST_LETTERS = 500  # of a failure message
 
 
 class Failure(Exception):
@@ -44,8 +44,8 @@ class Failure(Exception):
 Outcome = Value | Failure
 
 
-def failure_of(label: str, error: BaseException) -> Failure:
-    """The failure that an exception of the function stands for."""
+def make_failure(label: str, error: BaseException) -> Failure:
+    """The failure for an exception of the function."""
     if isinstance(error, NotFinite):
         return Failure("not_finite", f"{label}: {error}"[:MOST_LETTERS])
     if isinstance(error, MemoryError):
@@ -68,7 +68,7 @@ class Scoring:
         ]
 
     def version(self) -> str:
-        """Digest of the files that the functions stand in."""
+        """Digest of the functions' files."""
         digest = hashlib.blake2b(digest_size=8)
         for spec, call in self._calls:
             digest.update(f"{spec.function} {spec.weight} {spec.data_sources} {spec.args}".encode())
@@ -98,8 +98,8 @@ class Scoring:
             if call.is_batch:
                 return call.values(_settle(call.batch([sample])), 1)[0]
             return read_value(_settle(call.one(sample)))
-        except Exception as error:  # the user's code may raise anything; it is a failure of this sample
-            return failure_of(spec.label, error)
+        except Exception as error:  # any error of the user's code is a failure of this sample
+            return make_failure(spec.label, error)
 
     def _together(
         self, spec: FunctionSpec, call: RewardCall, samples: list[RewardSample], places: list[int]
@@ -111,17 +111,17 @@ class Scoring:
             return list(call.values(_settle(call.batch(samples)), len(samples)))
         except Exception as error:  # as in `_one`
             if len(samples) == 1:
-                return [failure_of(spec.label, error)]
+                return [make_failure(spec.label, error)]
         return [self._one(spec, call, sample, place) for sample, place in zip(samples, places, strict=True)]
 
     async def _gather(self, spec: FunctionSpec, call: RewardCall, samples: list[RewardSample]) -> list[Outcome]:
-        async def guarded(sample: RewardSample) -> Outcome:
+        async def guard(sample: RewardSample) -> Outcome:
             try:
                 return read_value(await asyncio.wait_for(call.one(sample), self._timeout_s))
             except Exception as error:  # as in `_one`
-                return failure_of(spec.label, error)
+                return make_failure(spec.label, error)
 
-        return list(await asyncio.gather(*(guarded(sample) for sample in samples)))  # bounded: each by wait_for
+        return list(await asyncio.gather(*(guard(sample) for sample in samples)))  # bounded: each by wait_for
 
     def _result(self, place: int, sample: RewardSample, outcomes: dict[str, Outcome]) -> Result:
         reward, parts, answer = 0.0, {}, ""
@@ -143,12 +143,12 @@ class Scoring:
 
 
 def applies(spec: FunctionSpec, sample: RewardSample) -> bool:
-    """Whether the function is for rows of this source."""
+    """Whether the function scores rows of this source."""
     return not spec.data_sources or sample.data_source in spec.data_sources
 
 
 def _settle(raw: Any) -> Any:
-    """The result itself where a plain function gave an awaitable."""
+    """The result; awaits it if a plain function returned an awaitable."""
     return asyncio.run(_await(raw)) if inspect.isawaitable(raw) else raw
 
 
@@ -157,7 +157,7 @@ async def _await(raw: Any) -> Any:
 
 
 def limit(memory_bytes: int) -> None:
-    """Bound this process and those it starts (data segments and private mappings, not the files that it maps)."""
+    """Limit the memory of this process and its children (data segments and private mappings, not mapped files)."""
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,19 +1,17 @@
-"""The contract of a reward function, tried out: `asyncrl test-reward` and `asyncrl.testing`.
+"""The contract test of a reward function: `asyncrl test-reward` and `asyncrl.testing`.
 
-Called as `python -m producers.rewards.contract_test NAME --data FILE`, and by authors' tests. The function runs as in
-a run,
-in the worker's child process with its time-out and its memory limit, on rows with responses of several kinds:
+Run as `python -m producers.rewards.contract_test NAME --data FILE`, and by authors' tests. The function runs as in a
+run, in the worker's child process with its time-out and its memory limit, on rows with responses of several kinds:
 
-    good   the ground truth (or the column that is named)      bad    good with something wrong in front of it
+    good   the ground truth (or the named column)              bad    good with an error in front of it
     empty  nothing                                             huge   `HUGE` characters
     odd    control characters, other scripts, half a tag       cut    good, ended by the length limit
 
 Guarantees:
-1. every check has a verdict (ok, note, fails) and, where it is not ok, what to do;
-2. what the function may do to its process (hang, crash, fork, print) costs that sample and not the test;
-3. the second pass runs in a new process, after the first one was killed: what differs between them is not a function of
-   the sample, or does not survive a restart.
-"""
+1. every check has a verdict (ok, note, fails) and, if it is not ok, a remedy;
+2. a function that breaks its process (hang, crash, fork, print) costs that sample and not the test;
+3. the second pass runs in a new process, after the first one was killed: a difference between them means that the
+   reward is not a function of the sample, or does not survive a restart."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ from producers.rewards.scorer import Scorer
 KINDS = ("good", "bad", "empty", "huge", "odd", "cut")
 HUGE = 100_000
 ODD = "\x00\x07\u202e\ufffd \U0001f600 \u0661\u0662 \\boxed{ <think> ``` %s {0}"
-SLOW_SHARE = 0.5  # of the time-out that a call may take without a note
+SLOW_SHARE = 0.5  # of the time-out, for a call without a note
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -53,7 +51,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What one response got: a result of the worker's child, and how long the call took."""
+    """The result of one response, and the time of its call."""
 
     row: int
     kind: str
@@ -61,13 +59,13 @@ class Outcome(msgspec.Struct, frozen=True):
     wall_s: float
 
     @property
-    def shown(self) -> str:
+    def display(self) -> str:
         """`0.5`, or the reason of a failure."""
         return self.result.reason or f"{self.result.reward:g}"
 
 
 class RewardReport(msgspec.Struct, frozen=True):
-    """All of it. `ok`: no check fails."""
+    """The whole report. `ok`: no check fails."""
 
     name: str
     form: str
@@ -84,7 +82,7 @@ class RewardReport(msgspec.Struct, frozen=True):
         for kind in KINDS:
             mine = [outcome for outcome in self.outcomes if outcome.kind == kind]
             if mine:
-                values = ", ".join(dict.fromkeys(outcome.shown for outcome in mine))
+                values = ", ".join(dict.fromkeys(outcome.display for outcome in mine))
                 slowest = max(outcome.wall_s for outcome in mine)
                 lines.append(f"  {kind:<9} {len(mine):>5} {_cut(values, 28):<28} {1000 * slowest:.1f} ms")
         lines.append("")
@@ -106,13 +104,13 @@ def check_reward(
     memory_bytes: int = 2 << 30,
     sandbox: str = "bubblewrap",
 ) -> RewardReport:
-    """Try a reward function on rows. Raises `config.reward` where it cannot be used at all."""
+    """Test a reward function on rows. Raises `config.reward` if it cannot be used at all."""
     call = RewardCall(function, args=args, prompt_key=prompt_key)
     spec = FunctionSpec(function, reward_label(function), args=dict(args or {}))
     samples = [
         (number, kind, sample)
         for number, row in enumerate(rows)
-        for kind, sample in responses_of(dict(row), response_key=response_key, prompt_key=prompt_key)
+        for kind, sample in make_responses(dict(row), response_key=response_key, prompt_key=prompt_key)
     ]
     scorer = Scorer(
         [spec], prompt_key=prompt_key, timeout_s=timeout_s, memory_bytes=memory_bytes, sandbox=SandboxSpec(sandbox)
@@ -121,7 +119,7 @@ def check_reward(
         scorer.start()
         first = _pass(scorer, samples)
         peak = scorer.peak_bytes()
-        scorer.close()  # SIGKILL, as at a time-out
+        scorer.close()  # SIGKILL, as after a time-out
         scorer.start()
         again = _pass(scorer, samples)
         together = _together(scorer, samples) if call.is_batch else []
@@ -131,7 +129,7 @@ def check_reward(
         Check("ok", f"it loads, and its signature is that of form {call.form}"),
         *_failures(first, timeout_s),
         *_same(first, again),
-        *_alone(first, together),
+        *_check_batch(first, together),
         *_tells_apart(first),
         *_time(first, timeout_s),
         _memory(peak, memory_bytes),
@@ -139,8 +137,8 @@ def check_reward(
     return RewardReport(function, call.form, tuple(first), tuple(checks))
 
 
-def responses_of(row: dict[str, Any], *, response_key: str, prompt_key: str) -> list[tuple[str, RewardSample]]:
-    """Kinds of responses to a row, as samples. Tokens are characters here."""
+def make_responses(row: dict[str, Any], *, response_key: str, prompt_key: str) -> list[tuple[str, RewardSample]]:
+    """All kinds of responses to a row, as samples. Tokens are characters here."""
     prompt = row.get(prompt_key)
     text = prompt if isinstance(prompt, str) else json.dumps(prompt)
     bare = RewardSample.from_row(row, prompt="", response="", prompt_ids=[], response_ids=[], finish="stop")
@@ -173,7 +171,7 @@ def responses_of(row: dict[str, Any], *, response_key: str, prompt_key: str) -> 
 
 
 def _pass(scorer: Scorer, samples: Sequence[tuple[int, str, RewardSample]]) -> list[Outcome]:
-    """Each sample in a job of its own."""
+    """Each sample in a separate job."""
     found = []
     for row, kind, sample in samples:
         results: list[Result] = []
@@ -197,10 +195,10 @@ def _failures(outcomes: Sequence[Outcome], timeout_s: float) -> list[Check]:
     remedies = {
         "timeout": f"make it faster, or raise reward_workers.timeout_s: the call is killed after {timeout_s:g} s, the "
                    "sample is scored again, reward_workers.retries times, and then its group is set aside",
-        "memory": "let it hold less, or raise reward_workers.memory_bytes",
-        "died": "it ends or crashes its process: return a number, and do not call exit",
+        "memory": "use less memory, or raise reward_workers.memory_bytes",
+        "died": "it exits or crashes its process: return a number, and do not call exit",
         "not_finite": "give a finite number: NaN and infinities are failures, never rewards",
-        "raised": "return a number for every response (a bad one: 0); raise only where the row itself is at fault",
+        "raised": "return a number for every response (a bad one: 0); raise only if the row itself is wrong",
     }  # fmt: skip
     failed = [outcome for outcome in outcomes if outcome.result.reason]
     if not failed:
@@ -223,26 +221,27 @@ def _same(first: Sequence[Outcome], again: Sequence[Outcome]) -> list[Check]:
             right.reason,
             right.answer,
         ):
-            text = f"not the same twice: row {one.row}, {one.kind}: {one.shown}, then {other.shown} (in a new process)"
+            text = (
+                f"different values: row {one.row}, {one.kind}: {one.display}, then {other.display} (in a new process)"
+            )
             return [
                 Check(
                     "fails",
                     text,
                     "let it depend on the sample alone: no clock, no random numbers, no order of "
-                    "sets, nothing kept between calls; a judge needs temperature 0",
+                    "sets, no state between calls; a judge needs temperature 0",
                 )
             ]
     return [Check("ok", "the same values again in a new process, after the first was killed")]
 
 
-def _alone(first: Sequence[Outcome], together: Sequence[Result]) -> list[Check]:
+def _check_batch(first: Sequence[Outcome], together: Sequence[Result]) -> list[Check]:
     if not together:
         return []
     for outcome, result in zip(first, together, strict=True):
         if (outcome.result.reward, outcome.result.reason) != (result.reward, result.reason):
-            text = (
-                f"row {outcome.row}, {outcome.kind}: {outcome.shown} alone, {result.reason or result.reward} in a batch"
-            )
+            batched = result.reason or result.reward
+            text = f"row {outcome.row}, {outcome.kind}: {outcome.display} alone, {batched} in a batch"
             return [Check("note", text, "a batch is any samples that one worker holds: do not compare within it")]
     return [Check("ok", f"alone as in a batch of {len(together)}")]
 
@@ -278,7 +277,7 @@ def _memory(peak: int, limit: int) -> Check:
     text = f"{peak >> 20} MiB at most, of {limit >> 20} MiB; past that a call fails with the reason memory"
     if 2 * peak < limit:
         return Check("ok", text)
-    return Check("note", text, "raise reward_workers.memory_bytes, or let it hold less")
+    return Check("note", text, "raise reward_workers.memory_bytes, or use less memory")
 
 
 def _cut(text: str, size: int) -> str:
@@ -288,18 +287,17 @@ def _cut(text: str, size: int) -> str:
 # ---------------------------------------------------------------- command
 
 
-def rows_of(path: str, *, count: int, prompt_key: str) -> list[dict[str, Any]]:
+def load_rows(path: str, *, count: int, prompt_key: str) -> list[dict[str, Any]]:
     """The first rows of a file. Raises `config.data`."""
     prompts = Prompts(DataConfig(path=path, prompt_key=prompt_key, shuffle=False), seed=0)
-    return [prompts.row_of(number) for number in range(prompts.count(count))]
+    return [prompts.row_for(number) for number in range(prompts.count(count))]
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
-    result = argparse.ArgumentParser(prog="asyncrl test-reward", description="try a reward function as a run would")
+    result = argparse.ArgumentParser(prog="asyncrl test-reward", description="test a reward function as a run would")
     result.add_argument("function", metavar="NAME", help="module:name, path/file.py:name, builtin:name or an address")
     result.add_argument("--data", required=True, metavar="FILE", help=".jsonl, .json or .parquet")
-    result.add_argument("--samples", type=int, default=4, metavar="N", help="rows to try it on (default 4)")
+    result.add_argument("--samples", type=int, default=4, metavar="N", help="rows to test it on (default 4)")
     result.add_argument("--response-key", default="", metavar="COLUMN", help="a good response; else the ground truth")
     result.add_argument(
         "--prompt-key", default="", metavar="COLUMN", help="the prompt (default: prompt, question, ...)"
@@ -316,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         prompt_key = args.prompt_key or prompt_column(data_paths(args.data))
-        rows = rows_of(args.data, count=max(1, args.samples), prompt_key=prompt_key)
+        rows = load_rows(args.data, count=max(1, args.samples), prompt_key=prompt_key)
         report = check_reward(
             args.function,
             rows,

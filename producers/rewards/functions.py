@@ -1,15 +1,11 @@
-"""Reward functions of the user: found by their name, called in the form that their parameter names ask for.
+"""Reward functions of the user: found by their name, called in the form of their parameter names.
 
-Called in the reward worker's child process, and as `python -m producers.rewards.functions --validate NAME` by
-`asyncrl check`. Names: `asyncrl.config.sections.reward`; forms, plain or `async`: `producers.rewards.forms`.
-
-Guarantees:
+`asyncrl check` runs `python -m producers.rewards.functions --validate NAME`. Names: `asyncrl.config.sections.reward`;
+forms, plain or `async`: `producers.rewards.forms`. Guarantees:
 1. a function of another form is `config.reward` with the forms in its text, before anything is scored;
-2. a result is a number, or a dict with `score` or `reward` whose other numbers become parts, and whose `pred`, `answer`
-   or `extracted_answer` is what an evaluation counts majorities by; anything else is an error; NaN and infinities are
-   `not_finite`. Nothing becomes 0 by itself;
-3. for a function over batches None means that it does not apply to that sample.
-It runs in no sandbox: the functions are the user's own code.
+2. results are read by `producers.rewards.sample`; for a function over batches None means that it does not apply to that
+   sample.
+It uses no sandbox: the functions are the user's own code.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ class RewardCall:
         make_sandbox: Callable[[], Any] | None = None,
     ) -> None:
         self.function = load_reward(dotted, args, make_sandbox=make_sandbox)
-        self._form = recognise(self.function, name=dotted, prompt_key=prompt_key, args=bound(self.function))
+        self._form = recognise(self.function, name=dotted, prompt_key=prompt_key, args=bound_args(self.function))
         self.form = self._form.name
         self.is_batch = self._form.batch
         inner = inspect.unwrap(getattr(self.function, "func", self.function))
@@ -61,11 +57,11 @@ class RewardCall:
         return self.function(*positional, **keywords)
 
     def values(self, raw: Any, count: int) -> list[Value]:
-        """The values of a batch result. Raises where it is not one number (or None) per sample."""
+        """The values of a batch result. Raises unless it is one number (or None) per sample."""
         return [Value(None, {}) if item is None else read_value(item) for item in self._form.items(raw, count)]
 
     def source(self) -> bytes:
-        """The text of the file that the function stands in; empty where it stands in none."""
+        """The text of the function's file; empty without one."""
         inner = getattr(self.function, "func", self.function)
         for found in (inner, type(inner)):
             try:
@@ -75,8 +71,8 @@ class RewardCall:
         return b""
 
 
-def bound(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """The arguments that a function already has: those of the configuration."""
+def bound_args(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """The arguments from the configuration."""
     return function.keywords if isinstance(function, functools.partial) else {}
 
 
@@ -90,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         form = RewardCall(args.validate, args=args.args, make_sandbox=lambda: ready_sandbox(args.sandbox)).form
     except ConfigError as error:
-        if error.code != "config.reward":  # in one line: the check shows it as it is
+        if error.code != "config.reward":  # in one line, for the check
             print(f"{error.message} -> {error.remedy}", file=sys.stderr)
         else:
             print(error.render(), file=sys.stderr)

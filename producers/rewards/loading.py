@@ -1,10 +1,10 @@
-"""From the text of `[[reward]] function` to a function: a module, a file, a scorer that ships, or a server.
+"""From the text of `[[reward]] function` to a function: a module, a file, a built-in scorer, or a server.
 
 Guarantees:
-1. what cannot be loaded is `config.reward` with what is missing, before anything is scored;
-2. a class is made with `args`, and so is a function that fits no form and takes just them (a factory); both get the
-   run's sandbox where they have a parameter `sandbox`;
-3. a file is imported under a name of its own, with its folder at the end of the Python path.
+1. a function that cannot be loaded is `config.reward` with the missing part, before anything is scored;
+2. a class is instantiated with `args`, and so is a function that fits no form and takes just them (a factory); both get
+   the run's sandbox if they have a parameter `sandbox`;
+3. a file is imported under its own module name, with its folder at the end of the Python path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from asyncrl.config.sections.reward import FORMS, reward_kind
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.plugins import load_object
-from producers.rewards.forms import parameters_of, recognise
+from producers.rewards.forms import read_parameters, recognise
 from producers.sandbox import open_sandbox
 
 Function = Callable[..., Any]
@@ -36,30 +36,30 @@ def load_reward(
     if kind == "url":
         from producers.rewards.remote import RemoteReward
 
-        return _made(RemoteReward, {"url": dotted, **given}, dotted, make_sandbox)
+        return _instantiate(RemoteReward, {"url": dotted, **given}, dotted, make_sandbox)
     if kind == "builtin":
         from producers.rewards.scorers import find
 
-        return _made(find(dotted), given, dotted, make_sandbox)
+        return _instantiate(find(dotted), given, dotted, make_sandbox)
     found = load_function(dotted)
     if inspect.isclass(found):
-        return _made(found, given, dotted, make_sandbox)
+        return _instantiate(found, given, dotted, make_sandbox)
     if _is_factory(found, given):
-        return _made(found, given, dotted, make_sandbox)
-    parameters_of(found, given, name=dotted)
+        return _instantiate(found, given, dotted, make_sandbox)
+    read_parameters(found, given, name=dotted)
     return functools.partial(found, **given) if given else found
 
 
 def load_function(dotted: str) -> Function:
-    """The object behind a module's or a file's name. Raises `config.reward`, also where importing it fails."""
+    """The object behind a module's or a file's name. Raises `config.reward`, also if the import fails."""
     kind = reward_kind(dotted)
     if kind not in ("module", "file"):
         raise ConfigError("config.reward", f"{dotted!r} is not {FORMS}", where=dotted)
     try:
-        found = _from_file(dotted) if kind == "file" else load_object(dotted, code="config.reward", where=dotted)
+        found = _load_file(dotted) if kind == "file" else load_object(dotted, code="config.reward", where=dotted)
     except AsyncRLError:
         raise
-    except Exception as error:  # importing runs the user's code, which may raise anything
+    except Exception as error:  # the import runs the user's code, which may raise anything
         message = f"importing it raised {type(error).__name__}: {error}"
         raise ConfigError("config.reward", message, where=dotted) from error
     if not callable(found):
@@ -68,7 +68,7 @@ def load_function(dotted: str) -> Function:
     return function
 
 
-def _from_file(dotted: str) -> Any:
+def _load_file(dotted: str) -> Any:
     text, _, name = dotted.rpartition(":")
     path = Path(text).expanduser().resolve()
     if not path.is_file():
@@ -80,10 +80,10 @@ def _from_file(dotted: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))  # for what it imports from beside itself
+            sys.path.append(str(path.parent))  # for imports of its neighbours
         try:
             spec.loader.exec_module(module)
-        except BaseException:  # half of a module is none, whatever its import raised
+        except BaseException:  # remove the incomplete module after any error
             del sys.modules[module_name]
             raise
     found: Any = sys.modules[module_name]
@@ -95,24 +95,26 @@ def _from_file(dotted: str) -> Any:
 
 
 def _is_factory(function: Function, args: dict[str, Any]) -> bool:
-    """Whether a function fits no form, and `args` are all that it needs."""
+    """Whether a function fits no form and takes exactly `args`."""
     try:
         recognise(function, args=args)
         return False
     except ConfigError:
         pass
     try:
-        return parameters_of(function, args).required <= {"sandbox"}
+        return read_parameters(function, args).required <= {"sandbox"}
     except ConfigError:
         return False
 
 
-def _made(maker: Function, args: dict[str, Any], dotted: str, make_sandbox: Callable[[], Any] | None) -> Function:
-    """What a class or a factory makes of its arguments."""
-    parameters = parameters_of(maker, args, name=dotted)
+def _instantiate(
+    maker: Function, args: dict[str, Any], dotted: str, make_sandbox: Callable[[], Any] | None
+) -> Function:
+    """The function from a class or a factory and its arguments."""
+    parameters = read_parameters(maker, args, name=dotted)
     if "sandbox" in parameters.names:
         args = {**args, "sandbox": (make_sandbox or open_sandbox)()}
-        parameters = parameters_of(maker, args, name=dotted)
+        parameters = read_parameters(maker, args, name=dotted)
     if parameters.required:
         needed = ", ".join(sorted(parameters.required))
         raise ConfigError("config.reward", f"it needs args = {{...}} with {needed}", where=dotted)

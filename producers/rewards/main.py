@@ -1,14 +1,14 @@
 """The reward worker process: leases unscored samples, scores them in a child process, sends scores and failures.
 
-Started as `python -m producers.rewards.main --config RESOLVED.toml --name NAME [--judge NAME] [--connect URL --key
-FILE]`; it scores with the functions of one judge (`asyncrl.config.sections.judge`). Guarantees:
+Run as `python -m producers.rewards.main --config RESOLVED.toml --name NAME [--judge NAME] [--connect URL --key FILE]`;
+it scores with the functions of one judge (`asyncrl.config.sections.judge`). Guarantees:
 1. functions that cannot be used end the process with `config.reward` (exit code 2) before it asks for work;
-2. a score leaves as soon as it exists, also while the rest of the batch is still being scored;
-3. whatever goes wrong in a function is a failure with its reason (raised | timeout | memory | not_finite | died), which
-   the buffer tries on other workers; it is never a reward;
-4. it goes on sending heartbeats while a function runs; SIGTERM lets the batch under way finish for a few seconds,
-   and waits no longer than two for a buffer that does not answer.
-It imports no torch and runs no function of the user in its own process.
+2. a score leaves as soon as it exists, also while the rest of the batch is being scored;
+3. every error of a function is a failure with its reason (raised | timeout | memory | not_finite | died), which the
+   buffer retries on other workers; it is never a reward;
+4. heartbeats continue while a function runs; SIGTERM lets the current batch finish for a few seconds, and waits no
+   longer than two for a buffer that does not answer.
+It imports no torch and runs no user function in its own process.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from asyncrl.runtime import run_dir as rundir
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.liveness import Sign
 from asyncrl.wire import RewardFailure, RewardItem, Score
-from buffers.client.client import RewardClient, RewardTask
+from buffers.client.reward import RewardClient, RewardTask
 from producers.data.tokenizer import Tokenizer
-from producers.rewards.build import scorer_of
+from producers.rewards.build import make_scorer
 from producers.rewards.pipe import Result
 from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
@@ -43,11 +43,11 @@ from producers.support.retry import Bell, Patience
 T = TypeVar("T")
 POLL_S = 1.0
 GRACE_S = 5.0  # for the batch under way after SIGTERM
-LOOK_S = 5.0  # every call of a function has its timeout and rings at its end: this is only a net below that
+LOOK_S = 5.0  # every call has its timeout and wakes the wait at its end: only a safety net
 
 
-def sample_of(task: RewardTask, tokenizer: Tokenizer, *, prompt_key: str) -> RewardSample:
-    """What the functions see of a leased sample."""
+def make_sample(task: RewardTask, tokenizer: Tokenizer, *, prompt_key: str) -> RewardSample:
+    """The functions' view of a leased sample."""
     prompt, ids = task.row.get(prompt_key), task.response_ids
     shown, turns = ids, []
     if task.mask is not None:
@@ -94,7 +94,7 @@ class Worker:
         self._busy_s = 0.0
         self._calls = 0
         self._batches = 0  # since the start
-        self._told: set[str] = set()  # reasons of failures that were said aloud
+        self._warned: set[str] = set()  # reasons of failures that were logged as warnings
         self._beat = time.monotonic()
 
     async def run(self) -> None:
@@ -113,21 +113,21 @@ class Worker:
                 return
 
     async def _score(self, tasks: Sequence[RewardTask]) -> None:
-        """Score a batch on the scorer's thread, and send what is ready meanwhile."""
+        """Score a batch on the scorer's thread, and send finished results meanwhile."""
         failpoint("reward.before_score")
-        samples = [sample_of(task, self.tokenizer, prompt_key=self.config.data.prompt_key) for task in tasks]
+        samples = [make_sample(task, self.tokenizer, prompt_key=self.config.data.prompt_key) for task in tasks]
         loop = asyncio.get_running_loop()
         ready: list[Result] = []
         bell = Bell()
 
-        def arrived(result: Result) -> None:
+        def arrive(result: Result) -> None:
             ready.append(result)
             bell.ring()
 
         started = time.monotonic()
 
         def hand_over(result: Result) -> None:  # on the scorer's thread
-            loop.call_soon_threadsafe(arrived, result)
+            loop.call_soon_threadsafe(arrive, result)
 
         scoring = loop.run_in_executor(self.thread, self.scorer.score, samples, hand_over)
         scoring.add_done_callback(lambda _: bell.ring())
@@ -149,11 +149,11 @@ class Worker:
             item = tasks[result.place].item
             if result.reason:
                 failures.append(RewardFailure(item.group, item.index, item.token, result.reason, result.detail))
-                mark = "" if result.reason in self._told else "warning: "  # the launcher shows the first of a kind
-                self._told.add(result.reason)
+                mark = "" if result.reason in self._warned else "warning: "  # the launcher displays the first of a kind
+                self._warned.add(result.reason)
                 print(f"{mark}group {item.group} sample {item.index}: {result.reason}: {result.detail}", flush=True)
             else:
-                # Only an evaluation looks at answers; that of `builtin:exact` is the whole response.
+                # Only evaluations use answers; that of `builtin:exact` is the whole response.
                 shown = (result.answer, samples[result.place].response) if is_evaluation(item.group) else ("", "")
                 scores.append(Score(item.group, item.index, item.token, result.reward, result.parts, *shown))
         self.scored += len(scores)
@@ -165,14 +165,14 @@ class Worker:
         return await self.patience.ask(call)
 
     async def heartbeats(self) -> None:
-        """Tell the buffer how it goes; renews the leases."""
+        """Send heartbeats to the buffer; they renew the leases."""
         while True:
             beat = partial(self.client.heartbeat, self.stats(), waiting_for=self.waiting_for, holds=self.holding)
             await self._patiently(beat)
             await asyncio.sleep(self.config.log.heartbeat_s)
 
     async def signs(self, sign: Sign) -> None:
-        """Signs of life that need no other role."""
+        """Write signs of life for the launcher."""
         seen = 0
         try:
             while True:
@@ -195,7 +195,7 @@ class Worker:
 
 
 def require_judge(config: Config, name: str) -> Judge:
-    """The judge of that name. Raises `reward.judge` where this run has none."""
+    """The judge of that name. Raises `reward.judge` for an unknown name."""
     found = find_judge(config, name)
     if found is None:
         known = ", ".join(judge.display_name for judge in list_judges(config)) or "none"
@@ -203,15 +203,15 @@ def require_judge(config: Config, name: str) -> Judge:
     return found
 
 
-async def until_stopped(stop: role.Stop) -> None:
-    """Return some seconds after the process was asked to end: `run` usually ends earlier, after its batch."""
+async def wait_for_stop(stop: role.Stop) -> None:
+    """Return some seconds after SIGTERM: `run` usually ends earlier, after its batch."""
     while not stop.is_set():
         await asyncio.sleep(0.1)
     await asyncio.sleep(GRACE_S)
 
 
 async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
-    """Connect, load the functions, score, and kill the child whatever ends it."""
+    """Connect, load the functions, score, and kill the child at the end."""
     address, limit_s = args.connect or rundir.endpoint(config, "buffer"), config.network.request_timeout_s
     patience = Patience(f"buffer {address}", limit_s=limit_s, stop=stop)
     judge = require_judge(config, args.judge)
@@ -226,7 +226,7 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     worker = Worker(
         config,
         client=client,
-        scorer=scorer_of(config, judge),
+        scorer=make_scorer(config, judge),
         stop=stop,
         patience=patience,
         batch_samples=judge.batch_samples,
@@ -235,7 +235,7 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     try:
         await patience.ask(client.hello)
         sign = Sign(rundir.RunDir(config.run_dir).alive, role="reward", name=args.name)
-        parts = (worker.run(), worker.heartbeats(), until_stopped(stop), worker.signs(sign))
+        parts = (worker.run(), worker.heartbeats(), wait_for_stop(stop), worker.signs(sign))
         tasks = [asyncio.create_task(part) for part in parts]
         # bounded: the life of the role; each of its parts has its own deadlines
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -255,12 +255,10 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
 
 
 def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
-    """The role's body for `asyncrl.runtime.role.run`."""
     asyncio.run(work(args, config, stop))
 
 
 def main() -> int:
-    """Entry point of the process."""
     return role.run("reward", body)
 
 

@@ -1,9 +1,8 @@
-"""What a judge that is a model says of one sample: a number, or why there is none. Never a made-up 0.
+"""The result of a judge model for one sample: a number, or the reason for none. Never a made-up 0.
 
-Reasons of a failure: `timeout`, `memory`, `raised` and `not_finite` as of
-functions, and `too_long` (the judge cannot take the text), `unparsed` (its answer holds no number), `unreachable` (no
-server answered), `refused` (the server said no, or nonsense).
-"""
+Reasons: `timeout`, `memory`, `raised` and `not_finite` as for functions, and `too_long` (the text exceeds the judge's
+limit), `unparsed` (its answer has no number), `unreachable` (no server answered), `refused` (the server refused, or
+sent garbage)."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from producers.rewards.sample import RewardSample
 
 
 class Verdict(NamedTuple):
-    """The number, further parts by name, and the text that the model answered with."""
+    """The number, further parts by name, and the text of the answer."""
 
     value: float
     parts: dict[str, float] = {}
@@ -37,44 +36,44 @@ class Problem(Exception):
 
 
 Outcome = Verdict | Problem
-Done = Callable[[int, Outcome], None]  # place of the sample, what the judge says of it
+Report = Callable[[int, Outcome], None]  # place of the sample, its outcome
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """A judge's settings, and what of the run it needs to know."""
+class JudgeSettings(msgspec.Struct, frozen=True):
+    """A judge's settings, and the settings of the run that it needs."""
 
     table: JudgeConfig
     timeout_s: float  # of one sample
-    policy: str  # model.path: whose tokens the samples are
+    policy: str  # model.path, the model of the samples' tokens
     dtype: str  # of the model
     prompt_key: str
 
 
 class Model(Protocol):
-    """A judge. Made in a process of its own, on whose event loop all of it runs."""
+    """A judge. It runs on the event loop of its own process."""
 
     async def start(self) -> None:
-        """Load what is needed. Raises an `AsyncRLError` where it cannot be."""
+        """Load the model. Raises an `AsyncRLError` on failure."""
 
-    async def score(self, samples: Sequence[RewardSample], done: Done) -> None:
+    async def score(self, samples: Sequence[RewardSample], done: Report) -> None:
         """Call `done` once for every sample, in any order, as soon as it is known."""
 
     def version(self) -> str:
-        """Digest of all that its scores depend on, as far as it can be seen from here."""
+        """Digest of everything that its scores depend on, as far as known here."""
 
     async def close(self) -> None:
-        """Give up what is held."""
+        """Free everything."""
 
 
-def checked(value: float) -> float:
-    """The value. Raises `not_finite` for what is no number."""
+def require_finite(value: float) -> float:
+    """The value. Raises `not_finite` for NaN and infinities."""
     if not math.isfinite(value):
         raise Problem("not_finite", f"its score is {value}")
     return value
 
 
-def problem_of(error: Exception) -> Problem:
-    """The problem that an exception of a model's library stands for."""
+def make_problem(error: Exception) -> Problem:
+    """The problem for an exception of a model's library."""
     if isinstance(error, Problem):
         return error
     if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
@@ -84,31 +83,31 @@ def problem_of(error: Exception) -> Problem:
     return Problem("raised", f"{type(error).__name__}: {error}"[:500])
 
 
-async def each(
-    samples: Sequence[RewardSample], one: Callable[[RewardSample], Any], done: Done, *, timeout_s: float, at_once: int
+async def score_each(
+    samples: Sequence[RewardSample], one: Callable[[RewardSample], Any], done: Report, *, timeout_s: float, at_once: int
 ) -> None:
-    """Score samples by `one`, so many at once, each within its time from when it begins."""
+    """Score samples by `one`, `at_once` in parallel, each within its own time."""
     room = asyncio.Semaphore(at_once)
 
-    async def guarded(place: int, sample: RewardSample) -> None:
+    async def guard(place: int, sample: RewardSample) -> None:
         async with room:
             try:
                 outcome: Outcome = await asyncio.wait_for(one(sample), timeout_s)
             except TimeoutError:
                 outcome = Problem("timeout", f"no score within {timeout_s:g} s")
-            except Exception as error:  # whatever a model's library raises is a failure of this sample
-                outcome = problem_of(error)
+            except Exception as error:  # any error of a model's library is a failure of this sample
+                outcome = make_problem(error)
         done(place, outcome)
 
     # bounded: each by wait_for
-    await asyncio.gather(*(guarded(place, sample) for place, sample in enumerate(samples)))
+    await asyncio.gather(*(guard(place, sample) for place, sample in enumerate(samples)))
 
 
-async def in_batches(
+async def score_batches(
     samples: Sequence[RewardSample],
-    done: Done,
+    done: Report,
     *,
-    ids_of: Callable[[RewardSample], list[int]],
+    encode: Callable[[RewardSample], list[int]],
     forward: Callable[[list[list[int]]], list[Outcome]],
     rows: int,
 ) -> None:
@@ -116,9 +115,9 @@ async def in_batches(
     found: list[tuple[int, list[int]]] = []
     for place, sample in enumerate(samples):
         try:
-            found.append((place, ids_of(sample)))
+            found.append((place, encode(sample)))
         except (Problem, AsyncRLError) as error:  # a template may refuse a conversation
-            done(place, problem_of(error))
+            done(place, make_problem(error))
     found.sort(key=lambda row: len(row[1]))
     for first in range(0, len(found), rows):
         batch = found[first : first + rows]

@@ -1,9 +1,7 @@
-"""The frames between a reward worker and its child: JSON with a length in front, on two pipes. No pickle.
+"""The frames between a reward worker and its child: JSON with a length prefix, on two pipes. No pickle.
 
-JSON and not msgpack, because rows may hold integers beyond 64 bits.
-
-Guarantees: a frame is read whole or not at
-all; what does not decode raises one of `asyncrl.errors.UNREADABLE`. The parent gives the child untrusted rows as plain
+JSON and not msgpack, because rows may hold integers beyond 64 bits. Guarantees: a frame is read whole or not at all; a
+frame that does not decode raises one of `asyncrl.errors.UNREADABLE`. The parent gives the child untrusted rows as plain
 JSON values.
 """
 
@@ -17,7 +15,7 @@ from typing import Any, Union
 
 import msgspec
 
-from producers.rewards.outcome import Asked
+from producers.rewards.outcome import JudgeSettings
 from producers.rewards.sample import RewardSample
 from producers.sandbox import SandboxLimits
 
@@ -27,7 +25,7 @@ WHOLE_BATCH = -1
 
 
 class FunctionSpec(msgspec.Struct, frozen=True):
-    """One `[[reward]]`: its name, label, weight, the data sources it is for (none: all) and its arguments."""
+    """One `[[reward]]`: its name, label, weight, its data sources (none: all) and its arguments."""
 
     function: str
     label: str
@@ -50,7 +48,9 @@ class Setup(msgspec.Struct, frozen=True, tag=1):
     prompt_key: str
     timeout_s: float
     memory_bytes: int = 0  # 0: no limit
-    judge: Asked | None = None  # a model in place of the functions: what they have is their label, weight and sources
+    judge: JudgeSettings | None = (
+        None  # a model instead of the functions, which then have only label, weight and sources
+    )
     sandbox: SandboxSpec = SandboxSpec()
 
 
@@ -66,7 +66,7 @@ class Job(msgspec.Struct, frozen=True, tag=3):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=4):
-    """A call starts now, for one sample of the job or `WHOLE_BATCH`; the clock of its timeout."""
+    """A call starts now, for one sample of the job or `WHOLE_BATCH`; its timeout begins."""
 
     place: int
     label: str
@@ -80,7 +80,7 @@ class Result(msgspec.Struct, frozen=True, tag=5):
     parts: dict[str, float] = {}
     reason: str = ""
     detail: str = ""
-    answer: str = ""  # that a function found in the response
+    answer: str = ""  # found by a function in the response
 
 
 Frame = Union[Setup, Ready, Job, Begin, Result]
@@ -93,7 +93,7 @@ class Silence(Exception):
 
 
 class Closed(Exception):
-    """The other end has gone."""
+    """The other end is gone."""
 
 
 class Pipe:
@@ -103,10 +103,10 @@ class Pipe:
         self._source = source
         self._sink = sink
         self._held = bytearray()
-        os.set_blocking(sink, False)  # so that a stopped reader cannot block the writer for ever
+        os.set_blocking(sink, False)  # so that a stopped reader cannot block the writer forever
 
     def send(self, frame: Frame, timeout_s: float = 60.0) -> None:
-        """Write a frame; waits while the pipe is full. Raises Closed, or Silence when nobody reads for `timeout_s`."""
+        """Write a frame; waits while the pipe is full. Raises Closed, or Silence without a reader for `timeout_s`."""
         data = _encoder.encode(frame)
         view = memoryview(LENGTH.pack(len(data)) + data)
         try:

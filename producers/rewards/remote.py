@@ -1,9 +1,9 @@
-"""A reward that a server computes: POST {"query": [...], "prompts": [...], "labels": [...]}, as OpenRLHF sends it.
+"""A reward from a server: POST {"query": [...], "prompts": [...], "labels": [...]}, as OpenRLHF sends it.
 
-Made by `producers.rewards.loading` from an address. Guarantees:
+Guarantees:
 1. the answer is JSON with `rewards`, one for each query (or a plain list of them); `scores` and `extra_logs` become
    parts; anything else is a failure of the samples, with the beginning of the answer in its text;
-2. a server that does not answer is asked `tries` times, within the timeout of the call.
+2. a server that does not answer is tried `tries` times, within the timeout of the call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class RemoteReward:
         self._headers = {"Content-Type": "application/json", **(headers or {})}
 
     def __call__(self, queries: list[str], prompts: list[str], labels: list[Any]) -> Any:
-        """The answer of the server."""
         body = json.dumps({"query": queries, "prompts": prompts, "labels": labels}).encode()
         deadline = time.monotonic() + self._timeout_s
         reason = ""

@@ -1,13 +1,12 @@
-"""Scores archived samples again, for `asyncrl rescore`: no buffer, but the children of reward workers.
+"""Scores archived samples again, for `asyncrl rescore`: without a buffer, with the children of reward workers.
 
-Started as `python -m producers.rewards.rescore --config FOLDER/config.toml --name rescore`; FOLDER/plan.json says what
-to do, FOLDER/groups.jsonl and versions.json what came of it. Guarantees:
+Run as `python -m producers.rewards.rescore --config FOLDER/config.toml --name rescore`; FOLDER/plan.json has the task,
+FOLDER/groups.jsonl and versions.json the results. Guarantees:
 1. functions run as in a run: in a child with the judge's time and memory limits, `count` of them at a time; a failure
-   is tried `retries` times more, in another child where there is one;
-2. the reward of a sample is the sum of its judges and of the recorded parts that stay; one without an answer of every
-   judge has failed;
-3. a group that is in several steps (trained more than once) is scored once; archived batches that cannot be read are
-   said and left out.
+   is retried `retries` times, in another child if there is one;
+2. the reward of a sample is the sum of its judges and of the recorded parts that stay; a sample without a result of
+   every judge has failed;
+3. a group in several steps (trained more than once) is scored once; unreadable archived batches are logged and skipped.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from asyncrl.runtime.role import RoleArgs, Stop, run
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import RewardItem
 from asyncrl.wire.batch_arrays import decode_batch
-from buffers.client.client import RewardTask
+from buffers.client.reward import RewardTask
 from producers.data.tokenizer import Tokenizer
-from producers.rewards.build import scorer_of
-from producers.rewards.main import sample_of
+from producers.rewards.build import make_scorer
+from producers.rewards.main import make_sample
 from producers.rewards.pipe import Result
 from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
@@ -42,11 +41,11 @@ Place = tuple[int, int]  # group, sample
 
 
 class Bench:
-    """The children of one judge, each with a thread of its own."""
+    """The children of one judge, each with its own thread."""
 
     def __init__(self, config: Config, judge: Judge) -> None:
         self.judge = judge
-        self._scorers = [scorer_of(config, judge) for _ in range(judge.count)]
+        self._scorers = [make_scorer(config, judge) for _ in range(judge.count)]
         # One thread per child for its whole life: PR_SET_PDEATHSIG kills it when the thread that made it ends.
         self._threads = [ThreadPoolExecutor(1) for _ in self._scorers]
         self._all(lambda scorer: scorer.start())
@@ -58,7 +57,7 @@ class Bench:
             done.result()  # bounded: by the import limit of the scorer
 
     def score(self, samples: dict[Place, RewardSample]) -> dict[Place, Result]:
-        """The results of all samples, failures after they were tried as often as in a run."""
+        """The results of all samples; failures are retried as in a run."""
         found: dict[Place, Result] = {}
         left, size = list(samples), min(self.judge.batch_samples, -(-len(samples) // self.judge.count) or 1)
         for turn in range(self.judge.retries + 1):
@@ -106,18 +105,18 @@ class Rescoring:
         try:
             file = batch_file.read(batch_file.batch_path(self._archive, step))
         except (WireError, OSError) as error:
-            print(f"warning: the archived batch of step {step} is left out: {error}", flush=True)
+            print(f"warning: the archived batch of step {step} is skipped: {error}", flush=True)
             return []
         groups = {group.group: group for group in decode_batch(file.batch, file.payloads).groups}
         contents = {number: responses_digest(one.response for one in group.samples) for number, group in groups.items()}
         fresh = [group for number, group in groups.items() if (number, contents[number]) not in self._known]
-        for scored in self._scored(step, fresh, contents):
+        for scored in self._score_groups(step, fresh, contents):
             self._known[scored.group, scored.content] = scored
         return [
             msgspec.structs.replace(self._known[number, content], step=step) for number, content in contents.items()
         ]
 
-    def _scored(self, step: int, groups: Iterable[Any], contents: dict[int, str]) -> list[GroupScores]:
+    def _score_groups(self, step: int, groups: Iterable[Any], contents: dict[int, str]) -> list[GroupScores]:
         asked: dict[str, dict[Place, RewardSample]] = {name: {} for name in self.benches}
         groups = list(groups)
         for group in groups:
@@ -131,7 +130,7 @@ class Rescoring:
     def _sample(self, group: Any, one: Any) -> RewardSample:
         item = RewardItem(group.group, one.index, 0, 0, "", one.finish, (), rows=one.rows)
         task = RewardTask(item, group.prompt_ids, one.response, group.row, one.mask)
-        return sample_of(task, self._tokenizer, prompt_key=self._config.data.prompt_key)
+        return make_sample(task, self._tokenizer, prompt_key=self._config.data.prompt_key)
 
     def _group(self, step: int, group: Any, content: str, results: dict[str, dict[Place, Result]]) -> GroupScores:
         rewards: dict[int, float] = {}
@@ -158,7 +157,7 @@ class Rescoring:
 
 
 def body(_args: RoleArgs, config: Config, stop: Stop) -> None:
-    """Score step after step, and write each as it is done."""
+    """Score step after step, and write each result at once."""
     folder = Path(config.run.dir)
     plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=Plan)
     work = Rescoring(config, plan)
@@ -175,7 +174,6 @@ def body(_args: RoleArgs, config: Config, stop: Stop) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The process; its exit code."""
     return run("rescore", body, argv)
 
 

@@ -17,9 +17,9 @@ ANSWERS = ("pred", "answer", "extracted_answer")  # keys of the answer in a dict
 
 
 class RewardSample(msgspec.Struct, frozen=True):
-    """What a reward function may look at. `prompt` and `response` are text without special tokens; `row` holds all
-    columns of the prompt's row; `finish` is stop | length. With several turns `response` is all that followed the
-    prompt, observations among it, and `turns` what the policy said, turn by turn."""
+    """The argument of a reward function. `prompt` and `response` are text without special tokens; `row` holds all
+    columns of the prompt's row; `finish` is stop | length. With several turns `response` is everything after the
+    prompt, with observations, and `turns` has the policy's turns."""
 
     prompt: str
     response: str
@@ -28,7 +28,7 @@ class RewardSample(msgspec.Struct, frozen=True):
     row: dict[str, Any]
     ground_truth: Any = None
     data_source: str = ""
-    extra_info: Any = {}  # an object, where the data set keeps verl's form
+    extra_info: Any = {}  # an object, if the data set has verl's form
     finish: str = "stop"
     turns: list[str] = []
 
@@ -44,7 +44,7 @@ class RewardSample(msgspec.Struct, frozen=True):
         finish: str,
         turns: Sequence[str] = (),
     ) -> RewardSample:
-        """With the columns of verl taken from the row; `ground_truth` or `answer` may also stand in the row itself."""
+        """Takes the columns of verl from the row; `ground_truth` or `answer` may also be columns of the row."""
         model = row.get("reward_model")
         truth = model.get("ground_truth") if isinstance(model, dict) else None
         for name in ("ground_truth", "answer"):
@@ -64,7 +64,7 @@ class RewardSample(msgspec.Struct, frozen=True):
 
 
 class Value(NamedTuple):
-    """A reward, None where the function does not apply, its further parts, and the answer that it found."""
+    """A reward, None if the function does not apply, its further parts, and the answer that it found."""
 
     value: float | None
     parts: dict[str, float]
@@ -72,11 +72,11 @@ class Value(NamedTuple):
 
 
 class NotFinite(ValueError):
-    """The function gave NaN or an infinity."""
+    """The function returned NaN or an infinity."""
 
 
 def read_value(raw: Any) -> Value:
-    """The value of one result. Raises TypeError for what is no number, NotFinite for NaN and infinities."""
+    """The value of one result. Raises TypeError for another type, NotFinite for NaN and infinities."""
     parts: dict[str, float] = {}
     answer = ""
     if isinstance(raw, dict):

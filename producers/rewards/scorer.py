@@ -1,11 +1,11 @@
 """Scores samples in a child process that can be killed: the parent's half.
 
 Guarantees:
-1. a call that takes longer than the timeout is killed with its whole process group, and is a `timeout` of the sample it
-   worked on; a child that exits or crashes is `died`; both start a new child and the other samples go on;
+1. a call that takes longer than the timeout is killed with its whole process group, and is a `timeout` of its sample; a
+   child that exits or crashes is `died`; both start a new child and the other samples go on;
 2. every sample of a job gets exactly one result, in any order, unless the parent itself is stopped;
 3. functions that cannot be loaded are `config.reward`, at the start and at any restart;
-4. a call is also ended (`died`) where its processes become more than `max_processes`, or its output more than
+4. a call is also ended (`died`) if its processes become more than `max_processes`, or its output more than
    `OUTPUT_BYTES`: a fork bomb or an endless print costs one sample and not the machine.
 It never makes up a reward.
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.process_plan.interpreters import python_with
 from asyncrl.runtime.host_facts import group_members
-from producers.rewards.outcome import Asked
+from producers.rewards.outcome import JudgeSettings
 from producers.rewards.pipe import (
     WHOLE_BATCH,
     Begin,
@@ -44,17 +44,17 @@ from producers.rewards.sample import RewardSample
 
 IMPORT_LIMIT_S = 120.0  # for the user's modules
 LOAD_LIMIT_S = 1800.0  # for a judge's model
-LOOK_S = 0.25  # how often a call that takes long is looked at
+LOOK_S = 0.25  # how often a long call is checked
 OUTPUT_BYTES = 256 << 20  # that one job may add to the worker's log
 GRACE_S = 1.0  # above the timeout, so that an async function's own timeout comes first
 
 
 class TooMuch(Exception):
-    """A call uses more of the machine than it may."""
+    """A call exceeds its limits on the machine."""
 
 
 def _output() -> int:
-    """Size of the worker's log, into which the child prints; 0 where it is no file."""
+    """Size of the worker's log, which has the child's output; 0 if it is not a file."""
     found = os.fstat(1)
     return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
@@ -71,7 +71,7 @@ class Scorer:
         memory_bytes: int = 0,
         max_processes: int = 512,
         sandbox: SandboxSpec | None = None,
-        judge: Asked | None = None,
+        judge: JudgeSettings | None = None,
     ) -> None:
         self.version = ""
         self.restarts = 0
@@ -86,8 +86,8 @@ class Scorer:
         self._ending = ""  # how the child ended
 
     def start(self) -> None:
-        """Start the child and load the functions. Raises `config.reward` where they cannot be used, `config.extra`
-        where a judge's engine has no environment here."""
+        """Start the child and load the functions. Raises `config.reward` if they cannot be used, `config.extra` if a
+        judge's engine has no environment here."""
         judge = self._setup.judge
         engine = judge.table.engine if judge is not None and judge.table.kind == "generative" else ""
         python = python_with(engine, where="judge.engine") or sys.executable
@@ -99,7 +99,7 @@ class Scorer:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        if self._stopped:  # meanwhile: `stop` has found no child
+        if self._stopped:  # `stop` was called before the child existed
             self._kill()
         os.close(to_child[0])
         os.close(from_child[1])
@@ -127,8 +127,8 @@ class Scorer:
                 return
             if not left:
                 continue
-            # The child is gone. Whoever it worked on has failed; the rest goes on in a new one. Where it worked on
-            # the whole batch, every sample gets a job of its own, to find out which one it was.
+            # The child is gone. Its current sample has failed; the rest goes on in a new child. If it worked on the
+            # whole batch, every sample gets its own job, to find the bad one.
             alone = len(left) == 1
             if culprit == WHOLE_BATCH and not alone:
                 waiting[:0] = [[place] for place in left]
@@ -153,7 +153,7 @@ class Scorer:
     def _run(
         self, samples: Sequence[RewardSample], places: list[int], on_result: Callable[[Result], None]
     ) -> tuple[list[int], int, str]:
-        """Run one job. What is left of it, and whose fault that is: nothing left where all went well."""
+        """Run one job. The remaining places, the place at fault and the reason; no places after a success."""
         assert self._pipe is not None
         left, culprit, self._label, self._ending = list(places), WHOLE_BATCH, "", ""
         log = _output()
@@ -166,7 +166,7 @@ class Scorer:
                     self._label = frame.label
                 elif isinstance(frame, Result):
                     place = places[frame.place]
-                    if place not in left:  # a function forked and returned twice: the first result stays
+                    if place not in left:  # a function forked and returned twice: the first result counts
                         continue
                     left.remove(place)
                     culprit = WHOLE_BATCH
@@ -204,7 +204,7 @@ class Scorer:
             return ""
 
     def peak_bytes(self) -> int:
-        """Memory that the child has held at most; 0 where it is not known."""
+        """Peak memory of the child; 0 if unknown."""
         try:
             assert self._child is not None
             status = Path(f"/proc/{self._child.pid}/status").read_text()

@@ -1,11 +1,11 @@
-"""A rollout: an engine, an environment and one leased group; finished samples leave as soon as they exist.
+"""A rollout: an engine, an environment and one leased group; finished samples leave at once.
 
 Guarantees:
-1. samples that finish in the same decode step are delivered in one call; a slow one gathers what finishes meanwhile;
-2. when `deliver` or `keep` says that the lease is lost, the rest of the group is given up at the engine;
-3. cancelling the rollout gives the group up as well; an error of the engine or environment comes out of it;
-4. finished samples go before checkpoints of others that are under way.
-It knows no buffer: `deliver` and `keep` do.
+1. samples that finish in the same decode step are delivered in one call; a slow delivery gathers later ones;
+2. when `deliver` or `keep` reports a lost lease, the rest of the group is aborted at the engine;
+3. cancelling the rollout aborts the group as well; an error of the engine or environment is raised;
+4. finished samples go before checkpoints of others.
+It does not know the buffer: `deliver` and `keep` do.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from asyncrl.config import SamplingConfig
 from asyncrl.engine import Engine, GenDelta, GenRequest
 from producers.support.retry import Bell
 
-#: The engine ends its iterator in every case, which rings too: a wait this long is only a net below that promise.
+#: The engine always ends its iterator, which wakes the wait: this is only a safety net.
 LOOK_S = 5.0
 
 
 class Finished(NamedTuple):
-    """A finished sample, and its reward where the environment scores itself. With several turns: `mask` u1 `[T]` (None:
-    every token was sampled), `rows` and `turns` as in `wire.SampleHead`, `parts` of the reward by name."""
+    """A finished sample, with its reward if the environment scores. With several turns: `mask` u1 `[T]` (None: every
+    token was sampled), `rows` and `turns` as in `wire.SampleHead`, `parts` of the reward by name."""
 
     sample: GenDelta
     reward: float | None = None
@@ -36,8 +36,8 @@ class Finished(NamedTuple):
     parts: Mapping[str, float] = {}
 
 
-def extras_of(finished: Sequence[Finished]) -> dict[str, Any]:
-    """What `ProducerClient.submit` takes beside the tokens, by sample index."""
+def submit_fields(finished: Sequence[Finished]) -> dict[str, Any]:
+    """Arguments of `ProducerClient.submit` besides the tokens, by sample index."""
     named: dict[str, dict[int, Any]] = {"rewards": {}, "masks": {}, "rows": {}, "turns": {}, "parts": {}}
     for item in finished:
         for name, value in (
@@ -53,8 +53,8 @@ def extras_of(finished: Sequence[Finished]) -> dict[str, Any]:
 
 
 class Environment(Protocol):
-    """What happens between prompt and finished sample. `tools`: schemas that the prompt shows; `counts`: numbers for
-    the heartbeat, None where there are none."""
+    """Makes samples from prompts. `tools`: schemas for the prompt; `counts`: numbers for the heartbeat, None without
+    any."""
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]: ...
@@ -70,13 +70,12 @@ class Environment(Protocol):
         """At the end of the process."""
 
     def play(self, engine: Engine, request: GenRequest, row: Mapping[str, Any]) -> AsyncIterator[Finished | GenDelta]:
-        """The samples of the request, each as it finishes; before, with `delta_tokens`, what is new of a sample under
-        way, where a sample is one answer of the engine: another producer can go on from there.
-        """
+        """The samples of the request, each as it finishes. With `delta_tokens`, also new tokens of samples under way if
+        a sample is one answer of the engine: another producer can continue from there."""
 
 
-def parts_of(request: GenRequest, sampling: SamplingConfig) -> list[GenRequest]:
-    """The request, and with `greedy_baseline` the sample beyond `group_size` as a greedy one of its own.
+def split_request(request: GenRequest, sampling: SamplingConfig) -> list[GenRequest]:
+    """The request; with `greedy_baseline` the sample beyond `group_size` is a separate greedy request.
 
     Its recorded log-probs are of the full distribution like all others; it is a baseline and never trained.
     """
@@ -97,8 +96,8 @@ async def roll_out(
     deliver: Callable[[list[Finished]], Awaitable[bool]],
     keep: Callable[[list[GenDelta]], Awaitable[bool]],
 ) -> bool:
-    """Play one request and deliver its samples; `deliver`, and `keep` with tokens of samples under way, answer False
-    once the lease is lost. Whether it was still held at the end.
+    """Play one request and deliver its samples. `deliver`, and `keep` with tokens of samples under way, return False
+    once the lease is lost. Returns whether the lease was still held at the end.
     """
     ready: list[Finished | GenDelta] = []
     bell = Bell()
@@ -125,12 +124,12 @@ async def roll_out(
         return True
     finally:
         pumping.cancel()
-        # Its own error has come out above, or another one has. bounded: it was cancelled
+        # Its error was raised above. bounded: it was cancelled
         await asyncio.gather(pumping, return_exceptions=True)
 
 
-async def side_by_side(works: Sequence[Coroutine[Any, Any, bool]]) -> None:
-    """Run the parts of one group at once; the first that fails, or that answers False, ends them all."""
+async def run_together(works: Sequence[Coroutine[Any, Any, bool]]) -> None:
+    """Run the parts of one group in parallel; the first that fails, or returns False, ends them all."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         waiting = set(tasks)
@@ -142,5 +141,5 @@ async def side_by_side(works: Sequence[Coroutine[Any, Any, bool]]) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        # Errors have come out above. bounded: they were cancelled
+        # Errors were raised above. bounded: they were cancelled
         await asyncio.gather(*tasks, return_exceptions=True)

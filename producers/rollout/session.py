@@ -1,18 +1,17 @@
-"""One session of a policy, token by token: what it saw, what it said, and how both become one sample.
+"""One session of a policy as tokens: contexts and answers become one sample. Pure: no engine, no waiting.
 
-Pure: it
-asks no engine and waits for nothing. Guarantees:
-1. tokens go in and out as they are: what the policy sampled is stored as it was sampled, what it saw as it was given;
-   nothing is turned into text and back;
-2. a response holds every sampled token once. `mask` is 1 there and 0 at what was observed, which has log-prob 0 and the
-   version of the last sampled token before it (the first one of its row where there is none before);
-3. a context that goes on from the tokens so far continues the row; any other opens a row of its own, with a prompt of
-   its own (`wire.SampleHead.rows`). Each row is a sequence that a learner trains by itself;
-4. observations behind the last sampled token of a row, and rows without one, are left out: nothing was said after them.
+Guarantees:
+1. tokens go in and out unchanged: answers are stored as they were sampled, contexts as they were given; nothing is
+   turned into text and back;
+2. a response holds every sampled token once. `mask` is 1 there and 0 for observations, which have log-prob 0 and the
+   version of the last sampled token before them (at the start of a row: the first one after them);
+3. a context that continues the tokens so far continues the row; any other opens a row with its own prompt
+   (`wire.SampleHead.rows`). Each row is a sequence that a learner trains by itself;
+4. observations after the last sampled token of a row, and rows without a sampled token, are left out.
 
 Example, prompt [1, 2]: a turn of [5, 6], the observation [7], a turn of [8] give the response [5, 6, 7, 8] with mask
-[1, 1, 0, 1]. Asked next with the context [1, 9], which does not begin like [1, 2, 5, 6, 7, 8], a turn of [4] opens a
-row: response [5, 6, 7, 8, 1, 9, 4], mask [1, 1, 0, 1, 0, 0, 1], rows ((4, 2),).
+[1, 1, 0, 1]. With the next context [1, 9], which does not begin like [1, 2, 5, 6, 7, 8], a turn of [4] opens a row:
+response [5, 6, 7, 8, 1, 9, 4], mask [1, 1, 0, 1, 0, 0, 1], rows ((4, 2),).
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ TURN_SEED = 0x9E3779B97F4A7C15  # odd: the turns of a sample have seeds of their
 
 
 class _Row:
-    """One sequence: its own prompt (None: the group's), and what followed."""
+    """One sequence: its prompt and the tokens after it."""
 
     def __init__(self, context: IntArray, *, own: bool) -> None:
-        self.context = context  # prompt and all that followed
+        self.context = context  # prompt and all tokens after it
         self.prompt_tokens = len(context)
         self.own = own
-        self.pieces: list[tuple[IntArray, FloatArray | None, Runs]] = []  # tokens behind the prompt; None: observed
-        self.said = 0  # tokens up to the last sampled one
-        self.turns: list[tuple[int, int]] = []  # (number of the turn, place behind the prompt of its last token)
+        self.pieces: list[tuple[IntArray, FloatArray | None, Runs]] = []  # tokens after the prompt; None: observed
+        self.sampled = 0  # tokens up to the last sampled one
+        self.turns: list[tuple[int, int]] = []  # (number of the turn, place after the prompt of its last token)
 
     def add(self, tokens: IntArray, logprobs: FloatArray | None, runs: Runs) -> None:
         self.context = np.concatenate([self.context, tokens])
@@ -50,7 +49,7 @@ class _Row:
 
 
 class Session:
-    """See the module. `prompt_ids` i4 `[P]` are those of the group, `index` is the sample's."""
+    """`prompt_ids` i4 `[P]` is the prompt of the group, `index` that of the sample."""
 
     def __init__(self, prompt_ids: IntArray, *, index: int) -> None:
         self.index = index
@@ -61,27 +60,27 @@ class Session:
 
     @property
     def context(self) -> IntArray:
-        """What the policy has seen and said in the row that is open, prompt and all: what it is asked with next."""
+        """All tokens of the open row with its prompt: the context of the next turn."""
         return self._rows[-1].context
 
     @property
     def prompt_tokens(self) -> int:
-        """Of the row that is open."""
+        """Prompt tokens of the open row."""
         return self._rows[-1].prompt_tokens
 
     @property
     def rows(self) -> int:
-        """Rows so far; the first one counts from the beginning."""
+        """Number of rows, with the open one."""
         return len(self._rows)
 
     @property
     def response_tokens(self) -> int:
-        """Tokens behind the prompt of the row that is open."""
+        """Tokens after the prompt of the open row."""
         return len(self.context) - self.prompt_tokens
 
     def request(self, group: GenRequest, *, max_prompt_tokens: int, max_new_tokens: int) -> GenRequest:
-        """What to ask an engine for the next turn, with the sampling of the group's request. Turns draw from streams of
-        their own. An engine takes prompts of `max_prompt_tokens`; what is beyond counts as begun.
+        """The engine request of the next turn, with the sampling of the group's request. Each turn has its own seed. An
+        engine takes prompts of `max_prompt_tokens`; tokens beyond count as begun.
         """
         begun = len(self.context) - min(self.prompt_tokens, max_prompt_tokens)
         return replace(
@@ -96,8 +95,8 @@ class Session:
         )
 
     def extend(self, prompt_ids: IntArray | Sequence[int]) -> bool:
-        """The context of the next turn: True where it goes on from the open row (what is new in it is an observation),
-        False where it opened another row.
+        """Set the context of the next turn: True if it continues the open row (new tokens are an observation), False if
+        it opened another row.
         """
         ids, row = _ids(prompt_ids), self._rows[-1]
         known = len(row.context)
@@ -107,18 +106,17 @@ class Session:
         if not len(ids):
             raise WorkError("sample.invalid", "a context without tokens", where=f"session of sample {self.index}")
         if not row.turns:
-            self._rows.pop()  # nothing was said in it
+            self._rows.pop()  # no turn in it
         self._rows.append(_Row(ids, own=True))
         return False
 
     def observe(self, token_ids: IntArray | Sequence[int]) -> None:
-        """Tokens that the policy is shown."""
         ids = _ids(token_ids)
         if len(ids):
             self._rows[-1].add(ids, None, ())
 
     def add_turn(self, delta: GenDelta) -> None:
-        """What the policy said, whole (`asyncrl.engine.join_deltas`), when it was asked with `context`."""
+        """Add the complete answer (`asyncrl.engine.join_deltas`) to `context`."""
         if not len(delta.token_ids) or len(delta.token_ids) != len(delta.logprobs):
             raise WorkError(
                 "engine.broken",
@@ -127,8 +125,8 @@ class Session:
             )
         row = self._rows[-1]
         row.add(_ids(delta.token_ids), np.asarray(delta.logprobs, np.float32), delta.runs)
-        row.said = len(row.context) - row.prompt_tokens
-        row.turns.append((self.turns, row.said - 1))
+        row.sampled = len(row.context) - row.prompt_tokens
+        row.turns.append((self.turns, row.sampled - 1))
         self.turns += 1
         self._id, self._finish = delta.id, delta.finish or "stop"
 
@@ -140,18 +138,18 @@ class Session:
         finish: str = "",
         parts: Mapping[str, float] | None = None,
     ) -> Finished:
-        """The sample. `reward` is that of the whole, `turn_rewards` (one per turn, from the first on) among it; None:
-        reward workers score it. `finish`: stop | length, otherwise that of the last turn.
+        """The sample. `reward` is the total, with `turn_rewards` (one per turn, from the first on); None: reward
+        workers score it. `finish`: stop | length, else that of the last turn.
 
         Raises:
-            WorkError: `sample.invalid` where nothing was said, or there are more rewards than turns.
+            WorkError: `sample.invalid` without a turn, or with more rewards than turns.
         """
-        said = [row for row in self._rows if row.turns]
-        if not said or len(turn_rewards) > self.turns:
-            what = f"{len(turn_rewards)} rewards for {self.turns} turns" if said else "nothing was said"
+        spoken = [row for row in self._rows if row.turns]
+        if not spoken or len(turn_rewards) > self.turns:
+            what = f"{len(turn_rewards)} rewards for {self.turns} turns" if spoken else "there is no turn"
             raise WorkError("sample.invalid", what, where=f"session of sample {self.index}")
         joined = _Joined()
-        for row in said:
+        for row in spoken:
             joined.take(row, turn_rewards)
         sample = GenDelta(
             self._id,
@@ -169,7 +167,7 @@ class Session:
 
 
 class _Joined:
-    """The rows of a session after each other."""
+    """The rows of a session, concatenated."""
 
     def __init__(self) -> None:
         self.tokens: list[IntArray] = []
@@ -185,7 +183,7 @@ class _Joined:
         if row.own:
             self.rows.append((self._at, row.prompt_tokens))
             self._add(row.context[: row.prompt_tokens], None, self._version_before(row))
-        start, left = self._at, row.said
+        start, left = self._at, row.sampled
         for tokens, logprobs, runs in row.pieces:
             if left > 0:
                 self._add(tokens, logprobs, runs or self._version_before(row))
@@ -197,7 +195,7 @@ class _Joined:
         ]
 
     def _version_before(self, row: _Row) -> Runs:
-        """Of the last sampled token before; else of the first one that will follow in this row."""
+        """The version of the last sampled token before; else of the first one in this row."""
         if self.runs:
             return ((self.runs[-1][0], 0),)
         return ((next(runs for _, _, runs in row.pieces if runs)[0][0], 0),)

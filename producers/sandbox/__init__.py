@@ -1,6 +1,6 @@
 """Sandboxes for programs that a model wrote: `open_sandbox("bubblewrap")` and `Sandbox.run`.
 
-Guarantee: nothing runs without isolation unless `none` is spelled out.
+Guarantee: nothing runs without isolation unless the kind is `none`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Sandbox", "SandboxJob", "SandboxLimits", "SandboxResult", "open_sand
 def open_sandbox(kind: str = "bubblewrap", limits: SandboxLimits | None = None, *, workers: int = 1) -> Sandbox:
     """A sandbox by its name: bubblewrap, none, or the http(s) address of a SandboxFusion server.
 
-    It is started by its first program. Raises `config.type` for another name.
+    Its first program starts it. Raises `config.type` for another name.
     """
     if kind == "bubblewrap":
         from producers.sandbox.bubblewrap import Bubblewrap
@@ -32,7 +32,7 @@ def open_sandbox(kind: str = "bubblewrap", limits: SandboxLimits | None = None, 
 
 
 def ready_sandbox(kind: str = "bubblewrap", limits: SandboxLimits | None = None) -> Sandbox:
-    """`open_sandbox`, tried out: raises `sandbox.unavailable` now and not at the first program."""
+    """`open_sandbox` with a probe: raises `sandbox.unavailable` now, not at the first program."""
     sandbox = open_sandbox(kind, limits)
     sandbox.probe()
     return sandbox

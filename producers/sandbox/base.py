@@ -1,13 +1,12 @@
-"""What a sandbox is: it runs programs that a model wrote, and says how they ended.
+"""The interface of sandboxes: they run programs that a model wrote, and report how they ended.
 
-Implemented by `producers.sandbox.local` (bubblewrap on this
-host, or no isolation where that is spelled out) and `producers.sandbox.remote` (a SandboxFusion server). Guarantees of
-every implementation (tests/contract/test_sandboxes.py):
+Implementations: `producers.sandbox.bubblewrap` (isolated, on this host), `producers.sandbox.local` (no isolation) and
+`producers.sandbox.remote` (a SandboxFusion server). Guarantees of all (tests/contract/test_sandboxes.py):
 1. a program's failure is a result, never an exception: `finished` with its exit code, `timeout`, `memory`, `output`
-   (it wrote more than allowed), `killed` (by a signal; the exit code is its negative number) or `error` (such as files
-   that do not fit);
-2. an `AsyncRLError` is raised only where the sandbox itself cannot be used;
-3. one program sees nothing of another; several threads may call at once.
+   (more output than allowed), `killed` (by a signal; the exit code is its negative number) or `error` (for example
+   files that do not fit);
+2. an `AsyncRLError` is raised only if the sandbox itself cannot be used;
+3. programs are isolated from each other; several threads may call at once.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MIB = 1 << 20
 
 
 class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a program may use where a call does not say otherwise."""
+    """Default limits of a program."""
 
     timeout_s: float = 10.0
     memory_bytes: int = 512 * MIB
@@ -37,19 +36,19 @@ class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One program and what it is given. None: as the sandbox's limits say."""
+    """One program and its input. None: the sandbox's limit."""
 
     code: str
     stdin: str = ""
     files: Mapping[str, bytes] = {}  # by relative name, in its working folder
     args: tuple[str, ...] = ()
-    fetch: tuple[str, ...] = ()  # files to bring back
+    fetch: tuple[str, ...] = ()  # files to return
     timeout_s: float | None = None
     memory_bytes: int | None = None
 
 
 class SandboxResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How a program ended: see guarantee 1 of this module."""
+    """The end of a program; `status` is listed in this module."""
 
     status: str
     exit_code: int = 0
@@ -60,7 +59,7 @@ class SandboxResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """It ended by itself with exit code 0."""
+        """It finished with exit code 0."""
         return self.status == "finished" and self.exit_code == 0
 
 
@@ -75,11 +74,11 @@ class Sandbox(ABC):
         """Run one program to its end."""
 
     def probe(self) -> None:
-        """Raise `sandbox.unavailable` where this host cannot isolate a program; a server is not asked."""
+        """Raise `sandbox.unavailable` if this host cannot isolate a program; a server is not contacted."""
         return
 
     def close(self) -> None:
-        """End what was started for it."""
+        """End its processes."""
         return
 
     def run(
@@ -139,8 +138,8 @@ class Sandbox(ABC):
         self.close()
 
 
-def checked(job: SandboxJob) -> SandboxJob:
-    """The job, if its file names stay inside the working folder. Raises `config.type`."""
+def check_job(job: SandboxJob) -> SandboxJob:
+    """The job, if its file names are inside the working folder. Raises `config.type`."""
     for name in (*job.files, *job.fetch):
         parts = name.split("/")
         if not name or name.startswith("/") or ".." in parts or "\0" in name or parts == ["main.py"]:

@@ -35,19 +35,17 @@ _numbers = itertools.count()
 
 
 class Bubblewrap(LocalSandbox):
-    """Isolated by bubblewrap: see this module's guarantees."""
-
     @property
-    def isolated(self) -> bool:
+    def is_isolated(self) -> bool:
         return True
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Raises `sandbox.unavailable` where bubblewrap is missing."""
+        """Raises `sandbox.unavailable` without bubblewrap."""
         found = shutil.which("bwrap")
         if sys.platform != "linux" or found is None:
             raise ConfigError("sandbox.unavailable", "bubblewrap (bwrap) is not on the PATH")
         number = (os.getpid() * 16 + next(_numbers)) % UIDS
-        uid = FIRST_UID + number if privileged() else 0
+        uid = FIRST_UID + number if is_privileged() else 0
         settings = {
             "uid": uid,
             "gid": uid,
@@ -78,8 +76,8 @@ class Bubblewrap(LocalSandbox):
                 os.close(filters)
 
 
-def privileged() -> bool:
-    """Whether this process can make namespaces as root and then give root up inside them."""
+def is_privileged() -> bool:
+    """Whether this process can make namespaces as root and drop root inside them."""
     if os.geteuid() != 0:
         return False
     status = Path("/proc/self/status").read_text()
@@ -88,12 +86,12 @@ def privileged() -> bool:
 
 
 def interpreter() -> str:
-    """The interpreter itself, not a link of a virtual environment to it."""
+    """The interpreter itself, not the link of a virtual environment."""
     return os.path.realpath(sys.executable)
 
 
 def arguments(limits: SandboxLimits, *, as_root: bool) -> list[str]:
-    """What bubblewrap is told. Root keeps no user namespace: an unprivileged uid of the host bounds its processes."""
+    """Arguments of bubblewrap. Root uses no user namespace: an unprivileged uid of the host bounds its processes."""
     isolate = [
         "--unshare-ipc",
         "--unshare-pid",

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
-from producers.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult, checked
+from producers.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult, check_job
 from producers.sandbox.process import (
     ENVIRONMENT,
     FLAGS,
@@ -35,14 +35,14 @@ _numbers = itertools.count()
 
 
 class LocalSandbox(Sandbox):
-    """What the two kinds on this host share: a few warm processes, handed out one program at a time."""
+    """Common part of the kinds on this host: a few warm processes, one program at a time each."""
 
     def __init__(self, limits: SandboxLimits | None = None, *, workers: int = 1) -> None:
         super().__init__(limits)
         self._idle: list[RunnerProcess] = []
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(workers)
-        # One thread for its whole life: what asks to die with its parent dies with the *thread* that made it.
+        # One thread for its whole life: PR_SET_PDEATHSIG fires when the *thread* that started the process ends.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
 
     @abstractmethod
@@ -51,18 +51,18 @@ class LocalSandbox(Sandbox):
 
     @property
     @abstractmethod
-    def isolated(self) -> bool:
-        """Whether a program is kept from the host."""
+    def is_isolated(self) -> bool:
+        """Whether programs are isolated from the host."""
 
     def run_job(self, job: SandboxJob) -> SandboxResult:
         """Run one program to its end."""
-        checked(job)
-        with self._places:  # bounded: each program has its time
+        check_job(job)
+        with self._places:  # bounded: each program has a time limit
             for last_try in (False, True):
-                runner = self._open()
+                runner = self._acquire()
                 try:
                     result = runner.run(job)
-                except Ended as error:  # killed by somebody, such as the kernel out of memory
+                except Ended as error:  # killed, for example by the kernel out of memory
                     runner.close()
                     if last_try:
                         raise Unavailable("sandbox.failed", f"it ended twice under the same program: {error}") from None
@@ -72,15 +72,15 @@ class LocalSandbox(Sandbox):
         raise AssertionError
 
     def probe(self) -> None:
-        """Start one, and keep it for the first program."""
-        self._give_back(self._open())
+        """Start a process, and keep it for the first program."""
+        self._give_back(self._acquire())
 
-    def _open(self) -> RunnerProcess:
+    def _acquire(self) -> RunnerProcess:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
         process = self._starter.submit(self.start).result(START_LIMIT_S)
-        runner = RunnerProcess(process, self.limits, watched=self.isolated)
+        runner = RunnerProcess(process, self.limits, watched=self.is_isolated)
         try:
             runner.wait_ready()
         except (Ended, Stopped) as error:
@@ -97,7 +97,7 @@ class LocalSandbox(Sandbox):
             runner.close()
 
     def close(self) -> None:
-        """End the processes that wait for programs."""
+        """End the idle processes."""
         with self._lock:
             idle, self._idle = self._idle, []
         for runner in idle:
@@ -109,10 +109,10 @@ class LocalSandbox(Sandbox):
 
 
 class Unprotected(LocalSandbox):
-    """No isolation: the program can do what this process can do, within its limits. Only where it is spelled out."""
+    """No isolation: the program can do everything that this process can do, within its limits."""
 
     @property
-    def isolated(self) -> bool:
+    def is_isolated(self) -> bool:
         return False
 
     def __init__(self, limits: SandboxLimits | None = None, *, workers: int = 1) -> None:
@@ -120,7 +120,7 @@ class Unprotected(LocalSandbox):
         self._folders = tempfile.TemporaryDirectory(prefix="asyncrl-program-")
 
     def start(self) -> subprocess.Popen[bytes]:
-        """An ordinary process with a folder of its own."""
+        """Start an ordinary process with its own folder."""
         folder = Path(self._folders.name, str(next(_numbers)))
         folder.mkdir()
         settings = {"uid": 0, "gid": 0, "folder": str(folder), "max_processes": 0, "paths": self.limits.paths}

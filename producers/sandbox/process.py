@@ -38,11 +38,11 @@ ENVIRONMENT = {
 
 
 class Ended(Exception):
-    """The process inside has gone, or says what it never says."""
+    """The runner is gone, or sent garbage."""
 
 
 class Stopped(Exception):
-    """A program was ended from outside: `status` of its result."""
+    """A program was ended from outside; `status` of its result."""
 
     def __init__(self, status: str) -> None:
         super().__init__(status)
@@ -50,25 +50,25 @@ class Stopped(Exception):
 
 
 class RunnerProcess:
-    """One process of `producers.sandbox.runner`, which runs programs one after the other."""
+    """One process of `producers.sandbox.runner`; it runs programs one after the other."""
 
     def __init__(self, process: subprocess.Popen[bytes], limits: SandboxLimits, *, watched: bool) -> None:
         self._process = process
         self._limits = limits
         self._watched = watched
         self._held = bytearray()
-        self._within: list[int] = []  # descriptors of processes that do not die with the one that was started
+        self._inner: list[int] = []  # descriptors of processes that survive the started one
         self.jobs = 0
         self.usable = True
 
     def wait_ready(self) -> None:
-        """Raises Ended where it does not come up."""
+        """Raises Ended if it does not start."""
         self._receive(time.monotonic() + START_LIMIT_S, 1 << 10, 0)
         if self._watched:
-            self._within = [os.pidfd_open(pid) for pid in child_pids(self._process.pid)]
+            self._inner = [os.pidfd_open(pid) for pid in child_pids(self._process.pid)]
 
     def run(self, job: SandboxJob) -> SandboxResult:
-        """One program. Raises Ended where the process has gone."""
+        """Run one program. Raises Ended if the process is gone."""
         limits = self._limits
         timeout_s = job.timeout_s if job.timeout_s is not None else limits.timeout_s
         memory = job.memory_bytes if job.memory_bytes is not None else limits.memory_bytes
@@ -100,7 +100,7 @@ class RunnerProcess:
     def _send(self, frame: dict[str, Any], deadline: float) -> None:
         assert self._process.stdin is not None
         pipe = self._process.stdin.fileno()
-        os.set_blocking(pipe, False)  # so that a stopped reader cannot block the writer for ever
+        os.set_blocking(pipe, False)  # so that a stopped reader cannot block the writer forever
         data = json.dumps(frame).encode()
         left = memoryview(LENGTH.pack(len(data)) + data)
         try:
@@ -146,10 +146,10 @@ class RunnerProcess:
         return frame
 
     def _look(self, memory: int) -> None:
-        """Raises Stopped where the programs take more than they may together."""
+        """Raises Stopped if the programs together exceed a limit."""
         if not self._watched or not memory:
             return
-        layer = child_pids(self._process.pid)  # the process inside: it sees the files that programs write
+        layer = child_pids(self._process.pid)  # the process inside, which sees the programs' files
         found, resident = 0, sum(map(inode_bytes, layer))
         while layer:
             found += len(layer)
@@ -161,24 +161,25 @@ class RunnerProcess:
             raise Stopped("memory")
 
     def close(self) -> None:
-        """Kill it with everything in it. A bwrap that root started has no right left to end the user inside."""
+        """Kill it with everything inside. A bwrap of root has no right to end the user inside, so they are killed
+        first."""
         self.usable = False
-        for descriptor in self._within:
+        for descriptor in self._inner:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             os.close(descriptor)
-        self._within = []
-        if self._process.returncode is None:  # afterwards its number may be somebody else's
+        self._inner = []
+        if self._process.returncode is None:  # later its pid may be reused
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(timeout=GRACE_S)
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream is not None:
-                with contextlib.suppress(OSError):  # what was not flushed goes with it
+                with contextlib.suppress(OSError):  # unflushed data is lost
                     stream.close()
 
     def last_words(self) -> str:
-        """What it wrote to its errors, once closed it is lost."""
+        """Its standard error; call it before `close`."""
         if self._process.stderr is None:
             return ""
         os.set_blocking(self._process.stderr.fileno(), False)
@@ -199,15 +200,15 @@ def spawn(command: list[str], *, env: dict[str, str], keep: tuple[int, ...] = ()
 
 
 def ready(descriptor: int, event: int) -> bool:
-    """Whether a pipe can be read or written, or has ended, within `LOOK_S`. `select` ends at descriptor 1024."""
+    """Whether a pipe can be read or written, or has ended, within `LOOK_S`. `select` fails above descriptor 1024."""
     poll = select.poll()
     poll.register(descriptor, event)
     return bool(poll.poll(1000 * LOOK_S))
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process holds, without the files that it maps; 0 where it has ended. What it shares with others
-    (`mmap` of no file) counts for each of them."""
+    """Memory of a process, without mapped files; 0 if it has ended. Shared memory (`mmap` without a file) counts for
+    each process."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -216,8 +217,8 @@ def resident_bytes(pid: int) -> int:
 
 
 def inode_bytes(pid: int) -> int:
-    """What the files in a sandbox cost beside their contents, which `disk_bytes` bounds: the kernel counts nothing for
-    an empty one. 0 where it cannot be seen."""
+    """Memory of the files in a sandbox besides their contents, which `disk_bytes` bounds: the kernel does not count
+    empty files. 0 if unknown."""
     try:
         found = os.statvfs(f"/proc/{pid}/root/tmp")
     except OSError:

@@ -1,11 +1,11 @@
 """Programs on a SandboxFusion server, or on ours (`producers.sandbox.server`), by its route POST /run_code.
 
-Made by `producers.sandbox.open_sandbox("http://host:port")`. Guarantees:
-1. the statuses of the server become those of `producers.sandbox.base`; what the server cannot tell apart (memory,
-   output) is told by what the program wrote;
-2. a server that does not answer is asked `TRIES` times in all, then `sandbox.failed`; so is an answer that is none;
-3. an answer is read up to what the limits allow.
-The server decides how a program is isolated; this end does not.
+Guarantees:
+1. the statuses of the server become those of `producers.sandbox.base`; the server does not distinguish memory and
+   output, so the program's output decides;
+2. a server that does not answer is tried `TRIES` times, then `sandbox.failed`; so is an invalid answer;
+3. an answer is read up to the limits.
+The server decides the isolation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import urllib.error
 from typing import Any
 
 from asyncrl.errors import UNREADABLE, Unavailable
-from producers.sandbox.base import MIB, Sandbox, SandboxJob, SandboxLimits, SandboxResult, checked
+from producers.sandbox.base import MIB, Sandbox, SandboxJob, SandboxLimits, SandboxResult, check_job
 from producers.support.http_post import TooLong, post
 
 ROUTE = "/run_code"
@@ -38,7 +38,7 @@ class HTTPSandbox(Sandbox):
 
     def run_job(self, job: SandboxJob) -> SandboxResult:
         """Run one program to its end."""
-        checked(job)
+        check_job(job)
         timeout_s = job.timeout_s if job.timeout_s is not None else self.limits.timeout_s
         memory = job.memory_bytes if job.memory_bytes is not None else self.limits.memory_bytes
         answer = self._ask(
@@ -57,7 +57,7 @@ class HTTPSandbox(Sandbox):
             most_bytes=8 * self.limits.output_bytes * (2 + len(job.fetch)) + MIB,
         )
         try:
-            return result_of(answer, self.limits.output_bytes)
+            return read_result(answer, self.limits.output_bytes)
         except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
             raise Unavailable("sandbox.failed", f"{self.url}: it answered {answer!r:.200}: {error!r}") from None
 
@@ -79,12 +79,12 @@ class HTTPSandbox(Sandbox):
         raise Unavailable("sandbox.failed", f"{self.url}: {reason}")
 
 
-def result_of(answer: dict[str, Any], output_bytes: int) -> SandboxResult:
-    """What a server's answer means. Raises where it is none."""
+def read_result(answer: dict[str, Any], output_bytes: int) -> SandboxResult:
+    """The result in a server's answer. Raises if it is invalid."""
     run = answer.get("run_result")
     compiled = answer.get("compile_result")
     if compiled and (compiled["status"] != "Finished" or compiled.get("return_code")):
-        run = compiled  # it never came to run
+        run = compiled  # it did not run
     if answer["status"] == "SandboxError" or not run:
         raise Unavailable("sandbox.failed", f"the server failed: {answer.get('message') or answer['status']}")
     stdout, stderr = run.get("stdout") or "", run.get("stderr") or ""

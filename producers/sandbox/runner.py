@@ -1,12 +1,12 @@
-"""The process inside the sandbox: takes programs one after the other and runs each in a fork of its own.
+"""The process inside the sandbox: takes programs one after the other and runs each in a fork.
 
-Started by `producers.sandbox.local` as pid 1 of the sandbox, by its file, with the standard library alone; the file is
-all of this project that is visible there. Guarantees:
+Started as pid 1 of the sandbox, by its file, with the standard library alone; the file is all of this project that is
+visible there. Guarantees:
 1. a program runs in a forked child with its limits set, in an empty folder, with nothing open but its three streams;
 2. after each program everything that it started is killed and everything that it wrote is removed, before the next;
-3. this process cannot be traced, read or signalled by a program: it is pid 1, and not dumpable;
-4. it holds nothing secret: whoever starts it sends no expected answers.
-In the mode without isolation it is an ordinary process, and 2 and 3 hold for the program's process group alone.
+3. a program cannot trace, read or signal this process: it is pid 1, and not dumpable;
+4. it holds no secrets: its parent sends no expected answers.
+Without isolation it is an ordinary process, and 2 and 3 hold only for the program's process group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Frame = dict[str, Any]
 
 
 def read_exactly(size: int) -> bytes:
-    """From the parent. Ends the process where the parent has gone."""
+    """Read from the parent. Ends the process if the parent is gone."""
     data = bytearray()
     while len(data) < size:
         part = os.read(0, min(size - len(data), MIB))
@@ -66,8 +66,8 @@ def send(frame: Frame) -> None:
 
 
 def become_nobody(uid: int, gid: int) -> None:
-    """Give up what is left of root; then end with the parent and be closed to programs. The kernel asks whether the
-    parent may signal this process, which a bwrap of root, without capabilities, may not: `watch` looks too."""
+    """Drop root, end with the parent, and deny access to programs. A bwrap of root has no capability to signal this
+    process, so the kernel does not end it with the parent: `watch` checks too."""
     if uid:
         os.setgroups([])
         os.setresgid(gid, gid, gid)
@@ -78,7 +78,7 @@ def become_nobody(uid: int, gid: int) -> None:
 
 
 def set_limits(job: Frame, max_processes: int) -> None:
-    """Of the program, and of each process that it starts."""
+    """Set the limits of the program and of each process that it starts."""
     seconds = int(job["timeout_s"]) + 2
     limits = [
         (resource.RLIMIT_AS, job["memory_bytes"]),
@@ -117,10 +117,10 @@ def program(job: Frame, folder: str, streams: tuple[int, int, int], settings: Fr
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
-    except BaseException as error:  # whatever a program raises is its result
+    except BaseException as error:  # any exception of a program is its result
         shown = error.__traceback__
         while shown is not None and shown.tb_frame.f_code.co_filename != "main.py":
-            shown = shown.tb_next  # the frames of this file say nothing to its author
+            shown = shown.tb_next  # skip the frames of this file
         traceback.print_exception(type(error), error, shown)
     finally:
         ended = finish()
@@ -128,9 +128,9 @@ def program(job: Frame, folder: str, streams: tuple[int, int, int], settings: Fr
 
 
 def finish() -> bool:
-    """Wait for threads, run exit functions, write what is buffered; False where that failed."""
+    """Wait for threads, run exit functions, flush; False if that failed."""
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter does at its end
+        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does at its end
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -140,7 +140,7 @@ def finish() -> bool:
 
 
 class Running:
-    """A program under way: reads its streams, up to a cap."""
+    """A running program: reads its streams, up to a cap."""
 
     def __init__(self, pid: int, pipes: tuple[int, int], job: Frame) -> None:
         self.pid = pid
@@ -149,18 +149,18 @@ class Running:
         self._cap = job["output_bytes"]
         self._deadline = time.monotonic() + job["timeout_s"]
         self.status = ""
-        self.exit_code = -int(signal.SIGKILL)  # unless it ends by itself
+        self.exit_code = -int(signal.SIGKILL)  # unless it finishes
 
     def watch(self) -> None:
-        """Until it ends, or is out of time or of output."""
+        """Wait until it ends, or exceeds its time or output."""
         poll = select.poll()
         for pipe in self._pipes:
             poll.register(pipe, select.POLLIN)
-        poll.register(0, 0)  # only that its other end has closed
+        poll.register(0, 0)  # to see that the other end is closed
         try:
             ended = os.pidfd_open(self.pid)
             poll.register(ended, select.POLLIN)
-        except OSError:  # not this kernel: looked at often instead
+        except OSError:  # unsupported by this kernel: poll instead
             ended = -1
         while not self.status:
             left = self._deadline - time.monotonic()
@@ -168,9 +168,7 @@ class Running:
                 self.status = "timeout"
                 break
             for descriptor, _ in poll.poll(1000 * (left if ended >= 0 else min(left, 0.02))):
-                if (
-                    descriptor == 0
-                ):  # the parent has gone, and the kernel may not be asked to say so: see `become_nobody`
+                if descriptor == 0:  # the parent is gone; the kernel's signal cannot be used: see `become_nobody`
                     kill_all(self.pid)
                     os._exit(0)
                 if descriptor in self._pipes and not self._read(descriptor):
@@ -194,7 +192,7 @@ class Running:
             self.status = "finished" if self.exit_code >= 0 else "killed"
 
     def drain(self) -> None:
-        """What is left in the pipes once nobody can write to them any more."""
+        """Read the rest of the pipes after all writers are dead."""
         for pipe in self._order:
             held = self._pipes[pipe]
             os.set_blocking(pipe, False)
@@ -204,7 +202,7 @@ class Running:
             os.close(pipe)
 
     def streams(self) -> tuple[str, str]:
-        """What it wrote: output and errors."""
+        """Its output and errors."""
         out, err = (bytes(self._pipes[pipe]).decode(errors="replace") for pipe in self._order)
         return out, err
 
@@ -219,7 +217,7 @@ def write_files(folder: str, job: Frame) -> None:
 
 
 def standard_input(folder: str, data: bytes) -> int:
-    """A descriptor to read it from: of a file without a name, as the filter of calls knows no memory without one."""
+    """A descriptor of an unlinked file with the data, because the call filter refuses memfd."""
     place = os.path.join(folder, "stdin")
     with open(place, "wb") as stream:
         stream.write(data)
@@ -229,7 +227,7 @@ def standard_input(folder: str, data: bytes) -> int:
 
 
 def fetch(folder: str, job: Frame) -> dict[str, str]:
-    """Ordinary files that the program left, of those asked for."""
+    """The requested regular files."""
     found = {}
     for name in job["fetch"]:
         try:
@@ -257,7 +255,7 @@ def kill_all(pid: int) -> None:
 
 
 def empty(folder: str) -> bool:
-    """Remove what is in a folder, whatever modes a program gave it; False where something stays."""
+    """Empty a folder, whatever the file modes; False if something remains."""
     with contextlib.suppress(OSError, RecursionError):
         for place, names, _ in os.walk(folder):
             for name in names:
@@ -273,7 +271,7 @@ def empty(folder: str) -> bool:
 
 
 def run(job: Frame, settings: Frame) -> Frame:
-    """One program from its files to what is left of it."""
+    """Run one program; its result."""
     folder = os.path.join(settings["folder"], "work")
     os.mkdir(folder, 0o700)
     began = time.monotonic()
@@ -305,7 +303,6 @@ def run(job: Frame, settings: Frame) -> Frame:
 
 
 def last_line(text: str) -> str:
-    """The last line of a text."""
     return text.rstrip().rpartition("\n")[2]
 
 
@@ -318,7 +315,7 @@ def main() -> None:
         job = receive()
         try:
             result = run(job, settings)
-        except OSError as error:  # such as files that do not fit the folder: the result of this job, not the end
+        except OSError as error:  # for example files that do not fit: a result of this job, not the end
             result = {"status": "error", "exit_code": 1, "stdout": "", "stderr": str(error), "wall_s": 0.0, "files": {}}
         clean = empty(settings["folder"])
         send({**result, "last": not clean})

@@ -1,12 +1,12 @@
-"""The filter of system calls that a sandbox gets: calls with which a program could reach beyond it fail with EPERM.
+"""The filter of system calls of a sandbox: calls that could reach outside of it fail with EPERM.
 
-The program is BPF as the kernel takes it, for x86_64 and aarch64. Guarantees:
-1. tracing, other processes' memory, namespaces, mounts, kernel modules, keys, BPF, io_uring, memory that no process
-   maps (memfd) and what outlives a process (System V and POSIX queues, shared memory) are refused; sockets are of the
-   families unix, inet and inet6 alone;
-2. calls of another architecture end the process; `clone3` says ENOSYS, so that the C library falls back to `clone`,
+The program is BPF for the kernel, for x86_64 and aarch64. Guarantees:
+1. tracing, other processes' memory, namespaces, mounts, kernel modules, keys, BPF, io_uring, anonymous files (memfd)
+   and objects that outlive a process (System V and POSIX queues, shared memory) are refused; sockets are only of the
+   families unix, inet and inet6;
+2. calls of another architecture end the process; `clone3` returns ENOSYS, so that the C library falls back to `clone`,
    whose flags the filter can read.
-It is one layer of several: a machine of another kind runs without it (`program` is empty there).
+It is one layer of several: other machines run without it (`program` is empty there).
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def refuse(number: int, error: int) -> bytes:
 
 
 def argument(number: int, offset: int, tests: bytes) -> bytes:
-    """`if call == number:` look at one argument; `tests` end in a return."""
+    """`if call == number:` test one argument; `tests` end in a return."""
     body = instruction(LOAD, offset) + tests
     return instruction(EQUAL, number, if_false=len(body) // 8) + body
 
 
 def program(machine: str = "") -> bytes:
-    """The filter for this machine (or the one named); empty where its numbers are not known here."""
+    """The filter for this machine (or the given one); empty for an unknown machine."""
     if (machine or platform.machine()) not in MACHINES:
         return b""
     architecture, column, clone, clone3, socket, ioctl = MACHINES[machine or platform.machine()]

@@ -1,12 +1,11 @@
 """A small server on loopback that runs programs in our sandbox and speaks SandboxFusion's route POST /run_code.
 
-Started as `asyncrl sandbox-server` (`python -m producers.sandbox.server`), for code that expects such a server.
-Guarantees:
-1. it listens on loopback alone, answers only requests whose Host is loopback and whose type is application/json (a web
-   page cannot reach it), and takes bodies up to `MAX_BODY_BYTES`;
-2. times and memory that a request asks for are cut to the server's own limits;
-3. a program's failure is an answer with status `Failed`; one that the sandbox is at fault for is `SandboxError`.
-Only Python is run.
+Run as `asyncrl sandbox-server` (`python -m producers.sandbox.server`), for code that expects such a server. Guarantees:
+1. it listens only on loopback, answers only requests with a loopback Host and type application/json (a web page cannot
+   reach it), and takes bodies up to `MAX_BODY_BYTES`;
+2. time and memory of a request are limited to the server's own limits;
+3. a program's failure is an answer with status `Failed`; a failure of the sandbox is `SandboxError`.
+Only Python is supported.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ class Request(msgspec.Struct):
     language: str = "python"
     stdin: str | None = None
     run_timeout: float | None = None
-    memory_limit_MB: int = -1  # its name on the wire  # noqa: N815  # its name on the wire
+    memory_limit_MB: int = -1  # noqa: N815  # its name on the wire
     files: dict[str, str | None] = {}
     fetch_files: list[str] = []
     args: list[str] = []
 
 
-def job_of(request: Request, limits: SandboxLimits) -> SandboxJob:
+def build_job(request: Request, limits: SandboxLimits) -> SandboxJob:
     """The job of a request, within the limits."""
     memory = limits.memory_bytes if request.memory_limit_MB < 1 else request.memory_limit_MB * MIB
     return SandboxJob(
@@ -58,18 +57,18 @@ def job_of(request: Request, limits: SandboxLimits) -> SandboxJob:
         stdin=request.stdin or "",
         args=tuple(request.args),
         fetch=tuple(request.fetch_files),
-        files={name: bytes_of(content or "") for name, content in request.files.items()},
+        files={name: decode_base64(content or "") for name, content in request.files.items()},
         timeout_s=min(limits.timeout_s, request.run_timeout or limits.timeout_s),
         memory_bytes=min(limits.memory_bytes, memory),
     )
 
 
-def bytes_of(text: str) -> bytes:
-    """What base64 says, in lines or not. Raises binascii.Error."""
+def decode_base64(text: str) -> bytes:
+    """The bytes of base64 text, with or without line breaks. Raises binascii.Error."""
     return base64.b64decode("".join(text.split()), validate=True)
 
 
-def answer_of(result: SandboxResult) -> dict[str, Any]:
+def build_answer(result: SandboxResult) -> dict[str, Any]:
     """The answer in SandboxFusion's form."""
     kind = {"timeout": "TimeLimitExceeded", "error": "Error"}.get(result.status, "Finished")
     run = {
@@ -96,33 +95,32 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         stated = self.headers.get("Content-Length") or ""
         length = int(stated) if stated.isdecimal() and len(stated) <= len(str(MAX_BODY_BYTES)) else -1
-        if not self._allowed() or not 0 <= length <= MAX_BODY_BYTES or self.path != ROUTE:
+        if not self._is_allowed() or not 0 <= length <= MAX_BODY_BYTES or self.path != ROUTE:
             self.close_connection = True
-            self._answer(403 if not self._allowed() else 404 if self.path != ROUTE else 413, {"message": "refused"})
+            self._answer(403 if not self._is_allowed() else 404 if self.path != ROUTE else 413, {"message": "refused"})
             return
         body = self.rfile.read(length)
         try:
             request = msgspec.json.decode(body, type=Request)
             if request.language not in LANGUAGES:
                 raise ValueError(f"language {request.language!r}: only python is run here")
-            job = job_of(request, self.server.sandbox.limits)
+            job = build_job(request, self.server.sandbox.limits)
         except (*UNREADABLE, binascii.Error) as error:
             self._answer(422, {"status": "SandboxError", "message": str(error)})
             return
         try:
-            answer = answer_of(self.server.sandbox.run_job(job))
+            answer = build_answer(self.server.sandbox.run_job(job))
         except AsyncRLError as error:
             answer = {"status": "SandboxError", "message": error.message}
         self._answer(200, answer)
 
     def do_GET(self) -> None:
-        """A sign of life."""
-        self._answer(200 if self.path == "/v1/ping" and self._allowed(body=False) else 404, "pong")
+        self._answer(200 if self.path == "/v1/ping" and self._is_allowed(body=False) else 404, "pong")
 
-    def _allowed(self, *, body: bool = True) -> bool:
+    def _is_allowed(self, *, body: bool = True) -> bool:
         try:
             host = urlsplit("//" + (self.headers.get("Host") or "")).hostname
-        except ValueError:  # half of an IPv6 address
+        except ValueError:  # for example an incomplete IPv6 address
             return False
         kind = (self.headers.get("Content-Type") or "").partition(";")[0].strip()
         return host in LOOPBACK and (not body or kind == "application/json")
@@ -136,7 +134,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """No line for every request."""
         return
 
 
@@ -151,7 +148,6 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
     result = argparse.ArgumentParser(
         prog="asyncrl sandbox-server", description="run programs for SandboxFusion clients"
     )
@@ -172,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     limits = SandboxLimits(timeout_s=args.timeout_s, memory_bytes=args.memory_bytes, output_bytes=args.output_bytes)
     try:
         with open_sandbox(args.kind, limits, workers=args.workers) as sandbox:
-            sandbox.run("pass")  # so that a host without isolation says so at once
+            sandbox.run("pass")  # raises at once on a host without isolation
             return serve(sandbox, args.port)
     except AsyncRLError as error:
         print(error.render(), file=sys.stderr)

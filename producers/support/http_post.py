@@ -1,9 +1,8 @@
-"""One POST of JSON to a server that the configuration names: what sandboxes and rewards behind an address share.
+"""One POST of JSON to a configured server; sandboxes and rewards behind an address use it.
 
 Guarantees:
-1. no redirect is followed: the headers may hold a secret, which is for this server alone;
-2. an answer is read up to `most_bytes`, and until `timeout_s` is over: a server that sends a byte now and then holds
-   nobody.
+1. redirects are not followed: the headers may hold a secret for this server;
+2. an answer is read up to `most_bytes`, and until `timeout_s` is over, also if the server sends a byte now and then.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class TooLong(Exception):
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """None: it is an error like any other status."""
+        """None: a redirect is an error like any other status."""
 
 
 def post(url: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float, most_bytes: int) -> bytes:
@@ -31,8 +30,8 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float,
 
     Raises:
         urllib.error.HTTPError: any status but 2xx, redirects among them.
-        OSError, http.client.HTTPException: no connection, no answer in time, half an answer.
-        TooLong: see there.
+        OSError, http.client.HTTPException: no connection, no answer in time, an incomplete answer.
+        TooLong: more than `most_bytes`.
     """
     deadline = time.monotonic() + timeout_s
     opener = urllib.request.build_opener(_NoRedirect)

@@ -1,11 +1,11 @@
-"""How the two mains wait: for a service that is away, and for a bell of their own.
+"""How the worker processes wait: for an unavailable service, and for a wake-up.
 
 Guarantees:
-1. only `Unavailable` is tried again (no answer, or a refusal because its store is down); after `limit_s` it comes out.
+1. only `Unavailable` is retried (no answer, or a refusal because its store is down); after `limit_s` it is raised.
    Every request of the buffer's clients is idempotent;
-2. a service that has not answered anything for 5 s is named on the log once, and once more when it is back;
-3. time for which this process itself stood still (SIGSTOP, a suspended machine) is not the service's silence;
-4. once the process was asked to end, a request that stays without an answer for `LEAVE_S` is given up.
+2. a service that has not answered for 5 s is logged once, and once more when it is back;
+3. time in which this process itself stood still (SIGSTOP, a suspended machine) does not count as the service's silence;
+4. once the process was asked to end, a request without an answer for `LEAVE_S` is abandoned.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 SAY_S = 5.0
 LEAVE_S = 1.5  # longer than any long poll of the mains
 LOOK_S = 0.25
-STOOD_S = 1.0  # a look that comes this late was held up here
+STOOD_S = 1.0  # a check that is this late was delayed here
 
 
 def _print(text: str) -> None:
@@ -30,7 +30,8 @@ def _print(text: str) -> None:
 
 
 class Patience:
-    """Asks one service, from any number of tasks of one event loop. `service` is its name and address."""
+    """Retries requests to one service, from any number of tasks of one event loop. `service` is its name and
+    address."""
 
     def __init__(
         self, service: str, *, limit_s: float, stop: Stop | None = None, say: Callable[[str], None] = _print
@@ -41,16 +42,16 @@ class Patience:
         self._say = say
         self._heard = time.monotonic()
         self._said = False
-        self._stood_s = 0.0  # in all, that this process itself stood still (SIGSTOP, a suspended machine)
+        self._stood_s = 0.0  # total time in which this process stood still
         self.gave_up = False  # since the process was asked to end
 
     async def ask(self, call: Callable[[], Awaitable[T]], *, on_wait: Callable[[str], None] | None = None) -> T:
-        """The result of `call`, tried again with growing pauses. `on_wait` hears the code of what is missing."""
+        """The result of `call`, retried with growing pauses. `on_wait` gets the error code."""
         started, stood_s = time.monotonic(), self._stood_s
         pause = 0.1
         while True:
             try:
-                answer = await self._watched(call, started)
+                answer = await self._wait(call, started)
             except Unavailable as error:
                 stood = self._stood_s - stood_s
                 if self.gave_up or time.monotonic() + pause > started + stood + self._limit_s:
@@ -59,17 +60,17 @@ class Patience:
                     on_wait(error.code)
                 self._look(started, why=f" ({error.message})")
             else:
-                self._answered()
+                self._note_answer()
                 return answer
             await asyncio.sleep(pause)
             pause = min(2.0, 2 * pause)
 
     @property
     def waits_for(self) -> str:
-        """The service, while it has been silent for so long that it was named; else empty."""
+        """The service, after it was logged as silent; else empty."""
         return f"the {self._service}, which does not answer" if self._said else ""
 
-    async def _watched(self, call: Callable[[], Awaitable[T]], started: float) -> T:
+    async def _wait(self, call: Callable[[], Awaitable[T]], started: float) -> T:
         asking = asyncio.ensure_future(call())
         try:
             while True:
@@ -80,11 +81,11 @@ class Patience:
                     break
                 self._look(started)
         finally:
-            asking.cancel()  # nothing where it is done
+            asking.cancel()  # no effect if it is done
         return asking.result()
 
     def _note_standstill(self, late_s: float) -> None:
-        """A wait that ends this late: it is we who did not run, and the service has not been silent meanwhile."""
+        """A wait that ends late means that this process did not run: the service was not silent."""
         if late_s >= STOOD_S:
             self._heard = time.monotonic()
             self._stood_s += late_s
@@ -105,7 +106,7 @@ class Patience:
                 where=self._service,
             )
 
-    def _answered(self) -> None:
+    def _note_answer(self) -> None:
         now = time.monotonic()
         if self._said:
             self._say(f"the {self._service} answers again after {now - self._heard:.0f} s")
@@ -113,7 +114,7 @@ class Patience:
 
 
 class Bell:
-    """An event for one waiter, who never waits without a limit. A ring before the wait is not lost."""
+    """An event for one waiter, always with a limit. A ring before the wait is not lost."""
 
     def __init__(self) -> None:
         self._rung = False
@@ -126,7 +127,7 @@ class Bell:
             self._waiter.set_result(None)
 
     async def wait(self, *, timeout_s: float) -> bool:
-        """Wait for a ring; False where there was none in time."""
+        """Wait for a ring; False if there was none in time."""
         if not self._rung:
             self._waiter = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._waiter], timeout=timeout_s)

@@ -1,1 +1,1 @@
-"""Tools that a policy may call: schemas, parsers of calls, and the tools that come with the library."""
+"""Tools for a policy: schemas, parsers of calls, and the built-in tools."""

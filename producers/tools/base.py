@@ -1,10 +1,10 @@
 """Tools: their schema in OpenAI's form, from a Python function or given, and the call within its limits.
 
 Guarantees:
-1. the arguments of a call are checked against the signature before the function runs; what does not fit is described in
-   words that the policy is shown, as is what the function raises: a policy's mistake never fails a sample;
-2. a call has a time limit; a plain function runs beside the event loop, an `async` one on it;
-3. a tool of an unknown name is answered by the names of those that there are.
+1. the arguments of a call are checked against the signature before the function runs; a bad argument, or an error of
+   the function, becomes a message for the policy: a policy's mistake never fails a sample;
+2. a call has a time limit; a plain function runs in a thread, an `async` one on the event loop;
+3. a call of an unknown tool gets the names of the known ones.
 
 Example: `def double(number: int) -> int` with the docstring "Twice a number." and "number: to double" below "Args:" has
 the schema {"type": "function", "function": {"name": "double", "description": "Twice a number.", "parameters": {"type":
@@ -27,24 +27,24 @@ from asyncrl.environment import EnvironmentFailure, ToolCall
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.plugins import find, load_object
 from asyncrl.runtime.user_errors import format_user_error
-from producers.support.blocking_calls import beside
+from producers.support.blocking_calls import run_blocking
 
-TOLD_AT_MOST = 16  # kinds of errors that the log gets
-ERROR = "error: "  # what an answer begins with that is none
+MOST_WARNINGS = 16  # kinds of errors in the log
+ERROR = "error: "  # prefix of an error message
 
 
 class Tool(Protocol):
-    """What a policy may call. An `async close()`, where it has one, is called at the end."""
+    """A callable of the policy. `async close()`, if present, is called at the end."""
 
     name: str
     schema: Mapping[str, Any]  # OpenAI's form
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """The answer. What it raises is shown to the policy."""
+        """The answer. Its error becomes a message for the policy."""
 
 
 class ToolSource(Protocol):
-    """Several tools behind one name that are known only once it was opened (an MCP server)."""
+    """Several tools behind one name, known only after `open` (an MCP server)."""
 
     async def open(self) -> Sequence[Tool]: ...
 
@@ -52,31 +52,30 @@ class ToolSource(Protocol):
 
 
 class ToolError(Exception):
-    """A call that cannot be answered; its text is shown to the policy."""
+    """A call that cannot be answered; its text goes to the policy."""
 
 
 class FunctionTool:
-    """A Python function as a tool; its schema is read from signature and docstring unless it is given."""
+    """A Python function as a tool; its schema comes from signature and docstring unless it is given."""
 
     def __init__(self, function: Callable[..., Any], *, schema: Mapping[str, Any] | None = None) -> None:
         self._function = function
-        self._arguments = _struct_of(function)
+        self._arguments = _argument_struct(function)
         given = schema or getattr(function, "tool_schema", None)
-        self.schema: Mapping[str, Any] = given or _schema_of(function, self._arguments)
+        self.schema: Mapping[str, Any] = given or _make_schema(function, self._arguments)
         self.name: str = self.schema["function"]["name"]
         self._is_async = inspect.iscoroutinefunction(function)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Check the arguments, run the function."""
         try:
             checked = msgspec.convert(dict(arguments), self._arguments)
         except msgspec.ValidationError as error:
             raise ToolError(f"{self.name}: {error}") from None
         given = {name: getattr(checked, name) for name in self._arguments.__struct_fields__}
         if self._is_async:
-            return shown(await self._function(**given))
-        result = await beside(self._function, **given)
-        return shown(await result if inspect.isawaitable(result) else result)  # bounded: by the caller
+            return answer_text(await self._function(**given))
+        result = await run_blocking(self._function, **given)
+        return answer_text(await result if inspect.isawaitable(result) else result)  # bounded: by the caller
 
 
 class Toolbox:
@@ -87,23 +86,22 @@ class Toolbox:
         self._sources = sources
         self._opened = not sources
         self._opening = asyncio.Lock()
-        self.failed_calls = 0  # that raised in the tool's own code
-        self._told: set[str] = set()
+        self.failed_calls = 0  # that failed in the tool's own code
+        self._warned: set[str] = set()
 
     async def open(self) -> None:
-        """Connect to what has to be connected to; once."""
+        """Connect the sources. Idempotent."""
         async with self._opening:
             if self._opened:
                 return
             for source in self._sources:
                 for tool in await source.open():
-                    if tool.name in self._tools:  # a server may not put itself in the place of another tool
+                    if tool.name in self._tools:  # a server may not replace another tool
                         raise _two(tool.name)
                     self._tools[tool.name] = tool
             self._opened = True
 
     async def close(self) -> None:
-        """Let go of it."""
         for each in (*self._sources, *self._tools.values()):
             close = getattr(each, "close", None)
             if close is not None:
@@ -114,7 +112,7 @@ class Toolbox:
         return [tool.schema for tool in self._tools.values()]
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> str:
-        """The answer to a call, or an error in words."""
+        """The answer to a call, or an error message."""
         tool = self._tools.get(call.name)
         if tool is None:
             return f"{ERROR}no tool {call.name!r}; there are: {', '.join(self._tools)}"
@@ -125,25 +123,25 @@ class Toolbox:
         except ToolError as error:
             return f"{ERROR}{error}"
         except (AsyncRLError, EnvironmentFailure):
-            raise  # not the policy's fault: the sample fails, and its prompt is tried again
-        except Exception as error:  # the tool's own code may raise anything; the policy is told
-            self._tell_author(call.name, error)
+            raise  # not the policy's fault: the sample fails, and its prompt is retried
+        except Exception as error:  # the tool's own code may raise anything; the policy gets a message
+            self._warn_author(call.name, error)
             return f"{ERROR}{call.name} raised {type(error).__name__}: {error}"
 
-    def _tell_author(self, name: str, error: Exception) -> None:
-        """The policy is shown the error as if the call were at fault; the log gets the place, once for each kind."""
+    def _warn_author(self, name: str, error: Exception) -> None:
+        """The policy gets the error as if the call were at fault; the log gets its place, once for each kind."""
         self.failed_calls += 1
         kind = f"{name} {type(error).__name__}"
-        if kind not in self._told and len(self._told) < TOLD_AT_MOST:
-            self._told.add(kind)
+        if kind not in self._warned and len(self._warned) < MOST_WARNINGS:
+            self._warned.add(kind)
             print(
-                f"warning: tool {name} raised {format_user_error(error)}; the policy is told, as for later ones",
+                f"warning: tool {name} raised {format_user_error(error)}; the policy gets it, also later",
                 flush=True,
             )
 
 
-def shown(value: Any) -> str:
-    """Text as it is, anything else as JSON, or as Python writes it."""
+def answer_text(value: Any) -> str:
+    """Text unchanged, anything else as JSON, or as Python prints it."""
     if isinstance(value, str):
         return value
     try:
@@ -152,17 +150,19 @@ def shown(value: Any) -> str:
         return str(value)
 
 
-def toolbox_of(names: Sequence[str], args: Mapping[str, Any], *, sandbox: Callable[[], Any] = lambda: None) -> Toolbox:
-    """The configured tools; those with a parameter `sandbox` are given it. Raises `config.environment`."""
+def make_toolbox(
+    names: Sequence[str], args: Mapping[str, Any], *, sandbox: Callable[[], Any] = lambda: None
+) -> Toolbox:
+    """The configured tools; those with a parameter `sandbox` get it. Raises `config.environment`."""
     tools: list[Tool] = []
     sources: list[ToolSource] = []
     for name in names:
         kind, _, rest = name.partition(":")
         mine = args.get(kind, {})
         if name.endswith(".json"):
-            tools += _from_file(Path(name))
+            tools += _load_file(Path(name))
         elif kind == "mcp":
-            sources.append(find("asyncrl.tools", kind)(rest, **_settings_of(name, mine.get(rest))))
+            sources.append(find("asyncrl.tools", kind)(rest, **_require_settings(name, mine.get(rest))))
         elif rest:
             tools.append(
                 _tool(load_object(name, code="config.environment", where="environment.tools"), name, mine, sandbox)
@@ -179,7 +179,7 @@ def _two(name: str) -> ConfigError:
     return ConfigError("config.environment", f"two tools are called {name!r}", where="environment.tools")
 
 
-def _settings_of(name: str, settings: Any) -> dict[str, Any]:
+def _require_settings(name: str, settings: Any) -> dict[str, Any]:
     if not isinstance(settings, dict):
         where = f"environment.tool_args.{name.replace(':', '.')}"
         raise ConfigError("config.environment", f"tool {name!r} needs settings", where=where)
@@ -201,7 +201,7 @@ def _tool(found: Any, name: str, args: Mapping[str, Any], sandbox: Callable[[], 
     raise ConfigError("config.environment", f"it is a {type(found).__name__}, no function or class", where=where)
 
 
-def _from_file(path: Path) -> list[Tool]:
+def _load_file(path: Path) -> list[Tool]:
     """A list of schemas, each with `call`: the 'module:function' behind it."""
     try:
         entries = msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
@@ -225,7 +225,7 @@ def _from_file(path: Path) -> list[Tool]:
 # ---------------------------------------------------------------- schemas
 
 
-def _struct_of(function: Callable[..., Any]) -> type[msgspec.Struct]:
+def _argument_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:
     """The arguments of a function as a struct that checks them. Raises `config.environment`."""
     name = getattr(function, "__name__", type(function).__name__)
     where = f"tool {name}"
@@ -233,7 +233,7 @@ def _struct_of(function: Callable[..., Any]) -> type[msgspec.Struct]:
         hints = typing.get_type_hints(function)
     except (NameError, TypeError) as error:
         raise ConfigError("config.environment", f"its types cannot be read: {error}", where=where) from None
-    told = _told(inspect.getdoc(function) or "")[1]
+    described = _parse_docstring(inspect.getdoc(function) or "")[1]
     fields: list[Any] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -241,28 +241,28 @@ def _struct_of(function: Callable[..., Any]) -> type[msgspec.Struct]:
         if parameter.name not in hints:
             raise ConfigError("config.environment", f"parameter {parameter.name} has no type", where=where)
         kind = hints[parameter.name]
-        if parameter.name in told:
-            kind = Annotated[kind, msgspec.Meta(description=told[parameter.name])]
+        if parameter.name in described:
+            kind = Annotated[kind, msgspec.Meta(description=described[parameter.name])]
         default = () if parameter.default is parameter.empty else (parameter.default,)
         fields.append((parameter.name, kind, *default))
     fields.sort(key=len)  # those without a default first
     return msgspec.defstruct(name, fields, forbid_unknown_fields=True)
 
 
-def _schema_of(function: Callable[..., Any], arguments: type[msgspec.Struct]) -> dict[str, Any]:
+def _make_schema(function: Callable[..., Any], arguments: type[msgspec.Struct]) -> dict[str, Any]:
     (tree,), named = msgspec.json.schema_components([arguments])
     parameters = dict(named.get(arguments.__name__, tree))
     parameters.pop("title", None)
     parameters.pop("additionalProperties", None)
-    description = _told(inspect.getdoc(function) or "")[0]
+    description = _parse_docstring(inspect.getdoc(function) or "")[0]
     return {
         "type": "function",
         "function": {"name": arguments.__name__, "description": description, "parameters": parameters},
     }
 
 
-def _told(text: str) -> tuple[str, dict[str, str]]:
-    """The first paragraph of a docstring, and what its `Args:` say of each parameter."""
+def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """The first paragraph of a docstring, and the texts of its `Args:` by parameter."""
     head = " ".join(text.split("\n\n", maxsplit=1)[0].split())
     section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", text, re.MULTILINE)
     found: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""A calculator: arithmetic of numbers, nothing else.
+"""A calculator for arithmetic: the tool `calculator`.
 
-Found as tool `calculator`. Guarantees: the expression is parsed, never executed; only numbers, + - * / // % **, unary
-signs and parentheses are known; a result has at most `MAX_DIGITS` digits, and no step on the way makes a larger number.
+Guarantees: the expression is parsed, never executed; only numbers, + - * / // % **, unary signs and parentheses are
+allowed; results and intermediate numbers have at most `MAX_DIGITS` digits.
 
 >>> calculator("2 * (3 + 4)"), calculator("7 / 2"), calculator("2 ** 10")
 ('14', '3.5', '1024')
@@ -56,14 +56,14 @@ def calculator(expression: str) -> str:
 
 def _value(node: ast.AST) -> int | float:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _bounded(node.value)
+        return _check_size(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _bounded(_UNARY[type(node.op)](_value(node.operand)))
+        return _check_size(_UNARY[type(node.op)](_value(node.operand)))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow):
             _check_power(left, right)
-        return _bounded(_BINARY[type(node.op)](left, right))
+        return _check_size(_BINARY[type(node.op)](left, right))
     raise ToolError(f"only numbers and + - * / // % ** are known, not {ast.unparse(node)[:40]}")
 
 
@@ -73,7 +73,7 @@ def _check_power(base: float, exponent: float) -> None:
         raise ToolError("the power is too large, or not a real number")
 
 
-def _bounded(value: Any) -> int | float:
+def _check_size(value: Any) -> int | float:
     if isinstance(value, float) and not math.isfinite(value):
         raise ToolError("the number is too large")
     if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:

@@ -1,11 +1,11 @@
 """Tools of MCP servers, by the official client (`pip install asyncrl[mcp]`).
 
-Found as tool `mcp:NAME`; `[environment.tool_args.mcp.NAME] command = "python"`, `args = ["server.py"]`. Guarantees:
+The tool `mcp:NAME`; `[environment.tool_args.mcp.NAME] command = "python"`, `args = ["server.py"]`. Guarantees:
 1. one server process for each producer, started before the first prompt and ended with the producer; its tools have
    their own names and schemas;
-2. a call that the server answers with an error is shown to the policy; a server that is gone fails the sample, and the
-   next call starts it again;
-3. what the server writes to stderr is in the producer's log.
+2. an error answer of the server goes to the policy; a server that is gone fails the sample, and the next call restarts
+   it;
+3. the server's stderr goes to the producer's log.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MCPTools:
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> Sequence[Tool]:
-        """Start the server and ask for its tools. Raises `config.environment` or `config.extra`."""
+        """Start the server and list its tools. Raises `config.environment` or `config.extra`."""
         found = await self._start()
         where = f"environment.tools: mcp:{self._name}"
         missing = sorted(set(self._wanted) - {tool.name for tool in found})
@@ -56,8 +56,8 @@ class MCPTools:
         return [_MCPTool(self, tool) for tool in found if not self._wanted or tool.name in self._wanted]
 
     async def _start(self) -> list[Any]:
-        """Start the server; its tools."""
-        await self.close()  # what is left of the one before
+        """Start the server and return its tools."""
+        await self.close()  # of an earlier server
         self._leave = asyncio.Event()
         found: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._live(found, self._leave))
@@ -76,7 +76,7 @@ class MCPTools:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The text of an answer."""
-        session = await self._connected()
+        session = await self._get_session()
         try:
             result = await session.call_tool(name, dict(arguments))
         except _client().MCPError as error:
@@ -89,11 +89,11 @@ class MCPTools:
             raise ToolError(text or f"{name} failed")
         return text
 
-    async def _connected(self) -> Any:
-        """The session, of a server that is started again where it has gone."""
+    async def _get_session(self) -> Any:
+        """The session; restarts the server if it is gone."""
         async with self._starting:  # bounded: by `start_timeout_s`
             if self._session is None:
-                print(f"warning: the MCP server {self._name!r} is gone: it is started again", flush=True)
+                print(f"warning: the MCP server {self._name!r} is gone: restarting it", flush=True)
                 try:
                     await self._start()
                 except ConfigError as error:
@@ -102,7 +102,7 @@ class MCPTools:
             return self._session
 
     async def _live(self, found: asyncio.Future[list[Any]], leave: asyncio.Event) -> None:
-        """The connection, in one task from its beginning to its end, as the client wants it."""
+        """The connection: one task from beginning to end, as the client requires."""
         mcp = _client()
         server = mcp.StdioServerParameters(**self._server)
         mine: Any = None
@@ -117,13 +117,13 @@ class MCPTools:
                 if not found.done():
                     found.set_result(tools)
                 await leave.wait()  # bounded: the life of the producer
-        except Exception as error:  # whatever ends the connection; calls say so from here on
+        except Exception as error:  # any end of the connection; later calls report it
             if not found.done():
                 what = f"{type(error).__name__}: {error}"
                 where = f"environment.tools: mcp:{self._name}"
                 found.set_exception(ConfigError("config.environment", what, where=where))
         finally:
-            if self._session is mine:  # and not already that of the next one
+            if self._session is mine:  # not yet that of the next server
                 self._session = None
 
 

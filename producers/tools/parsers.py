@@ -1,8 +1,8 @@
-"""How a policy writes tool calls, read from the text of a turn.
+"""Parsers of tool calls in the text of a turn.
 
-Found by name (`environment.parser`, entry-point group
-`asyncrl.tool_parsers`). A parser is a function from text to `Parsed`. Guarantees: it raises nothing, whatever the text;
-a call that cannot be read is described in `malformed`, in words that the policy is shown; calls are in their order.
+Found by name (`environment.parser`, entry-point group `asyncrl.tool_parsers`). A parser is a function from text to
+`Parsed`. Guarantees: it raises nothing, whatever the text; a malformed call has a message for the policy in
+`malformed`; calls keep their order.
 
 >>> hermes('Let me see. <tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>').calls
 (ToolCall(name='calculator', arguments={'expression': '1+1'}),)
@@ -22,13 +22,13 @@ from asyncrl.environment import ToolCall
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.plugins import find, load_object
 
-SHOWN = 80  # letters of a bad call in its description
+SHOWN = 80  # characters of a bad call in its message
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|$)", re.DOTALL)
 FENCE = "```"
 
 
 class Parsed(NamedTuple):
-    """The calls of a turn, and what is wrong with those that cannot be read."""
+    """The calls of a turn, and a message for each malformed one."""
 
     calls: tuple[ToolCall, ...] = ()
     malformed: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ def hermes(text: str) -> Parsed:
 
 
 def plain_json(text: str) -> Parsed:
-    """The whole turn is a call as JSON, or a list of them, perhaps between ``` marks; other text holds no call."""
+    """The whole turn is a call as JSON, or a list of them, optionally in ``` marks; other text has no call."""
     body = text.strip()
     if body.startswith(FENCE) and body.endswith(FENCE) and len(body) >= 2 * len(FENCE):
         body = body[len(FENCE) : -len(FENCE)].removeprefix("json").strip()
@@ -66,12 +66,12 @@ def plain_json(text: str) -> Parsed:
     entries = found if isinstance(found, list) else [found]
     if not any(isinstance(entry, dict) and "name" in entry for entry in entries):
         return Parsed()
-    read = [(entry, _of_tree(entry)) for entry in entries]
+    read = [(entry, _read_call(entry)) for entry in entries]
     bad = tuple(f'no object with "name" and "arguments": {_short(str(entry))}' for entry, call in read if call is None)
     return Parsed(tuple(call for _, call in read if call is not None), bad)
 
 
-def parser_of(name: str) -> Parser:
+def find_parser(name: str) -> Parser:
     """The parser of that name. Raises `config.environment` or `config.type`."""
     found: Any
     if ":" in name:
@@ -86,12 +86,12 @@ def parser_of(name: str) -> Parser:
 
 def _call(body: str) -> ToolCall | None:
     try:
-        return _of_tree(msgspec.json.decode(body))
+        return _read_call(msgspec.json.decode(body))
     except UNREADABLE:
         return None
 
 
-def _of_tree(tree: Any) -> ToolCall | None:
+def _read_call(tree: Any) -> ToolCall | None:
     if not isinstance(tree, dict) or not isinstance(tree.get("name"), str):
         return None
     arguments = tree.get("arguments", tree.get("parameters", {}))

@@ -1,8 +1,8 @@
 """Python in a sandbox: the tool `python`.
 
-Where it runs and within which limits is said in `[sandbox]`; `[environment.tool_args.python] timeout_s` is for this
-tool alone. Guarantees: each call is a program of its own that sees nothing of another (`producers.sandbox`); what it
-printed is the answer, with how it ended where that was not well; a sandbox that cannot be used fails the sample.
+`[sandbox]` has its limits; `[environment.tool_args.python] timeout_s` is only for this tool. Guarantees: each call is a
+separate program (`producers.sandbox`); its output is the answer, with the status if it failed; a sandbox that cannot be
+used fails the sample.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class PythonTool:
         self.schema: Mapping[str, Any] = self._inner.schema
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """What the program printed."""
         return await self._inner.call(arguments)
 
     async def python(self, code: str) -> str:
@@ -48,5 +47,4 @@ class PythonTool:
         return f"{shown}{result.stderr[-SHOWN_LETTERS:]}\n[{how}]".strip()
 
     async def close(self) -> None:
-        """End what was started for it."""
         self._sandbox.close()

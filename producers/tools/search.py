@@ -1,8 +1,8 @@
 """Search over a local corpus by BM25: SQLite's full-text index, in memory.
 
-Found as tool `search`; `[environment.tool_args.search] path = "corpus.jsonl"`. Rows are {"text": ..., "title": ...} of
-a .jsonl file, or the .txt and .md files of a folder. Guarantees: the index is built once per process; any text is a
-query (operators of the index are not), a row is found if it holds one of the words, the best match comes first.
+The tool `search`; `[environment.tool_args.search] path = "corpus.jsonl"`. Rows are {"text": ..., "title": ...} of a
+.jsonl file, or the .txt and .md files of a folder. Guarantees: the index is built once per process; any text is a query
+(index operators are ignored), a row matches if it holds one of the words, the best match comes first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SearchTool:
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute("CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize = 'porter unicode61')")
         with self._index:
-            self._index.executemany("INSERT INTO passages VALUES (?, ?)", rows_of(Path(path)))
+            self._index.executemany("INSERT INTO passages VALUES (?, ?)", load_passages(Path(path)))
         self._inner = FunctionTool(self.search)
         self.schema: Mapping[str, Any] = self._inner.schema
 
@@ -61,7 +61,7 @@ class SearchTool:
         return "\n".join(passages) or "nothing found"
 
 
-def rows_of(path: Path) -> Iterator[tuple[str, str]]:
+def load_passages(path: Path) -> Iterator[tuple[str, str]]:
     """Title and text of every passage. Raises `config.environment`."""
     where = f"environment.tool_args.search.path: {path}"
     if path.is_dir():

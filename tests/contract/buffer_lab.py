@@ -23,7 +23,9 @@ from asyncrl.engine import GenDelta
 from asyncrl.metrics import read_lines
 from asyncrl.monitor.control import ServiceClient
 from asyncrl.runtime.run_dir import RunDir, endpoint
-from buffers.client.client import ClaimedBatch, LearnerClient, ProducerClient
+from asyncrl.wire.batch_arrays import ClaimedBatch
+from buffers.client.learner import LearnerClient
+from buffers.client.producer import ProducerClient
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")

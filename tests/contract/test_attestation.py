@@ -22,7 +22,8 @@ from asyncrl.engine import GenRequest
 from asyncrl.errors import WorkError
 from asyncrl.metrics import read_lines
 from asyncrl.wire import Instruction, Manifest, SamplesReply
-from buffers.client.client import LearnerClient, ProducerClient
+from buffers.client.learner import LearnerClient
+from buffers.client.producer import ProducerClient
 from weightsync.plan.digest import bucket_digest
 from weightsync.publisher.publisher import Publisher
 from weightsync.receiver.receiver import Receiver, built_in_transports
@@ -177,6 +178,7 @@ def deliver(run: Run, fault: str) -> None:
     run.learner.commit(step=run.version, version=run.version, digest=run.publisher.digests[run.version])
 
 
+@pytest.mark.long_cases("flipped bit")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_on_the_way_the_old_version_goes_on(start: Callable[[], Run], fault: str) -> None:
     run, way = start(), Way(PLAN.bucket_bytes)

@@ -12,7 +12,7 @@ from buffer_lab import Make, Producer, claim, history, learner, sample
 
 from asyncrl import wire
 from asyncrl.errors import WireError
-from buffers.client.client import BegunSample, PieceData
+from buffers.client.partial_samples import BegunSample, PieceData
 
 
 def piece(index: int, start: int, count: int, version: int = 0) -> PieceData:
@@ -38,6 +38,7 @@ async def handed(quick: Producer, group: int) -> tuple[wire.Lease, tuple[BegunSa
     raise AssertionError(f"group {group} is not leased again")
 
 
+@pytest.mark.long_cases("redis")
 @pytest.mark.parametrize("store", ["sqlite", "redis"])
 def test_what_was_begun_survives_a_kill_of_the_service_and_goes_to_another(make: Make, store: str) -> None:
     service = make(store=store).start()

@@ -14,7 +14,8 @@ from asyncrl.audit.prove import audit_run
 from asyncrl.errors import HandshakeError
 from asyncrl.evaluation.ids import is_evaluation, split_group
 from asyncrl.metrics import read_lines
-from buffers.client.client import LearnerClient, RewardClient
+from buffers.client.learner import LearnerClient
+from buffers.client.reward import RewardClient
 
 ON = {"evaluation__path": "h.jsonl", "evaluation__every": "1", "evaluation__samples": "2"}
 

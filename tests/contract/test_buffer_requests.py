@@ -29,7 +29,8 @@ from asyncrl.errors import AsyncRLError, HandshakeError, WireError
 from asyncrl.metrics import read_lines
 from asyncrl.monitor.control import ServiceClient
 from asyncrl.net import async_requester
-from buffers.client.client import ProducerClient, RewardClient
+from buffers.client.producer import ProducerClient
+from buffers.client.reward import RewardClient
 from buffers.payloads.dead_letters import DeadLetters, read_letter
 
 

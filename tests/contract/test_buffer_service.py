@@ -30,7 +30,9 @@ from asyncrl.errors import Fenced
 from asyncrl.metrics import read_lines
 from asyncrl.monitor.control import ServiceClient
 from asyncrl.runtime.run_dir import endpoint
-from buffers.client.client import GroupData, LearnerClient, RewardClient
+from asyncrl.wire.batch_arrays import GroupData
+from buffers.client.learner import LearnerClient
+from buffers.client.reward import RewardClient
 
 
 @pytest.mark.parametrize("store", ["sqlite", "redis"])
@@ -220,7 +222,7 @@ def test_second_learner_is_refused_while_the_first_lives(make: Make) -> None:
             f"""
 import sys
 from asyncrl.errors import AsyncRLError
-from buffers.client.client import LearnerClient
+from buffers.client.learner import LearnerClient
 client = LearnerClient({service.address!r}, name="b", timeout_s=15)
 try:
     client.register(step=0, ledger="")
@@ -245,7 +247,7 @@ def test_learner_that_was_killed_is_replaced_at_once(make: Make) -> None:
     service = make().start()
     script = f"""
 import os, signal
-from buffers.client.client import LearnerClient
+from buffers.client.learner import LearnerClient
 client = LearnerClient({service.address!r}, name="a", timeout_s=15)
 client.register(step=0, ledger="")
 os.kill(os.getpid(), signal.SIGKILL)

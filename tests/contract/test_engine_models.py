@@ -62,7 +62,7 @@ def test_log_probs_are_those_of_a_plain_forward_over_a_swap(kind: str) -> None:
     """Groups of unequal lengths, refilled rows, deltas, samples past every window, new weights under way."""
     model, old, new = (model_of(kind, seed=seed) for seed in (1, 1, 2))
     built = build(model, recompute=True)
-    assert built.way == CASES[kind].way, built.why
+    assert built.kind == CASES[kind].way, built.why
 
     def change() -> None:
         model.load_state_dict(new.state_dict())
@@ -154,7 +154,7 @@ def test_caches_serve_where_slots_give_wrong_log_probs(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(slot_memory.SlotMemory, "_mask", _late_mask)
     built = build(model_of("qwen3", seed=1))
-    assert built.way == CACHES and "differ" in built.why
+    assert built.kind == CACHES and "differ" in built.why
 
 
 def _late_mask(self: Any, visible: int, positions: torch.Tensor | None) -> torch.Tensor:

@@ -18,8 +18,10 @@ import warm
 from asyncrl import wire
 from asyncrl.engine import GenDelta
 from asyncrl.errors import AsyncRLError
-from buffers.client.client import ClaimedBatch, LearnerClient, ProducerClient
+from asyncrl.wire.batch_arrays import ClaimedBatch
+from buffers.client.learner import LearnerClient
 from buffers.client.place_writer import FAILURES, PlaceWriter
+from buffers.client.producer import ProducerClient
 from buffers.payloads.record_format import GUEST, NONCE
 
 
@@ -106,7 +108,7 @@ import asyncio, sys
 sys.path[:0] = {places!r}
 import buffer_lab as base
 from asyncrl.runtime.failpoints import arm
-from buffers.client.client import ProducerClient
+from buffers.client.producer import ProducerClient
 arm()
 ProducerClient.place_from = 0
 base.produce({address!r}, 2)

@@ -12,7 +12,7 @@ from test_reward_worker import Buffer, prepare, start
 from asyncrl.config import load
 from asyncrl.config.sections.judge import JudgeConfig
 from asyncrl.errors import ConfigError
-from producers.rewards.outcome import Asked
+from producers.rewards.outcome import JudgeSettings
 from producers.rewards.pipe import FunctionSpec, Result
 from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
@@ -85,6 +85,7 @@ def test_scores_of_a_server_and_its_failures(tmp_path: Path) -> None:
     assert len(buffer.versions) == 1 and "" not in buffer.versions
 
 
+@pytest.mark.long
 def test_a_classifier_in_a_process_of_its_own(tmp_path: Path) -> None:
     from transformers import Qwen3ForSequenceClassification
 
@@ -95,7 +96,7 @@ def test_a_classifier_in_a_process_of_its_own(tmp_path: Path) -> None:
     shape.num_labels = 1
     Qwen3ForSequenceClassification(shape).save_pretrained(tmp_path / "model")
     table = JudgeConfig("scorer", kind="classifier", model=str(tmp_path / "model"), device="cpu", max_tokens=8)
-    asked = Asked(table, 60.0, str(tmp_path / "model"), "float32", "prompt")
+    asked = JudgeSettings(table, 60.0, str(tmp_path / "model"), "float32", "prompt")
     specs = [FunctionSpec("", "scorer", 2.0), FunctionSpec("", "math_only", 1.0, ("math",))]
     scorer = Scorer(specs, prompt_key="prompt", timeout_s=60.0, judge=asked)
     samples = [
@@ -117,7 +118,7 @@ def test_a_classifier_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 def test_a_model_that_cannot_be_loaded_is_said_before_any_work(tmp_path: Path) -> None:
     table = JudgeConfig("grader", kind="url", model="m", url="http://127.0.0.1:1/v1", api_key_file=str(tmp_path / "no"))
-    asked = Asked(table, 1.0, "", "float32", "prompt")
+    asked = JudgeSettings(table, 1.0, "", "float32", "prompt")
     scorer = Scorer([FunctionSpec("", "grader")], prompt_key="prompt", timeout_s=1.0, judge=asked)
     with pytest.raises(ConfigError, match="api_key_file"):
         scorer.start()

@@ -22,7 +22,8 @@ from asyncrl.config.mode import sends_adapters
 from asyncrl.config.sections.lora import TAKE_ADAPTERS
 from asyncrl.runtime.role import Stop
 from learners.backends.fsdp2.backend import FSDP2Backend
-from learners.batch.assembly import Sample, _minibatch, packed_row
+from learners.batch.assembly import _minibatch
+from learners.batch.micro_batches import Sample, packed_row
 from learners.gang.gang import Gang
 from learners.loop import Learner
 from learners.main import plans_of

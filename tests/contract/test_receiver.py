@@ -131,6 +131,7 @@ class Alone:
         await self.receiver._execute(Instruction("commit", round=1, version=version))
 
 
+@pytest.mark.long_cases("stuck", "cancelled")
 @pytest.mark.parametrize("fault", ["error", "wrong", "stuck", "cancelled"])
 def test_aborts_are_clean_at_every_bucket(fault: str) -> None:
     """After a failure at any bucket the old version is whole, and the next transfer is right, whatever a thread that

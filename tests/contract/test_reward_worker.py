@@ -211,6 +211,7 @@ def test_sigterm_ends_an_idle_worker_with_zero(tmp_path: Path) -> None:
     assert code == 0 and "SIGTERM" in output
 
 
+@pytest.mark.long
 def test_sigterm_ends_a_hanging_call(tmp_path: Path) -> None:
     buffer = Buffer(["hang"] * 40)
     code, output = run(tmp_path, prepare(tmp_path), buffer, kill_when=lambda: len(buffer.todo) < 40)

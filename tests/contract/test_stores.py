@@ -128,6 +128,7 @@ def admin_of(server: PrivateServer, folder: Path) -> Any:
     return redis.Redis(unix_socket_path=socket_of(server), username="admin", password=password)
 
 
+@pytest.mark.long
 def test_private_server_answers_its_store_alone(server: PrivateServer, tmp_path: Path) -> None:
     """And the store nothing but its scripts and its rows."""
     nobody = redis.Redis(unix_socket_path=socket_of(server))

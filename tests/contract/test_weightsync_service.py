@@ -277,6 +277,7 @@ def test_newer_version_supersedes(world: World) -> None:
     until(lambda: any(line["state"] == "superseded" for line in world.lines()), "a superseded round in the log")
 
 
+@pytest.mark.long_except("local")
 def test_killed_and_stopped_members_hold_up_nobody(world: World, tmp_path: Path) -> None:
     """One is killed in the middle of a round, one is stopped: the third commits, the publisher is not blocked."""
     marks = [tmp_path / "killed", tmp_path / "stopped"]
@@ -341,6 +342,7 @@ def test_wrong_model_after_commit_is_broken_and_never_serving(local: World) -> N
         publisher.wait_committed(0, members=1, timeout_s=0.3)
 
 
+@pytest.mark.long_except("disk")
 def test_service_restart(world: World) -> None:
     """The service forgets everything; publisher and member tell it again, without a transfer of what is there."""
     publisher = world.publisher()
@@ -538,6 +540,7 @@ def test_stop_ends_service_and_members(local: World) -> None:
     assert member.error is None
 
 
+@pytest.mark.long
 def test_role_process_holds_the_lock(tmp_path: Path) -> None:
     """`python -m weightsync.main`: one per run, ends on SIGTERM, weights flow through it."""
     world = World(tmp_path, transport="local")

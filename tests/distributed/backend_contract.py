@@ -22,7 +22,8 @@ from asyncrl.plugins import find
 from learners.backends import start_weights
 from learners.backends.base import Backend
 from learners.backends.sharded_checkpoint import local_of
-from learners.batch.assembly import Minibatch, Sample, _minibatch
+from learners.batch.assembly import _minibatch
+from learners.batch.micro_batches import Minibatch, Sample
 from learners.gang.gang import Gang
 from learners.models import logprobs
 from learners.step import update

@@ -10,7 +10,7 @@ from ranks import settings
 
 from asyncrl import config as configuration
 from learners.backends.fsdp2.backend import FSDP2Backend
-from learners.batch.assembly import Sample
+from learners.batch.micro_batches import Sample
 from learners.gang.gang import Gang
 from learners.step.supervised import minibatch, train_step
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import AsyncRLError, ConfigError
 from learners.backends.fsdp2.backend import FSDP2Backend
-from learners.batch.assembly import decode_share
+from learners.batch.micro_batches import decode_share
 from learners.gang.gang import Gang
 from learners.models.score_model import load_scorer
 from learners.step import critic as critic_module
@@ -53,6 +53,7 @@ def same(left: dict[str, Any], right: dict[str, Any], limit: float) -> None:
             np.testing.assert_allclose(values, right[kind][name], atol=limit, rtol=0, err_msg=f"{kind} {name}")
 
 
+@pytest.mark.long_cases("bootstrap")
 @pytest.mark.parametrize("name", sorted(cases.CASES))
 def test_two_ranks_equal_one(two: Any, one: Any, name: str) -> None:
     compare(two[0][name], one[0][name])

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import supervised_cases as cases
 import torch
+from padded_rows import collate
 
 from learners.backends.fsdp2.backend import FSDP2Backend
 from learners.gang.gang import Gang
 from learners.step.supervised import minibatch, train_step
-from learners.warm_start.sft import Example, collate, completion_loss
+from learners.warm_start.sft import Example, completion_loss
 
 pytestmark = pytest.mark.timeout(600)  # the first one waits for the launch of all case modules
 

@@ -102,6 +102,7 @@ def test_evaluations_beside_training_survive_a_killed_producer_and_buffer(run) -
     assert b"val-core/even/reward/mean@4" in curves
 
 
+@pytest.mark.long
 def test_a_slow_evaluation_ends_at_its_time_and_training_is_the_same_in_form(run) -> None:  # type: ignore[no-untyped-def]
     """Rewards of held-out prompts hang: the run ends all the same, and says what is missing."""
     (run.folder / "my_rewards.py").write_text(

@@ -98,6 +98,7 @@ def replay(run: Run, *words: str, code: int = 0) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_replay_of_the_whole_run_is_bitwise(done: Run, figure: Any) -> None:
     found = replay(done)
     steps = max(done.steps())

@@ -92,6 +92,7 @@ def test_six_processes_train_and_every_prompt_is_accounted_for(run) -> None:  # 
     assert result["steps"] == 5
 
 
+@pytest.mark.long
 def test_redis_two_learner_ranks_and_gloo(run) -> None:  # type: ignore[no-untyped-def]
     need_redis()
     run.fresh = True
@@ -112,6 +113,7 @@ def test_synchronous_has_no_lag(run) -> None:  # type: ignore[no-untyped-def]
     assert [line["lag_max"] for line in run.lines("metrics/learner.jsonl")] == [0, 0, 0, 0]
 
 
+@pytest.mark.long
 def test_a_late_producer_joins_and_a_killed_one_is_not_missed(run) -> None:  # type: ignore[no-untyped-def]
     main = run.start(
         "launch",
@@ -171,6 +173,7 @@ def test_a_killed_learner_resumes_by_the_same_command(run) -> None:  # type: ign
     assert replayed, "the steps after the checkpoint come back as recorded batches"
 
 
+@pytest.mark.long
 def test_every_service_can_be_killed_while_it_trains(run) -> None:  # type: ignore[no-untyped-def]
     main = run.start("launch", "all", str(run.config), "--set", "learner.steps=100")
     for number, role in enumerate(["buffer", "weightsync", "reward", "producer", "learner"]):
@@ -182,6 +185,7 @@ def test_every_service_can_be_killed_while_it_trains(run) -> None:  # type: igno
     assert run.living() == []
 
 
+@pytest.mark.long
 def test_ctrl_c_once_writes_a_checkpoint_and_leaves_nobody(run) -> None:  # type: ignore[no-untyped-def]
     words = ["launch", "all", str(run.config), "--set", "learner.steps=2000", "--set", "learner.checkpoint_every=100"]
     main = run.start(*words)
@@ -197,6 +201,7 @@ def test_ctrl_c_once_writes_a_checkpoint_and_leaves_nobody(run) -> None:  # type
     assert_complete(run, steps=steps + 3)
 
 
+@pytest.mark.long
 def test_a_killed_launcher_leaves_no_orphan(run) -> None:  # type: ignore[no-untyped-def]
     run.fresh = True
     main = run.start("launch", "all", str(run.config), "--set", "learner.steps=2000")
@@ -205,6 +210,7 @@ def test_a_killed_launcher_leaves_no_orphan(run) -> None:  # type: ignore[no-unt
     run.wait("the end of all roles", lambda: run.living() == [], timeout=8)
 
 
+@pytest.mark.long
 def test_a_second_learner_is_refused_by_name(run) -> None:  # type: ignore[no-untyped-def]
     main = run.start("launch", "all", str(run.config), "--set", "learner.steps=2000")
     run.wait("step 2", lambda: 2 in run.steps())
@@ -282,6 +288,7 @@ def test_a_reward_that_raises_ends_the_run_with_its_name_and_never_counts_as_zer
     assert run.living() == []
 
 
+@pytest.mark.long
 def test_check_and_status_speak(run) -> None:  # type: ignore[no-untyped-def]
     done = run.command("check", str(run.config), timeout=60)
     assert done.returncode == 0, done.stdout

@@ -48,6 +48,7 @@ def close(got: Forecast, did: Observed) -> bool:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_a_run_and_another_setting_are_forecast_from_the_logs_of_the_run(
     tmp_path: Path, tiny_model: Path, figure: Callable[[str], None]
 ) -> None:

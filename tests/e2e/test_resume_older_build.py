@@ -17,6 +17,9 @@ from pathlib import Path
 import pytest
 from test_pipeline import assert_complete, need_redis
 
+from asyncrl.demo import tasks
+from asyncrl.plugins import load_object
+
 EARLIER = "eebf0bf2eabb"
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("asyncrl", "buffers", "configs", "learners", "producers", "weightsync")
@@ -63,3 +66,25 @@ def test_a_run_of_an_earlier_build_goes_on(run, earlier_build: Path, store: str)
     assert done.returncode == 0, done.stdout + run.logs()
     assert steps_before < 8 == run.steps()[-1]
     assert_complete(run, steps=8)
+
+
+def test_rows_and_rewards_of_the_demonstrations_are_those_of_earlier_builds(earlier_build: Path) -> None:
+    """A configuration of an earlier build names its reward; its rows come from the same seeds."""
+    code = (
+        "import sys; tasks = __import__(sys.argv[1], fromlist=['tasks']).tasks\n"
+        "print([tasks.prompt_rows(task, 5, 3) for task in ('add', 'running_sum')])"
+    )
+    rows = [
+        subprocess.run(
+            [sys.executable, "-c", code, package],
+            env={**os.environ, "PYTHONPATH": str(folder)},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for folder, package in ((earlier_build, "asyncrl.recipes"), (ROOT, "asyncrl.demo"))
+    ]
+    assert rows[0] == rows[1].replace("asyncrl.demo", "asyncrl.recipes")
+    assert load_object("asyncrl.recipes.tasks:running_sum_reward", code="config.reward") is tasks.running_sum_reward

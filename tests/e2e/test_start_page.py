@@ -32,6 +32,7 @@ def shell(command: str, folder: Path) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_a_new_user_trains_with_rows_and_a_reward_of_their_own(tmp_path: Path) -> None:
     """`make demo` leaves a warm model behind; here the demo only makes it."""
@@ -56,6 +57,7 @@ def test_a_new_user_trains_with_rows_and_a_reward_of_their_own(tmp_path: Path) -
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     """Its cells are plain Python, in one process; each asserts what it shows."""

@@ -73,6 +73,7 @@ def test_sft_trains_every_row_so_often_and_sets_bad_ones_aside(run: Any) -> None
     assert (run.dir / "export" / "model.safetensors").exists()
 
 
+@pytest.mark.long
 def test_dpo_survives_a_kill_of_its_learner_and_of_its_producer(run: Any) -> None:
     words = on_rows(run, "dpo", "data.epochs=10", "learner.restarts=3", "producers.restarts=3")
     main = run.start(*words)
@@ -106,13 +107,13 @@ def judged(run: Any, answers: list[str]) -> list[float]:
     from asyncrl.config.sections.judge import JudgeConfig
     from producers.data.tokenizer import Tokenizer
     from producers.rewards.judges.classifier import Classifier
-    from producers.rewards.outcome import Asked, Verdict
+    from producers.rewards.outcome import JudgeSettings, Verdict
     from producers.rewards.sample import RewardSample
 
     folder = str(run.dir / "export")
     tokenizer = Tokenizer(folder)
     table = JudgeConfig("j", kind="classifier", model=folder, device="cpu")
-    judge = Classifier(Asked(table, 60.0, folder, "float32", "prompt"))
+    judge = Classifier(JudgeSettings(table, 60.0, folder, "float32", "prompt"))
     samples = []
     for number, text in enumerate(answers):
         prompt = f"{number + 10}+{number % 7}="

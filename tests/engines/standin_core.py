@@ -71,7 +71,7 @@ class Job:
         self.retractions = 0
         self.cached = 0
         self.stale = False
-        self.given_up = False
+        self.aborts = False
         self.finish = ""
 
     @property
@@ -179,7 +179,7 @@ function = "unused:unused"
         try:
             while not job.finish:
                 await self._may_go(job)
-                if job.given_up:
+                if job.aborts:
                     break
                 self._meet_prefix(job)
                 async for _ in self._turn(job):
@@ -198,7 +198,7 @@ function = "unused:unused"
             raise Bad(400, f"Duplicate request ID detected: {ask.name}")
 
     async def _may_go(self, job: Job) -> None:
-        while not self.going.is_set() and not job.given_up:
+        while not self.going.is_set() and not job.aborts:
             await asyncio.sleep(0.005)
 
     async def _turn(self, job: Job) -> AsyncIterator[None]:
@@ -269,7 +269,7 @@ function = "unused:unused"
         """End the requests whose names begin so, or are so (None: all); they answer with what they have."""
         for name, job in list(self.jobs.items()):
             if beginning is None or name == beginning or (name.startswith(beginning) and not exact):
-                job.given_up = True
+                job.aborts = True
                 await self.engine.abort([job.turn])
 
     def spans(self, job: Job) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from vllm_served import Server
 
 from asyncrl.config.sections.judge import JudgeConfig
 from producers.rewards.judges.remote import Remote
-from producers.rewards.outcome import Asked, Outcome, Verdict
+from producers.rewards.outcome import JudgeSettings, Outcome, Verdict
 from producers.rewards.pipe import FunctionSpec
 from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
@@ -61,7 +61,7 @@ def greedy(ids: list[int], count: int) -> list[int]:
 
 def asked_of_the_server(table: JudgeConfig, texts: list[list[int]]) -> list[Outcome]:
     async def whole() -> list[Outcome]:
-        judge = Remote(Asked(table, 60.0, "policy", "float32", "prompt"))
+        judge = Remote(JudgeSettings(table, 60.0, "policy", "float32", "prompt"))
         await judge.start()
         found: dict[int, Outcome] = {}
         try:
@@ -120,7 +120,7 @@ def test_a_judge_with_a_vllm_of_its_own(folder: Path) -> None:
         max_new_tokens=ANSWER,
         concurrency=4,
     )
-    asked = Asked(table, 60.0, "policy", "float32", "prompt")
+    asked = JudgeSettings(table, 60.0, "policy", "float32", "prompt")
     scorer = Scorer([FunctionSpec("", "grader", 1.0, ())], prompt_key="prompt", timeout_s=60.0, judge=asked)
     try:
         scorer.start()

@@ -34,7 +34,7 @@ from asyncrl.metrics import read_lines
 from asyncrl.monitor.control import ServiceClient
 from asyncrl.runtime.fingerprint import model_fingerprint
 from asyncrl.runtime.run_dir import RunDir, endpoint
-from buffers.client.client import ProducerClient
+from buffers.client.producer import ProducerClient
 
 ROOT = Path(__file__).resolve().parents[2]
 B, G = 2, 3

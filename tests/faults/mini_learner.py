@@ -24,9 +24,11 @@ from asyncrl.errors import StateLost, Unavailable
 from asyncrl.runtime import role
 from asyncrl.runtime.fingerprint import model_fingerprint
 from asyncrl.runtime.run_dir import RunDir, endpoint, write_atomic
-from buffers.client.client import ClaimedBatch, LearnerClient
-from learners.rank_zero import Heart, Services
-from producers.engines.model_files import facts_of
+from asyncrl.wire.batch_arrays import ClaimedBatch
+from buffers.client.learner import LearnerClient
+from learners.heartbeat import Heart
+from learners.rank_zero import Services
+from producers.engines.model_files import read_facts
 from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
 from weightsync.publisher.publisher import Publisher
 
@@ -60,7 +62,7 @@ def tensors_of(weights: str) -> Any:
 
 def parts_of(config: Config, weights: str) -> Any:
     """What is published: bytes of the hash, or where the model folder has tensors, values drawn from it."""
-    shapes = facts_of(config.model.path).shapes
+    shapes = read_facts(config.model.path).shapes
     if not shapes:
         yield from tensors_of(weights)
     for name, shape in shapes.items():
@@ -71,7 +73,7 @@ def parts_of(config: Config, weights: str) -> Any:
 
 def plan_of(config: Config) -> Plan:
     """Its layout."""
-    shapes = facts_of(config.model.path).shapes
+    shapes = read_facts(config.model.path).shapes
     specs = [TensorSpec(name, "F32", shape) for name, shape in shapes.items()]
     return plan_buckets(
         specs or [TensorSpec(name, "U8", (64,)) for name in TENSORS], bucket_bytes=8192 if shapes else 64

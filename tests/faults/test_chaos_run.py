@@ -72,6 +72,8 @@ def _reasons(plant: Plant) -> dict[str, int]:
     return reasons
 
 
+@pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.redis
 @pytest.mark.timeout(300)

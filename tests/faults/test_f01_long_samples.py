@@ -67,6 +67,7 @@ def assert_right(plant: Plant, group: int, index: int) -> dict[str, Any]:
     return sample
 
 
+@pytest.mark.long_cases("with the buffer")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("buffer_dies", [False, True], ids=["", "with the buffer"])
 def test_f01_another_producer_goes_on_from_the_last_checkpoint(tmp_path: Path, buffer_dies: bool, figure: Any) -> None:
@@ -92,6 +93,7 @@ def test_f01_another_producer_goes_on_from_the_last_checkpoint(tmp_path: Path, b
             figure(f"{tokens} of {sample['length']} tokens were there, runs {before}; the whole: {sample['runs']}")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_f01_what_was_begun_is_lost_with_all_files_of_the_buffer(tmp_path: Path) -> None:
     """Then it starts anew: under the same id and seed, and nothing is trained that nobody vouches for."""

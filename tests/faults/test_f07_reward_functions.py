@@ -62,6 +62,7 @@ LIMITS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_f07_every_kind_of_bad_function(tmp_path: Path, figure: Any) -> None:
     with Plant(tmp_path, steps=4, rewards=2, rewards_code=REWARDS, extra=LIMITS) as plant:

@@ -20,6 +20,7 @@ REDIS = ("buffer.store=redis", "learner.steps=1000000")
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 
 
+@pytest.mark.long
 def test_f08_killed_every_second(tmp_path: Path, figure: Any) -> None:
     with Plant(tmp_path, extra=REDIS) as plant:
         plant.start()

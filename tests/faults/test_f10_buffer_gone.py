@@ -25,6 +25,7 @@ DEADLINE_S = 3.0
 EXTRA = "learner.checkpoint_every=100;network.request_timeout_s=3"
 
 
+@pytest.mark.long_cases("before_commit", "after_commit")
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["after_claim", "before_commit", "after_commit"])
 def test_f10_a_checkpoint_first_then_69(recorded: Recorded, tmp_path: Path, place: str) -> None:
@@ -50,6 +51,7 @@ def test_f10_a_checkpoint_first_then_69(recorded: Recorded, tmp_path: Path, plac
         print(f"{place}: exit 69 after {took:.1f} s, deadline {DEADLINE_S:g} s")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_f10_asked_to_stop_while_the_buffer_is_dead(recorded: Recorded, tmp_path: Path) -> None:
     """And all of the store is lost before the next start: what step 4 trained is known from the checkpoint alone."""
@@ -72,6 +74,7 @@ def test_f10_asked_to_stop_while_the_buffer_is_dead(recorded: Recorded, tmp_path
         lab.assert_ends(pid, wanted, replayed_steps=0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.redis
 def test_f10_redis_is_gone_for_good(recorded: Recorded, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from plant import Plant
 
 from asyncrl.runtime.fingerprint import model_fingerprint
-from buffers.client.client import ProducerClient
+from buffers.client.producer import ProducerClient
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -79,6 +79,7 @@ def _rss(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.long
 def test_f15_one_slow_producer_does_not_hold_up_the_others(tmp_path: Path, figure: Any) -> None:
     """One of three is fifty times slower: its groups leave in time or are waited for, the others overtake it."""
     with Plant(tmp_path, steps=20, producers=3, env={"TOY_TOKEN_S": "0.01"}, extra=("producers.slots=4",)) as plant:

@@ -24,7 +24,7 @@ from asyncrl import wire
 from asyncrl.engine import GenDelta
 from asyncrl.errors import WireError
 from asyncrl.net.requester import Requester
-from buffers.client.client import ProducerClient
+from buffers.client.producer import ProducerClient
 
 pytestmark = pytest.mark.timeout(120)
 

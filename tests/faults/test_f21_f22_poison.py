@@ -20,7 +20,8 @@ from asyncrl import wire
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.algorithm_catalogue import LOSSES
 from asyncrl.net.async_requester import AsyncRequester
-from buffers.client.client import LearnerClient, ProducerClient
+from buffers.client.learner import LearnerClient
+from buffers.client.producer import ProducerClient
 from buffers.payloads.dead_letters import read_letter
 from learners.algorithms.corrections import tis
 from learners.algorithms.registry import loss_of
@@ -167,6 +168,7 @@ def drawn(seed: int) -> tuple[wire.Samples, bytes, float, float]:
     return head, payload, -float(rng.exponential(5.0)), float(rng.normal(0, 2))
 
 
+@pytest.mark.long
 def test_f21_what_passes_gives_a_finite_loss(figure: Any) -> None:
     passed = 0
     for seed in range(3000):

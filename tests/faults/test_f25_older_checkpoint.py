@@ -22,7 +22,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.metrics import read_lines
 from asyncrl.runtime.fingerprint import model_fingerprint
 from asyncrl.runtime.run_dir import endpoint
-from buffers.client.client import ProducerClient
+from buffers.client.producer import ProducerClient
 from weightsync.plan.digest import digest_tensors
 from weightsync.receiver.receiver import Receiver
 

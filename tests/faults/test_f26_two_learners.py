@@ -39,6 +39,7 @@ def test_f26_the_second_one_names_the_first(recorded: Recorded, tmp_path: Path) 
         lab.assert_accounted(learner_starts=1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_f26_zombies_wake_fenced(recorded: Recorded, tmp_path: Path) -> None:
     wanted = recorded.reference(tmp_path, steps=STEPS)

@@ -51,6 +51,7 @@ def said(run) -> list[str]:  # type: ignore[no-untyped-def]
     return [line["text"] for line in run.lines("logs/launch.jsonl") if line["event"] in ("silent", "back")]
 
 
+@pytest.mark.long
 @pytest.mark.redis
 @pytest.mark.timeout(230)
 def test_f31_every_stopped_role_is_named_in_time_and_the_run_completes(run) -> None:  # type: ignore[no-untyped-def]
@@ -82,6 +83,7 @@ def test_f31_every_stopped_role_is_named_in_time_and_the_run_completes(run) -> N
     assert audit["exit"] == 0 and audit["steps"] == 40 and audit["lost"] == audit["doubled"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_f31_what_nobody_wakes_ends_with_code_70_and_the_stacks_of_all_roles(run) -> None:  # type: ignore[no-untyped-def]
     settings = words(

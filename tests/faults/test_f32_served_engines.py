@@ -89,6 +89,7 @@ def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     served.end()
 
 
+@pytest.mark.long
 def test_a_server_that_goes_wrong_is_replaced_and_nothing_is_lost(site: Site) -> None:
     """In mid-update and in mid-generation; it answers 500, garbage, or hangs; every time the next producer goes on."""
     update = "/update_weights_from_distributed"
@@ -114,6 +115,7 @@ def test_a_server_that_dies_is_noticed_and_its_successor_is_loaded(site: Site) -
     site.plant.assert_accounted()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("site", ["recompute"], indirect=True)
 def test_a_server_that_hangs_ends_the_producer_in_time(site: Site) -> None:
     """No answer in the middle of an update: the deadline of weight sync, not for ever."""

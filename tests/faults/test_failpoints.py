@@ -62,6 +62,7 @@ def test_places_in_code_and_in_the_list_are_the_same() -> None:
     assert not [name for name, times in found.items() if times > 1], "a place has a name of its own"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.redis
 @pytest.mark.timeout(200)

@@ -88,6 +88,7 @@ def test_reward_workers_that_join_and_are_killed_are_not_noticed(tmp_path: Path,
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(240)
 def test_a_judge_that_is_too_slow_holds_up_no_longer_than_the_policy_says(tmp_path: Path, figure: Any) -> None:
     """One of eight rows needs a judge of 2 s a sample (the other one: 5 ms): what is not scored when its turn comes is

@@ -1,31 +1,22 @@
-"""The configurations that are searched: SHORT in every test run, LONG in `make chaos`."""
+"""The configurations that are searched: SMALLEST by `make test`, SHORT by `make test-long`, LONG by `make chaos`."""
 
 from __future__ import annotations
 
 from model_world import Case
 
-SHORT = (
+SMALLEST = (
     Case(batch=1, size=1, eta=0, depth=0, producers=2),
     Case(batch=2, size=2, eta=0, depth=0, producers=2, late=True),
     Case(batch=1, size=1, eta=1, depth=1, producers=3, returns=True),
-    Case(batch=1, size=1, eta=2, depth=2, producers=2),
-    Case(batch=1, size=1, eta=3, depth=2, producers=1, late=True),
-    Case(batch=1, size=1, eta=3, depth=3, producers=2, losses=False, inflight=False),
     Case(batch=1, size=2, eta=2, depth=1, producers=2),
-    Case(batch=1, size=2, eta=2, depth=2, producers=1, late=True),
     Case(batch=2, size=1, eta=1, depth=1, producers=2, losses=False),
-    Case(batch=2, size=2, eta=1, depth=1, producers=1),
-    Case(batch=1, size=1, eta=3, depth=3, producers=1, late=True),
     # tokens that are older than the lease: (F) may break, the bound may not
     Case(batch=1, size=2, eta=1, depth=1, producers=2, older=1, late=True),
-    Case(batch=1, size=2, eta=1, depth=1, producers=2, older=1, late=True, on_late="drop"),
     # tuned at any moment
-    Case(batch=1, size=1, eta=1, depth=1, producers=2, losses=False, tunes=((1, 1), (2, 2))),
     Case(batch=1, size=1, eta=1, depth=1, producers=1, tunes=((0, 0), (1, 1), (2, 1))),
     # samples under way are checkpointed, and continued by others
     Case(batch=1, size=1, eta=1, depth=1, producers=2, checkpoints=True),
     Case(batch=1, size=2, eta=1, depth=1, producers=1, checkpoints=True),
-    Case(batch=1, size=1, eta=2, depth=2, producers=1, checkpoints=True),
     Case(batch=1, size=1, eta=1, depth=1, producers=1, checkpoints=True, tunes=((0, 0), (1, 1), (2, 1))),
     # rewards by themselves, filters
     Case(batch=1, size=2, eta=1, depth=1, producers=1, scored=True, filtered=True),
@@ -41,6 +32,21 @@ SHORT = (
     # runs that end, the last batch smaller
     Case(batch=2, size=1, eta=1, depth=1, producers=1, total=3, late=True, restarts=True, unsaved=1),
     Case(batch=1, size=1, eta=1, depth=1, producers=2, total=3, late=True, reissue=0, counted=2),
+)
+SHORT = (
+    *SMALLEST,
+    Case(batch=1, size=1, eta=2, depth=2, producers=2),
+    Case(batch=1, size=1, eta=3, depth=2, producers=1, late=True),
+    Case(batch=1, size=1, eta=3, depth=3, producers=2, losses=False, inflight=False),
+    Case(batch=1, size=2, eta=2, depth=2, producers=1, late=True),
+    Case(batch=2, size=2, eta=1, depth=1, producers=1),
+    Case(batch=1, size=1, eta=3, depth=3, producers=1, late=True),
+    # tokens that are older than the lease: (F) may break, the bound may not
+    Case(batch=1, size=2, eta=1, depth=1, producers=2, older=1, late=True, on_late="drop"),
+    # tuned at any moment
+    Case(batch=1, size=1, eta=1, depth=1, producers=2, losses=False, tunes=((1, 1), (2, 2))),
+    # samples under way are checkpointed, and continued by others
+    Case(batch=1, size=1, eta=2, depth=2, producers=1, checkpoints=True),
 )
 LONG = (
     Case(batch=1, size=1, eta=1, depth=1, producers=2, restarts=True, unsaved=1),

@@ -1,21 +1,24 @@
-"""The weight-sync systems that are searched: SHORT in every test run, LONG in `make chaos`."""
+"""The searched weight-sync systems: SMALLEST by `make test`, SHORT by `make test-long`, LONG by `make chaos`."""
 
 from __future__ import annotations
 
 from sync_world import Case
 
+SMALLEST = (
+    Case(members=1),  # two versions, any one failure at any moment
+    Case(members=1, versions=1, adapter=True),
+    Case(members=1, versions=1, transport="auto", spread=True),
+)
 SHORT = (
+    *SMALLEST,
     # one member, two versions, any one failure at any moment
-    Case(members=1),
     Case(members=1, delta=True),
     Case(members=1, in_place=True, says_dirty=True),
     Case(members=1, transport="collective"),
     # adapters: who lacks the base gets it first
-    Case(members=1, versions=1, adapter=True),
     Case(members=1, versions=1, transport="collective", adapter=True),
     # two members, one source at a time: relays
     Case(versions=1, kinds=("transfer",)),
-    Case(members=1, versions=1, transport="auto", spread=True),
 )
 LONG = (
     Case(members=1, faults=2),

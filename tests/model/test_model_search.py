@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
-from model_cases import LONG, SHORT
+from model_cases import LONG, SHORT, SMALLEST
 from model_mutants import NAIVE, NAIVE_BUT_FRESH, FeasibleIgnored
 from model_search import Found, search
 from model_world import Case
@@ -19,11 +19,21 @@ def proved(found: Found) -> None:
     assert found.deadlocks == 0 and found.stuck == 0, "\n".join(found.trace)
 
 
+def test_every_interleaving_of_the_smallest_systems(figure: Callable[[str], None]) -> None:
+    """No group above its bound, conservation, (F), (D), idempotence, a completion reachable from every state."""
+    assert prove_all(SMALLEST, figure) > 15_000
+
+
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_interleaving_of_small_systems(figure: Callable[[str], None]) -> None:
-    """No group above its bound, conservation, (F), (D), idempotence, a completion reachable from every state."""
+    assert prove_all(SHORT, figure) > 80_000
+
+
+def prove_all(cases: Sequence[Case], figure: Callable[[str], None]) -> int:
+    """The number of states of all cases together."""
     states = transitions = 0
-    for case in SHORT:
+    for case in cases:
         found = search(case)
         figure(found.line())
         proved(found)
@@ -32,8 +42,8 @@ def test_every_interleaving_of_small_systems(figure: Callable[[str], None]) -> N
             assert found.max_lag == max([case.eta, *(eta for eta, _ in case.tunes)])
         states += found.states
         transitions += found.transitions
-    figure(f"{len(SHORT)} configurations, {states} states, {transitions} transitions, 0 violations")
-    assert states > 80_000  # the searches really went that far
+    figure(f"{len(cases)} configurations, {states} states, {transitions} transitions, 0 violations")
+    return states
 
 
 @pytest.mark.chaos

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
-from sync_cases import LONG, SHORT
+from sync_cases import LONG, SHORT, SMALLEST
 from sync_search import Found, search
 from sync_world import Case, World
 
@@ -16,18 +16,28 @@ def proved(found: Found) -> None:
     assert found.served and found.stuck == 0, "\n".join(found.trace)
 
 
+def test_every_interleaving_of_the_smallest_systems(figure: Callable[[str], None]) -> None:
+    """No false SERVING, no commit without proof, no wait beyond a deadline; from every state all can be served."""
+    assert prove_all(SMALLEST, figure) > 5_000
+
+
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_every_interleaving_of_small_systems(figure: Callable[[str], None]) -> None:
-    """No false SERVING, no commit without proof, no wait beyond a deadline; from every state all can be served."""
+    assert prove_all(SHORT, figure) > 50_000
+
+
+def prove_all(cases: Sequence[Case], figure: Callable[[str], None]) -> int:
+    """The number of states of all cases together."""
     states = transitions = 0
-    for case in SHORT:
+    for case in cases:
         found = search(case, every=53)
         figure(f"{found.line()} ({found.seconds:.0f} s)")
         proved(found)
         states += found.states
         transitions += found.transitions
-    figure(f"{len(SHORT)} systems, {states} states, {transitions} transitions, 0 violations")
-    assert states > 50_000  # the searches really went that far
+    figure(f"{len(cases)} systems, {states} states, {transitions} transitions, 0 violations")
+    return states
 
 
 @pytest.mark.chaos

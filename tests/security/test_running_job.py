@@ -117,6 +117,7 @@ def ask(address: str, keys: Keys | None, message: Any = None) -> Any:
         asker.close()
 
 
+@pytest.mark.long
 def test_a_job_with_keys_is_closed_to_all_without(job: Job) -> None:
     run = job.run
     found = scan(run, job.main)

@@ -35,11 +35,11 @@ def call(*args):
 @pytest.fixture(scope="module", params=["root", "user"])
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     needs_bubblewrap()
-    if request.param == "root" and not bubblewrap.privileged():
+    if request.param == "root" and not bubblewrap.is_privileged():
         pytest.skip("these tests do not run as root")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "user":
-            patch.setattr(bubblewrap, "privileged", lambda: False)
+            patch.setattr(bubblewrap, "is_privileged", lambda: False)
         with open_sandbox("bubblewrap", LIMITS) as found:
             yield found
 

@@ -161,7 +161,7 @@ class Learner:
         for group in bad:
             self.world.hits["quarantine"] += 1
             yield Ask(wire.Quarantine(self.epoch, batch.step, (group,), "simulated"))
-            self.account.bury(batch.step, group, "simulated")
+            self.account.quarantine(batch.step, group, "simulated")
         yield 0.02 + self.rng.random() * 0.1
         groups = tuple(head.group for head in batch.groups if head.group not in bad)
         before = self.lineage[-1].digest if self.lineage else "0"

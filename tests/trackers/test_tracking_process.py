@@ -228,6 +228,7 @@ def test_a_killed_process_is_followed_by_one_that_goes_on(tmp_path: Path) -> Non
     assert [line["role"] for line in lines] == ["tracker", "tracker"]
 
 
+@pytest.mark.long
 def test_a_run_ends_well_with_trackers_that_hang_crash_or_are_missing(tmp_path: Path) -> None:
     """The real supervisor with a short learner: code 0, in its time, and what was given up is named."""
     from asyncrl.process_plan.plan import ProcessPlan

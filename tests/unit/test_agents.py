@@ -28,7 +28,7 @@ from producers.agents.environment import Agents, Connection
 from producers.agents.processes import AgentProcess
 from producers.data.prompts import encode_prompt
 from producers.data.tokenizer import Tokenizer
-from producers.environments.multi_turn import environment_of
+from producers.environments.multi_turn import make_environment
 from producers.rollout.rollout import Finished
 
 ROW = {"prompt": [{"role": "user", "content": "2*3"}], "answer": "6"}
@@ -96,7 +96,7 @@ def played(
     engines: list[SayingEngine] | None = None,
 ) -> tuple[list[Finished], SayingEngine, EnvironmentFailure | None]:
     """The finished samples of a group by index, the engine, and the failure that came out."""
-    environment = environment_of(config, tokenizer)
+    environment = make_environment(config, tokenizer)
     assert isinstance(environment, Agents)
     ASKED["now"] = plays
     engine = Streaming(tokenizer, script)
@@ -456,7 +456,7 @@ def test_an_engine_that_breaks_ends_the_producer_and_not_the_sample_alone(folder
     async def plays(client: Any, row: Any, endpoint: Connection) -> None:
         await client.chat.completions.create(model="m", messages=row["prompt"])
 
-    environment = environment_of(settings(folder), tokenizer)
+    environment = make_environment(settings(folder), tokenizer)
     ASKED["now"] = plays
     prompt = encode_prompt(ROW, settings(folder).data, tokenizer, ())
 
@@ -571,6 +571,7 @@ def test_programs_that_fail_have_a_reason(
     assert items == [] and failure is not None and failure.reason.startswith(f"environment.{reason}"), failure
 
 
+@pytest.mark.long
 def test_no_process_is_left_behind(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     program = f"""
 import os, signal, subprocess, time

@@ -27,7 +27,7 @@ from buffers.groups.records import settings_of
 from learners.algorithms import registry
 from learners.algorithms.types import Estimate, LossInputs, Rollouts, TokenLoss
 from learners.step.tuned_settings import tuned
-from producers.rollout.rollout import parts_of
+from producers.rollout.rollout import split_request
 
 LEAST = 'model.path = "m"\ndata.path = "d"\n[[reward]]\nfunction = "a:b"\n'
 
@@ -278,6 +278,7 @@ def test_a_package_of_the_user_adds_names() -> None:
     assert caught.value.code == "config.missing"
 
 
+@pytest.mark.long
 def test_check_looks_at_plugins_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "plug-1.0.dist-info"
     package.mkdir()
@@ -350,10 +351,10 @@ def test_the_greedy_sample_is_asked_for_by_itself() -> None:
     config = made("sampling.greedy_baseline=true", "sampling.group_size=4")
     assert config.sampling.asked_samples == config.sampling.group_samples == settings_of(config).group_size == 5
     request = GenRequest("1:1", np.zeros(2, np.int32), (0, 2, 4), 7, 16, top_k=0)
-    sampled, greedy = parts_of(request, config.sampling)
+    sampled, greedy = split_request(request, config.sampling)
     assert sampled.indices == (0, 2) and sampled.top_k == 0
     assert greedy.indices == (4,) and greedy.top_k == 1 and greedy.id == request.id and greedy.seed == request.seed
-    assert parts_of(request, made().sampling) == [request]
+    assert split_request(request, made().sampling) == [request]
     assert "set sampling.over_issue = 0" in refused("sampling.greedy_baseline=true", "sampling.over_issue=2")
 
 

@@ -16,8 +16,7 @@ from asyncrl.errors import WireError
 from asyncrl.runs import batch_file
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.trace.archive import load_words
-from asyncrl.wire.batch_arrays import decode_batch
-from buffers.client.client import ClaimedBatch
+from asyncrl.wire.batch_arrays import ClaimedBatch, decode_batch
 from learners.batch.archive import Archive, recorded
 
 
@@ -101,7 +100,7 @@ def test_every_flipped_byte_is_noticed(archive: Archive) -> None:
 
 def test_a_replayed_batch_without_its_quarantined_groups_is_the_same(archive: Archive, said: list[str]) -> None:
     archive.put(make_claim(), epoch=1)
-    archive.bury(3, 9, "loss: not finite")
+    archive.quarantine(3, 9, "loss: not finite")
     path = batch_file.batch_path(archive.folder, 3)
     before = path.stat().st_mtime_ns
     archive.put(make_claim(groups=(7, 4), replayed=True), epoch=2)
@@ -160,7 +159,7 @@ def test_a_full_disk_costs_the_file_and_leaves_nothing(
 
 
 def test_notes_cut_by_a_crash_are_left_out(archive: Archive) -> None:
-    archive.bury(3, 9, "length: 9")
+    archive.quarantine(3, 9, "length: 9")
     with (archive.folder / batch_file.NOTES).open("ab") as file:
         file.write(b'{"step":4,"gro')
     assert batch_file.quarantined(archive.folder) == {3: {9: "length: 9"}}
@@ -190,7 +189,7 @@ def test_the_words_of_a_group(archive: Archive, tmp_path: Path) -> None:
     run, config = RunDir(tmp_path), make_config(tmp_path)
     assert load_words(run, config, group=9, steps=[3]) is None
     archive.put(make_claim(tuning='{"learner.algorithm.tis_cap":1.5}'), epoch=1)
-    archive.bury(3, 9, "loss: not finite")
+    archive.quarantine(3, 9, "loss: not finite")
     words = load_words(run, config, group=9, steps=[2, 3])
     assert words is not None and words.step == 3 and words.prompt == "0 1 2 3", "no tokenizer: token ids"
     assert set(words.responses) == {0, 1} and words.finish == {0: "stop", 1: "stop"} and "tis_cap" in words.tuning

@@ -14,10 +14,10 @@ from asyncrl.config import parse
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.runtime.device import Device
 from learners.backends.base import to_device
-from learners.backends.fsdp2.backend import load_model
-from learners.batch.assembly import Sample, packed_row, padded_rows
+from learners.backends.fsdp2.loading import load_model
+from learners.batch.micro_batches import Sample, packed_row, padded_rows
 from learners.models import attention
-from learners.models.logprobs import PolicyModel
+from learners.models.policy_model import PolicyModel
 from learners.warm_start.tiny_model import make_tiny_qwen3, save_model
 
 LENGTHS = (9, 1, 14, 2, 30)

@@ -14,19 +14,17 @@ from hypothesis import strategies as st
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import WireError
-from learners.batch.assembly import (
+from learners.batch.assembly import assemble, group_lag, unusable
+from learners.batch.micro_batches import (
     Minibatch,
     Sample,
-    assemble,
     balance,
     decode_share,
     encode_share,
-    group_lag,
     pack,
     packed_row,
     pad,
     padded_rows,
-    unusable,
 )
 
 

@@ -1,4 +1,4 @@
-"""Plain functions beside the event loop: results, errors, and calls that never return."""
+"""Plain functions run_blocking the event loop: results, errors, and calls that never return."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from producers.support.blocking_calls import beside
+from producers.support.blocking_calls import run_blocking
 
 
 def give(value: Any) -> Any:
@@ -20,7 +20,7 @@ def give(value: Any) -> Any:
 
 
 def test_results_and_errors_come_out() -> None:
-    assert asyncio.run(beside(give, 3)) == 3
+    assert asyncio.run(run_blocking(give, 3)) == 3
     for error, kind in (
         (ValueError("x"), ValueError),
         (SystemExit(3), RuntimeError),
@@ -28,7 +28,7 @@ def test_results_and_errors_come_out() -> None:
         (asyncio.CancelledError(), RuntimeError),
     ):
         with pytest.raises(kind):
-            asyncio.run(beside(give, error))
+            asyncio.run(run_blocking(give, error))
 
 
 @pytest.mark.timeout(60)
@@ -36,9 +36,11 @@ def test_calls_that_hang_hold_nobody() -> None:
     gone = threading.Event()
 
     async def run() -> int:
-        hanging = [asyncio.create_task(beside(gone.wait, 600)) for _ in range(100)]  # more than any pool has places
+        hanging = [
+            asyncio.create_task(run_blocking(gone.wait, 600)) for _ in range(100)
+        ]  # more than any pool has places
         try:
-            return await asyncio.wait_for(beside(give, 7), 30)
+            return await asyncio.wait_for(run_blocking(give, 7), 30)
         finally:
             for task in hanging:
                 task.cancel()

@@ -73,6 +73,7 @@ def test_prime_resumes_from_a_checkpoint_to_the_same_bits(
         export(config, gang=gang, out=early)
 
 
+@pytest.mark.long
 def test_a_warm_critic_is_warm_after_a_restart(gang: Gang, model_dir: Path, tmp_path: Path) -> None:
     _, lines = ran(gang, model_dir, tmp_path / "whole", WARM, steps=30, whole=30)
     alone = [line["critic_alone"] for line in lines]

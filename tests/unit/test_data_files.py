@@ -36,7 +36,7 @@ def save(folder: Path, shards: list[list[str]]) -> Path:
 
 def prompts_of(path: str | Path) -> list[str]:
     prompts = Prompts(DataConfig(path=str(path), shuffle=False), seed=0)
-    return [prompts.row_of(number)["prompt"] for number in range(prompts.count(100))]
+    return [prompts.row_for(number)["prompt"] for number in range(prompts.count(100))]
 
 
 def test_a_saved_dataset_is_read_in_the_order_of_its_state(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from asyncrl.config.mode import DATA_PREFIX
 from asyncrl.demo import tasks
 from producers.data.prompts import BadPrompt
 from producers.data.tokenizer import Tokenizer
-from producers.dataset_worker import reward_of
+from producers.dataset_worker import row_reward
 from producers.engines.dataset import data_digest, encode_row
 
 USER = {"role": "user", "content": "1+1="}
@@ -82,7 +82,7 @@ def test_what_is_set_aside(tokenizer: Tokenizer, mode: str, row: dict[str, Any],
 
 
 def test_chosen_has_the_higher_reward() -> None:
-    assert [reward_of(0, 2), reward_of(1, 2), reward_of(0, 1)] == [1.0, 0.0, 0.0]
+    assert [row_reward(0, 2), row_reward(1, 2), row_reward(0, 1)] == [1.0, 0.0, 0.0]
 
 
 def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:

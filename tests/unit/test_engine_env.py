@@ -24,7 +24,7 @@ from asyncrl.process_plan.interpreters import (
 )
 from asyncrl.process_plan.plan import plan
 from producers.rewards import scorer
-from producers.rewards.outcome import Asked
+from producers.rewards.outcome import JudgeSettings
 
 
 def config_of(**producers: Any) -> Config:
@@ -74,7 +74,9 @@ def test_the_interpreter_of_a_judge_with_an_engine(tmp_path: Path, monkeypatch: 
     asked: list[str] = []
     monkeypatch.setattr(scorer, "python_with", lambda engine, **_: asked.append(engine) or str(made))
     table = JudgeConfig("grader", kind="generative", engine="vllm", model="m", prompt="{response}")
-    judging = scorer.Scorer([], prompt_key="prompt", timeout_s=5.0, judge=Asked(table, 5.0, "p", "float32", "prompt"))
+    judging = scorer.Scorer(
+        [], prompt_key="prompt", timeout_s=5.0, judge=JudgeSettings(table, 5.0, "p", "float32", "prompt")
+    )
     with pytest.raises(AsyncRLError, match="ended while it started"):
         judging.start()
     assert asked == ["vllm"]

@@ -25,7 +25,7 @@ from asyncrl.runtime.run_dir import RunDir
 from learners.algorithms.aggregation import Denominators
 from learners.algorithms.entropy import entropy_threshold, high_entropy
 from learners.backends.base import to_device
-from learners.batch.assembly import Sample, packed_row
+from learners.batch.micro_batches import Sample, packed_row
 from learners.batch.token_selection import keep_high_entropy
 from learners.checkpoints import checkpoint
 from learners.gang.gang import Gang

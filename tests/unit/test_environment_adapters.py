@@ -15,7 +15,7 @@ from asyncrl.environment import EnvironmentFailure, Turn
 from asyncrl.errors import ConfigError
 from producers.data.prompts import encode_prompt
 from producers.environments.gymnasium import GymEnvironment, last_number
-from producers.environments.multi_turn import Turns, rollout_of
+from producers.environments.multi_turn import Turns, make_rollout
 from producers.environments.verifiers import continues, plain_message
 from producers.rollout.rollout import Finished
 
@@ -25,7 +25,7 @@ ROW: dict[str, Any] = {"prompt": [{"role": "user", "content": "2*3"}]}
 def played(folder: Path, text: str, script: Any, row: dict[str, Any]) -> tuple[Finished, SayingEngine]:
     tokenizer = tokenizer_in(folder)
     config = config_of(folder, text, reward=False, room=600)
-    environment = Turns(config, tokenizer, rollout_of(config))
+    environment = Turns(config, tokenizer, make_rollout(config))
     engine = SayingEngine(tokenizer, script)
     prompt = encode_prompt(row, config.data, tokenizer)
 
@@ -83,7 +83,7 @@ def test_actions_outside_the_space_are_answered() -> None:
 
     step = asyncio.run(asyncio.wait_for(run(), 60))
     assert (step.reward, step.done) == (0.0, False)
-    assert "9 is none of Discrete(4)" in step.observation
+    assert "9 is not in Discrete(4)" in step.observation
     with pytest.raises(ConfigError, match="NoSuchThing"):
         GymEnvironment("NoSuchThing-v0")
 

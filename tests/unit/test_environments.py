@@ -18,9 +18,9 @@ from asyncrl.environment import EnvironmentFailure, Step
 from asyncrl.errors import ConfigError, ConfigErrors
 from producers.data.prompts import encode_prompt
 from producers.data.tokenizer import Tokenizer
-from producers.environments.conversation import shortened
-from producers.environments.multi_turn import Turns, environment_of, rollout_of
-from producers.environments.rendering import ChatTemplate, PlainText, messages_of
+from producers.environments.conversation import shorten
+from producers.environments.multi_turn import Turns, make_environment, make_rollout
+from producers.environments.rendering import ChatTemplate, PlainText, make_messages
 from producers.environments.single_turn import SingleTurn
 from producers.rollout.rollout import Finished
 
@@ -47,7 +47,7 @@ def played(
     rollout: Any = None,
 ) -> tuple[list[Finished], SayingEngine, EnvironmentFailure | None]:
     """The finished samples of a group, by index, the engine, and the failure that came out at the end."""
-    environment = Turns(config, tokenizer, rollout or rollout_of(config))
+    environment = Turns(config, tokenizer, rollout or make_rollout(config))
     engine = SayingEngine(tokenizer, script)
     done, failure = env_lab.play(environment, engine, config, tokenizer, row, samples=samples, limit_s=60)
     return done, engine, failure
@@ -118,20 +118,20 @@ def test_templates_that_cannot_be_continued_are_errors(tmp_path: Path, template:
 
 def test_text_prompts_have_no_template(tokenizer: Tokenizer) -> None:
     plain = PlainText(tokenizer)
-    assert plain.delta(messages_of("more"), last_token=1) == tokenizer.encode_part("more")
+    assert plain.delta(make_messages("more"), last_token=1) == tokenizer.encode_part("more")
     assert plain.delta([], last_token=1) == []
 
 
 @pytest.mark.parametrize("wrong", [[3], [{"content": "no role"}], {"role": 3}])
 def test_what_is_no_observation_is_said(wrong: Any) -> None:
     with pytest.raises(EnvironmentFailure, match=r"environment\.observation: no message with a role"):
-        messages_of(wrong)
+        make_messages(wrong)
 
 
 def test_what_the_tokenizer_does_not_know_is_said(tmp_path: Path) -> None:
     plain = PlainText(tokenizer_in(tmp_path, characters="ab"))
     with pytest.raises(EnvironmentFailure, match=r"environment\.observation: the tokenizer cannot encode it"):
-        plain.delta(messages_of("c"), last_token=1)
+        plain.delta(make_messages("c"), last_token=1)
 
 
 # ---------------------------------------------------------------- tools
@@ -206,7 +206,7 @@ def test_calls_without_end_are_answered_by_few_messages(folder: Path, tokenizer:
     config = config_of(folder, f'name = "{__name__}:edits"\nmax_parallel_calls = 2\n', reward=False, room=1700)
     played(config, tokenizer, lambda *_: "<tool_call>" * 100, rollout=rollout)
     assert [item["role"] for item in answers] == ["tool"] * 3
-    assert answers[-1]["content"] == "error: and 98 calls more that were not run"
+    assert answers[-1]["content"] == "error: and 98 more calls that were not run"
 
 
 def test_turns_and_room_end_a_sample(folder: Path, tokenizer: Tokenizer) -> None:
@@ -226,12 +226,12 @@ def test_turns_and_room_end_a_sample(folder: Path, tokenizer: Tokenizer) -> None
 @pytest.mark.parametrize(("side", "kept"), [("left", ("", "9")), ("right", ("0", "")), ("middle", ("0", "9"))])
 def test_long_answers_of_tools_are_cut(tokenizer: Tokenizer, side: str, kept: tuple[str, str]) -> None:
     text = "0" * 50 + "9" * 50
-    found = shortened(text, limit=25, side=side, renderer=PlainText(tokenizer))
+    found = shorten(text, limit=25, side=side, renderer=PlainText(tokenizer))
     assert len(found) == 25 and " ... " in found
     assert found.startswith(kept[0]) and found.endswith(kept[1])
-    assert shortened(text, limit=100, side=side, renderer=PlainText(tokenizer)) == text
-    assert shortened(text, limit=0, side=side, renderer=PlainText(tokenizer)) == text
-    assert len(shortened(text, limit=2, side=side, renderer=PlainText(tokenizer))) <= 2 + len(" ... ")
+    assert shorten(text, limit=100, side=side, renderer=PlainText(tokenizer)) == text
+    assert shorten(text, limit=0, side=side, renderer=PlainText(tokenizer)) == text
+    assert len(shorten(text, limit=2, side=side, renderer=PlainText(tokenizer))) <= 2 + len(" ... ")
 
 
 # ---------------------------------------------------------------- environments of one's own
@@ -337,7 +337,7 @@ def failing(what: str) -> Any:
     ("what", "reason", "finished"),
     [
         ("raises", "environment.raised: ValueError: broken (test_environments.py:", 2),
-        ("cancels", "environment.raised: CancelledError, and nobody had cancelled it", 2),
+        ("cancels", "environment.raised: CancelledError without a cancellation", 2),
         ("hangs", "environment.timeout: a sample took longer than 0.5 s", 2),
         ("nan", "environment.not_finite", 0),
         ("text", "environment.result: a reward is a str", 0),
@@ -361,7 +361,7 @@ def test_without_a_reward_of_its_own_reward_workers_score(folder: Path, tokenize
 
 def test_cancelling_gives_the_turns_up_at_the_engine(folder: Path, tokenizer: Tokenizer) -> None:
     config = config_of(folder, 'name = "chat"\n')
-    environment = Turns(config, tokenizer, rollout_of(config))
+    environment = Turns(config, tokenizer, make_rollout(config))
     engine = SayingEngine(tokenizer, lambda *_: None)
     prompt = encode_prompt(ROW, config.data, tokenizer)
 
@@ -404,7 +404,7 @@ def test_what_cannot_be_used_is_said_before_anything_is_generated(
     folder: Path, tokenizer: Tokenizer, text: str, why: str
 ) -> None:
     with pytest.raises(ConfigError, match=why):
-        environment_of(config_of(folder, text + "\n"), tokenizer)
+        make_environment(config_of(folder, text + "\n"), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -425,7 +425,7 @@ def test_contradictions_are_named(folder: Path, text: str, why: str) -> None:
 def test_an_environment_may_be_all_that_scores(folder: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigErrors, match="no \\[\\[reward\\]\\]"):
         config_of(folder, reward=False)
-    assert isinstance(environment_of(config_of(folder), tokenizer), SingleTurn)
+    assert isinstance(make_environment(config_of(folder), tokenizer), SingleTurn)
     whole = '[model]\npath="m"\n[data]\npath="d.jsonl"\n[[reward]]\nfunction="m:f"\n[producers]\ncheckpoint_tokens=64\n'
     with pytest.raises(ConfigErrors, match="set it to 0"):
         parse(whole + '[environment]\nname = "chat"\n')

@@ -131,7 +131,7 @@ def test_prompts_are_the_first_rows_in_their_order(tmp_path: Path) -> None:
     config = made(ON, f"data.path={train}", f"evaluation.path={held}", "data.shuffle=true")
     prompts = HeldOutPrompts(config)
     assert prompts.rows == 5 and not evaluation_data(config).shuffle
-    assert [prompts.row_of(evaluation_group(7, row))["prompt"] for row in range(5)] == ["0=", "1=", "2=", "3=", "4="]
+    assert [prompts.row_for(evaluation_group(7, row))["prompt"] for row in range(5)] == ["0=", "1=", "2=", "3=", "4="]
     assert HeldOutPrompts(made(ON, f"evaluation.path={held}", "evaluation.max_prompts=3")).rows == 3
     assert HeldOutPrompts(made("")).rows == 0
 

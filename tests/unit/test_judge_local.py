@@ -16,8 +16,8 @@ from asyncrl.demo.tasks import CHARACTERS
 from asyncrl.errors import ConfigError
 from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 from producers.rewards.judges.classifier import Classifier
-from producers.rewards.judges.generative import Written, YesNo, engine_settings
-from producers.rewards.outcome import Asked, Model, Outcome, Problem, Verdict
+from producers.rewards.judges.generative import Written, YesNo, engine_config
+from producers.rewards.outcome import JudgeSettings, Model, Outcome, Problem, Verdict
 from producers.rewards.sample import RewardSample
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}#{% endfor %}"
@@ -72,10 +72,10 @@ def scores(model: Model, samples: list[RewardSample]) -> list[Outcome]:
     return asyncio.run(asyncio.wait_for(whole(), 120))
 
 
-def asked(folder: Path, name: str, kind: str, **settings: Any) -> Asked:
+def asked(folder: Path, name: str, kind: str, **settings: Any) -> JudgeSettings:
     given = {"device": "cpu", "prompt": "{prompt}{response}", **settings}
     table = JudgeConfig("grader", kind=kind, model=str(folder / name), **given)  # type: ignore[arg-type]
-    return Asked(table, 60.0, str(folder / "policy"), "float32", "prompt")
+    return JudgeSettings(table, 60.0, str(folder / "policy"), "float32", "prompt")
 
 
 def value(outcome: Outcome) -> float:
@@ -193,13 +193,13 @@ def test_a_judge_writes_its_answer_with_an_engine_of_its_own(folder: Path) -> No
 
 def test_a_number_in_what_it_writes_is_the_reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judge = Written(asked(folder, "grader", "generative", max_new_tokens=4, max_tokens=64))
-    monkeypatch.setattr(judge.tokenizer, "decode", lambda ids: f"Score: {len(ids)}")
+    monkeypatch.setattr(judge._questions.tokenizer, "decode", lambda ids: f"Score: {len(ids)}")
     assert [value(outcome) for outcome in scores(judge, [sample("4"), sample("5")])] == [4, 4]
 
 
 def test_no_room_for_an_answer_is_said(folder: Path) -> None:
     with pytest.raises(ConfigError, match="leaves no room"):
-        engine_settings(asked(folder, "grader", "generative", max_tokens=8, max_new_tokens=8))
+        engine_config(asked(folder, "grader", "generative", max_tokens=8, max_new_tokens=8))
 
 
 @pytest.mark.parametrize("at_once", [1, 8])
@@ -224,7 +224,7 @@ def test_words_that_begin_alike_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [Classifier, YesNo], ids=["classifier", "yes_no"])
-def test_a_folder_that_is_no_model_is_said(tmp_path: Path, make: Callable[[Asked], Model]) -> None:
+def test_a_folder_that_is_no_model_is_said(tmp_path: Path, make: Callable[[JudgeSettings], Model]) -> None:
     make_tokenizer(tmp_path / "empty")
     with pytest.raises(ConfigError, match=r"no (sequence classifier|language model)"):
         scores(make(asked(tmp_path, "empty", "generative", answer="yes_no")), [])

@@ -98,15 +98,15 @@ def test_contradictions_are_named(text: str, wanted: str) -> None:
 
 
 def test_a_template_takes_columns_and_leaves_other_braces() -> None:
-    text = templates.rendered('{prompt}|{response}|{ground_truth}|{level}|{tags}|{"score": 1}', SAMPLE)
+    text = templates.render('{prompt}|{response}|{ground_truth}|{level}|{tags}|{"score": 1}', SAMPLE)
     assert text == '2+2=|it is {prompt} 4|4|3|["a"]|{"score": 1}', "what a response holds is not replaced again"
-    assert templates.rendered("{columns}", SAMPLE) == '{"answer":"4","level":3,"tags":["a"]}'
+    assert templates.render("{columns}", SAMPLE) == '{"answer":"4","level":3,"tags":["a"]}'
     with pytest.raises(Problem, match=r"'depth'.*answer, level, tags"):
-        templates.rendered("{depth}", SAMPLE)
+        templates.render("{depth}", SAMPLE)
 
 
 def test_messages_have_the_system_text_first() -> None:
-    found = templates.messages_of(table(system="Be strict."), SAMPLE)
+    found = templates.judge_messages(table(system="Be strict."), SAMPLE)
     assert [message["role"] for message in found] == ["system", "user"]
     assert found[1]["content"] == "it is {prompt} 4"
 
@@ -136,7 +136,9 @@ def test_the_number_in_an_answer(settings: dict[str, Any], text: str, value: flo
 
 
 def test_yes_against_no() -> None:
-    words = templates.summed([("yes", math.log(0.3)), (" Yes", math.log(0.3)), ("no", math.log(0.2)), ("or", -9.0)])
+    words = templates.sum_logprobs(
+        [("yes", math.log(0.3)), (" Yes", math.log(0.3)), ("no", math.log(0.2)), ("or", -9.0)]
+    )
     found = templates.yes_share(table(), words)
     assert found.value == pytest.approx(0.75) and found.parts == pytest.approx({"yes": 0.6, "no": 0.2})
     with pytest.raises(Problem, match="neither yes nor no"):
@@ -171,7 +173,7 @@ def test_permits_come_at_the_rate_and_not_while_the_server_wants_peace() -> None
         return found
 
     assert asyncio.run(times(5)) == [100.0, 100.25, 100.5, 100.75, 101.0]
-    pace.leave_alone(3.0)
+    pace.pause_for(3.0)
     assert asyncio.run(times(2)) == [104.0, 104.0], "turns that came meanwhile are due at once"
     free = pacing.Pace(0.0, clock=clock, sleep=clock.sleep)
     asyncio.run(free.permit())
@@ -188,11 +190,11 @@ def test_backoff_doubles_up_to_its_limit_and_half_of_it_is_chance() -> None:
 def test_slow_is_what_takes_longer_than_95_percent() -> None:
     slow = pacing.Slow()
     for number in range(pacing.ENOUGH - 1):
-        slow.took(number)
-    assert slow.after() is None
+        slow.record(number)
+    assert slow.threshold_s() is None
     for number in range(pacing.ENOUGH - 1, 100):
-        slow.took(number)
-    assert slow.after() == 95
+        slow.record(number)
+    assert slow.threshold_s() == 95
 
 
 def test_the_first_good_answer_wins_and_the_other_is_cancelled() -> None:
@@ -212,7 +214,7 @@ def test_the_first_good_answer_wins_and_the_other_is_cancelled() -> None:
                 raise answer
             return answer
 
-        return await pacing.hedged(call, after_s=after_s, may=lambda: may, counted=lambda: ended.append("second"))
+        return await pacing.hedge(call, after_s=after_s, may=lambda: may, counted=lambda: ended.append("second"))
 
     assert asyncio.run(race((30, "slow"), (0, "fast"))) == "fast" and ended == ["second", "cancelled slow"]
     ended.clear()
@@ -227,6 +229,6 @@ def test_the_first_good_answer_wins_and_the_other_is_cancelled() -> None:
 
 
 def test_words_without_a_probability_are_summed_too() -> None:
-    found = templates.summed([(" yes", -9999.0), ("yes", -9999.0), ("no", -0.1), ("no ", -9999.0)])
+    found = templates.sum_logprobs([(" yes", -9999.0), ("yes", -9999.0), ("no", -0.1), ("no ", -9999.0)])
     assert found["yes"] == pytest.approx(-9999.0 + math.log(2)) and found["no"] == pytest.approx(-0.1)
     assert templates.yes_share(table(), found).value == 0.0

@@ -15,8 +15,8 @@ from aiohttp import web
 from asyncrl.config.sections.judge import JudgeConfig
 from asyncrl.errors import ConfigError
 from producers.rewards.judges import rate_limit as pace
-from producers.rewards.judges.remote import Remote, key_of
-from producers.rewards.outcome import Asked, Outcome, Problem, Verdict
+from producers.rewards.judges.remote import Remote, read_api_key
+from producers.rewards.outcome import JudgeSettings, Outcome, Problem, Verdict
 from producers.rewards.sample import RewardSample
 
 Handler = Callable[[int, dict[str, Any]], Awaitable[web.StreamResponse]]
@@ -71,7 +71,7 @@ def judge(
         port = runner.addresses[0][1]
         given = {"model": "big", "prompt": "Grade {response}", "url": f"http://127.0.0.1:{port}/v1/", **settings}
         table = JudgeConfig("grader", kind="url", **given)
-        remote = Remote(Asked(table, timeout_s, "policy", "float32", "prompt"))
+        remote = Remote(JudgeSettings(table, timeout_s, "policy", "float32", "prompt"))
         await remote.start()
         found: dict[int, Outcome] = {}
         try:
@@ -245,7 +245,7 @@ def test_the_key_comes_from_the_environment_or_a_private_file(tmp_path: Path, mo
     assert server.keys == ["Bearer s3cret"] and "s3cret" not in str(outcomes[0]) + json.dumps(server.bodies)
 
     def key(**settings: str) -> str:
-        return key_of(Asked(JudgeConfig("g", kind="url", **settings), 1.0, "", "", ""))
+        return read_api_key(JudgeSettings(JudgeConfig("g", kind="url", **settings), 1.0, "", "", ""))
 
     path = tmp_path / "key"
     path.write_text("other\n")

@@ -23,8 +23,9 @@ from learners.backends.fsdp2.backend import FSDP2Backend
 from learners.checkpoints import checkpoint
 from learners.gang.gang import Gang
 from learners.gang.watchdog import Watchdog
+from learners.heartbeat import Heart
 from learners.loop import Learner
-from learners.rank_zero import Heart, Services
+from learners.rank_zero import Services
 from learners.step.lr_schedule import learning_rate
 from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 from weightsync.plan.buckets import TensorSpec, plan_buckets

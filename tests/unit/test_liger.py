@@ -14,7 +14,7 @@ from asyncrl import config
 from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.runtime.device import Device
 from learners.models import liger
-from learners.models.logprobs import PolicyModel
+from learners.models.policy_model import PolicyModel
 from learners.warm_start.tiny_model import make_tiny_qwen3
 
 HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None

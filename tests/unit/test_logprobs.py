@@ -9,9 +9,10 @@ from torch import nn
 
 from asyncrl.errors import ConfigError
 from learners.backends.base import to_device
-from learners.batch.assembly import Sample, packed_row, padded_rows
+from learners.batch.micro_batches import Sample, packed_row, padded_rows
 from learners.models import logprobs as logprobs_module
-from learners.models.logprobs import PolicyModel, check_head, chunked_logprobs, token_numbers
+from learners.models.logprobs import chunked_logprobs, token_numbers
+from learners.models.policy_model import PolicyModel, check_head
 from learners.warm_start.tiny_model import make_tiny_qwen3
 
 

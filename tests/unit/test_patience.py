@@ -12,7 +12,7 @@ from asyncrl.errors import Unavailable
 from asyncrl.net.requester import Requester
 from asyncrl.runtime.role import Stop
 from asyncrl.wire import Ok
-from learners.rank_zero import Silence
+from learners.heartbeat import Patience as OverduePatience
 from producers.support import retry as module
 from producers.support.retry import Bell, Patience
 
@@ -122,14 +122,16 @@ def test_a_bell_is_heard_before_and_during_the_wait_and_missed_after_the_limit()
 def test_the_learner_leaves_a_blocking_request_when_it_is_asked_to_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("learners.rank_zero.SILENT_S", 0.3)
-    monkeypatch.setattr("learners.rank_zero.LEAVE_S", 0.8)
+    monkeypatch.setattr("learners.heartbeat.SILENT_S", 0.3)
+    monkeypatch.setattr("learners.heartbeat.LEAVE_S", 0.8)
     stop = Stop()
     stop.set("SIGTERM")
-    asker = Requester("tcp://127.0.0.1:9", on_silence=Silence("buffer tcp://127.0.0.1:9", limit_s=60, stop=stop))
+    asker = Requester(
+        "tcp://127.0.0.1:9", on_silence=OverduePatience("buffer tcp://127.0.0.1:9", limit_s=60, stop=stop)
+    )
     started = time.monotonic()
     with pytest.raises(Unavailable, match="no answer to Ok"):
         asker.request(Ok(), timeout_s=60)
     asker.close()
     assert 0.8 <= time.monotonic() - started < 3  # closing does not linger for a service that is not there
-    assert capsys.readouterr().out.count("does not answer since 0.3 s; giving up after 60 s") == 1
+    assert capsys.readouterr().out.count("has not answered for 0.3 s; the request gives up after 60 s") == 1

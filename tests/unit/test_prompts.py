@@ -85,15 +85,15 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 def test_the_columns_of_verl_come_through_every_kind_of_file(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path / f"train{kind}", verl_rows(5))
     prompts = Prompts(DataConfig(path=str(path), shuffle=False), seed=0)
-    assert [prompts.row_of(group) for group in range(5)] == verl_rows(5)
-    msgspec.json.encode(prompts.row_of(3))
+    assert [prompts.row_for(group) for group in range(5)] == verl_rows(5)
+    msgspec.json.encode(prompts.row_for(3))
 
 
 def test_several_files_are_one_data_set(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", text_rows(3))
     second = write(tmp_path / "b.parquet", text_rows(5)[3:])
     prompts = Prompts(DataConfig(path=f"{first}, {second}", shuffle=False), seed=0)
-    assert [prompts.row_of(group) for group in range(5)] == text_rows(5)
+    assert [prompts.row_for(group) for group in range(5)] == text_rows(5)
 
 
 def test_parquet_values_become_json(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_parquet_values_become_json(tmp_path: Path) -> None:
         }
     )
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    row = Prompts(DataConfig(path=str(tmp_path / "a.parquet")), seed=0).row_of(0)
+    row = Prompts(DataConfig(path=str(tmp_path / "a.parquet")), seed=0).row_for(0)
     assert row == {"prompt": "x", "score": None, "when": "1970-01-01 00:00:00", "vector": [1.0, 2.0]}
     assert plain_value({"a": np.arange(2), "b": (np.float32(1.0), None)}) == {"a": [0, 1], "b": [1.0, None]}
 
@@ -143,19 +143,19 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_every_epoch_is_a_permutation_of_its_own(tmp_path: Path) -> None:
     path = str(write(tmp_path / "a.jsonl", text_rows(50)))
     prompts = Prompts(DataConfig(path=path), seed=3)
-    epochs = [[prompts.row_of(50 * epoch + place)["prompt"] for place in range(50)] for epoch in range(3)]
+    epochs = [[prompts.row_for(50 * epoch + place)["prompt"] for place in range(50)] for epoch in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == sorted(row["prompt"] for row in text_rows(50))
     assert epochs[0] != epochs[1] != epochs[2]
     again, other = Prompts(DataConfig(path=path), seed=3), Prompts(DataConfig(path=path), seed=4)
-    backwards = [again.row_of(group)["prompt"] for group in reversed(range(150))][::-1]
+    backwards = [again.row_for(group)["prompt"] for group in reversed(range(150))][::-1]
     assert backwards == [prompt for epoch in epochs for prompt in epoch]
-    assert [other.row_of(group)["prompt"] for group in range(50)] != epochs[0]
+    assert [other.row_for(group)["prompt"] for group in range(50)] != epochs[0]
 
 
 def test_without_shuffle_the_order_is_that_of_the_file(tmp_path: Path) -> None:
     prompts = Prompts(DataConfig(path=str(write(tmp_path / "a.jsonl", text_rows(5))), shuffle=False), seed=3)
-    assert prompts.row_of(12) == text_rows(5)[2]  # 12 = 2 x 5 + 2
+    assert prompts.row_for(12) == text_rows(5)[2]  # 12 = 2 x 5 + 2
 
 
 taken: list[int] = []
@@ -193,22 +193,22 @@ def test_an_endless_source_is_read_as_far_as_needed() -> None:
 
     module.taken.clear()
     prompts = Prompts(DataConfig(source="test_prompts:endless"), seed=0)
-    assert prompts.row_of(10) == {"prompt": "p10"} and len(module.taken) == 11
-    assert prompts.row_of(3) == {"prompt": "p3"} and len(module.taken) == 11
+    assert prompts.row_for(10) == {"prompt": "p10"} and len(module.taken) == 11
+    assert prompts.row_for(3) == {"prompt": "p3"} and len(module.taken) == 11
 
 
 def test_an_iterable_that_ends_starts_again_permuted() -> None:
     prompts = Prompts(DataConfig(source="test_prompts:four"), seed=1)
-    assert [prompts.row_of(group) for group in range(4)] == text_rows(4)
-    later = [prompts.row_of(group)["prompt"] for group in range(4, 40)]
+    assert [prompts.row_for(group) for group in range(4)] == text_rows(4)
+    later = [prompts.row_for(group)["prompt"] for group in range(4, 40)]
     assert all(sorted(later[at : at + 4]) == sorted(r["prompt"] for r in text_rows(4)) for at in range(0, 36, 4))
     jumped = Prompts(DataConfig(source="test_prompts:four"), seed=1)
-    assert [jumped.row_of(group)["prompt"] for group in range(39, 3, -1)][::-1] == later
+    assert [jumped.row_for(group)["prompt"] for group in range(39, 3, -1)][::-1] == later
 
 
 def test_a_source_with_a_length_is_permuted_from_the_start() -> None:
     prompts = Prompts(DataConfig(source="test_prompts:as_list"), seed=0)
-    assert sorted(prompts.row_of(group)["prompt"] for group in range(4)) == sorted(r["prompt"] for r in text_rows(4))
+    assert sorted(prompts.row_for(group)["prompt"] for group in range(4)) == sorted(r["prompt"] for r in text_rows(4))
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_texts_become_chats_and_get_a_system_prompt(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": prompt, "answer": "4"}))
-    row = Prompts(DataConfig(path=str(path), **settings), seed=0).row_of(0)
+    row = Prompts(DataConfig(path=str(path), **settings), seed=0).row_for(0)
     assert row["answer"] == "4"
     if roles is None:
         assert row["prompt"] == prompt
@@ -340,5 +340,5 @@ def test_a_text_as_chat_is_rendered_by_the_template(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "2+2"}))
     data = DataConfig(path=str(path), as_chat=True, system_prompt="sys")
-    ids = encode_prompt(Prompts(data, seed=0).row_of(0), data, tokenizer)
+    ids = encode_prompt(Prompts(data, seed=0).row_for(0), data, tokenizer)
     assert ids.tolist() == [VOCABULARY[character] for character in "<sys><2+2>|"]

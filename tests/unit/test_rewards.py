@@ -15,7 +15,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from producers.rewards.forms import recognise
-from producers.rewards.functions import RewardCall, bound, main
+from producers.rewards.functions import RewardCall, bound_args, main
 from producers.rewards.loading import load_function
 from producers.rewards.sample import NotFinite, RewardSample, read_value
 
@@ -111,7 +111,7 @@ def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_forms_are_recognised_by_parameter_names(function: Callable[..., Any], form: str) -> None:
-    assert recognise(function, args=bound(function)).name == form
+    assert recognise(function, args=bound_args(function)).name == form
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_forms_are_recognised_by_parameter_names(function: Callable[..., Any], f
 )
 def test_other_forms_are_refused_with_their_parameters(function: Callable[..., Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        recognise(function, name="m:f", args=bound(function))
+        recognise(function, name="m:f", args=bound_args(function))
     assert caught.value.code == "config.reward" and words in caught.value.message and caught.value.where == "m:f"
 
 

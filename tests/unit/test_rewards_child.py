@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from producers.rewards.child import failure_of
+from producers.rewards.child import make_failure
 from producers.rewards.pipe import FunctionSpec, Result
 from producers.rewards.sample import NotFinite, RewardSample
 from producers.rewards.scorer import Scorer
@@ -253,5 +253,7 @@ def test_extra_info_that_is_no_object_reaches_the_function(scorers: list[Scorer]
 
 
 def test_a_timeout_says_what_it_is() -> None:
-    assert failure_of("label", TimeoutError()).detail == "label: TimeoutError"
-    assert all(len(failure_of("label", kind("x" * 9000)).detail) <= 500 for kind in (NotFinite, TimeoutError, KeyError))
+    assert make_failure("label", TimeoutError()).detail == "label: TimeoutError"
+    assert all(
+        len(make_failure("label", kind("x" * 9000)).detail) <= 500 for kind in (NotFinite, TimeoutError, KeyError)
+    )

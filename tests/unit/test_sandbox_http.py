@@ -16,7 +16,7 @@ from sandbox_lab import served
 
 from asyncrl.errors import AsyncRLError
 from producers.sandbox import SandboxLimits, open_sandbox, seccomp
-from producers.sandbox.remote import result_of
+from producers.sandbox.remote import read_result
 
 
 def run_result(status: str = "Finished", code: int | None = 0, out: str = "", err: str = "") -> dict[str, Any]:
@@ -38,7 +38,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize(("answer", "status", "code"), ANSWERS)
 def test_what_an_answer_means(answer: dict[str, Any], status: str, code: int) -> None:
-    result = result_of(answer, 100)
+    result = read_result(answer, 100)
     assert (result.status, result.exit_code, result.wall_s) == (status, code, 0.25) and len(result.stdout) <= 100
 
 

@@ -200,7 +200,7 @@ def test_json_schema(response: str, value: float) -> None:
 
 def test_a_schema_that_is_none() -> None:
     pytest.importorskip("jsonschema")
-    with pytest.raises(ConfigError, match="no JSON schema"):
+    with pytest.raises(ConfigError, match="not a JSON schema"):
         scored("json_schema", "{}", schema={"type": "objekt"})
     with pytest.raises(ValueError, match="no object"):
         scored("json_schema", "{}", "not a schema")
@@ -272,8 +272,8 @@ def test_scores_are_finite() -> None:
 def test_repeated_marks_cost_no_more_than_their_length() -> None:
     """What a model that repeats itself writes: the time-out of these would be a failure and not a 0."""
     assert scored("format", "<think>x</think><answer>" * 20_000, tags=["think", "answer", "end"]).value == 0.0
-    assert finding.fenced("```" + "a" * 100_000, ("a",)) is None
-    assert finding.fenced("```a\n" + "```a " * 20_000, ("a",)) == ""
+    assert finding.find_fenced("```" + "a" * 100_000, ("a",)) is None
+    assert finding.find_fenced("```a\n" + "```a " * 20_000, ("a",)) == ""
     assert scored("qa", "<answer>" * 50_000, "Paris", tag="answer").value == 0.0
     assert scored("qa", "<answer>x</answer>" * 20_000 + "<answer>Paris</answer>", "Paris", tag="answer").value == 1.0
 

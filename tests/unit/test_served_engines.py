@@ -16,11 +16,11 @@ import pytest
 from asyncrl.config import Config, parse
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import AsyncRLError, ConfigError, WorkError
-from producers.engines.request_gate import Admission
+from producers.engines.request_gate import RequestGate
 from producers.engines.sglang.control_api import ServerFacts
-from producers.engines.sglang.responses import piece_of
-from producers.engines.sglang.sample import Sample, seed_of
-from producers.engines.sglang.startup import address_towards, check_request, check_server, url_of
+from producers.engines.sglang.responses import read_piece
+from producers.engines.sglang.sample import Sample, sample_seed
+from producers.engines.sglang.startup import address_towards, check_request, check_server, server_url
 
 
 def test_a_producer_of_a_server_needs_neither_torch_nor_transformers_to_start() -> None:
@@ -32,7 +32,7 @@ def test_a_producer_of_a_server_needs_neither_torch_nor_transformers_to_start() 
 
 def test_the_urgent_enter_first_and_nobody_while_it_is_shut() -> None:
     async def body() -> None:
-        door, entered = Admission(1), []
+        door, entered = RequestGate(1), []
 
         async def visit(name: str, priority: int, stay: asyncio.Event) -> None:
             async with door.place(priority):
@@ -63,7 +63,7 @@ def test_the_urgent_enter_first_and_nobody_while_it_is_shut() -> None:
 
 def test_a_place_is_not_lost_by_who_is_cancelled_as_it_enters() -> None:
     async def body() -> None:
-        door = Admission(1)
+        door = RequestGate(1)
 
         async def visit() -> None:
             async with door.place():
@@ -94,9 +94,9 @@ def event(ids: list[int], *, of: int, finish: str = "", spans: Any = None) -> di
 
 def test_streams_may_repeat_what_came_or_not() -> None:
     for ids in ([1, 2, 3, 4, 5], [4, 5]):
-        piece = piece_of(event(ids, of=5), 3, where="s")
+        piece = read_piece(event(ids, of=5), 3, where="s")
         assert (piece.tokens, piece.logprobs, piece.finish, piece.spans) == ([4, 5], [-2.0, -2.5], "", None)
-    last = piece_of(event([4], of=4, finish="stop", spans=[{"version": "a", "start": 0, "end": 4}]), 3, where="s")
+    last = read_piece(event([4], of=4, finish="stop", spans=[{"version": "a", "start": 0, "end": 4}]), 3, where="s")
     assert (last.finish, last.spans) == ("stop", [("a", 0, 4)])
 
 
@@ -115,10 +115,10 @@ def test_an_answer_that_cannot_be_right_breaks_the_engine() -> None:
     ]
     for bad in wrong:
         with pytest.raises(WorkError) as caught:
-            piece_of(bad, 0, where="s")
+            read_piece(bad, 0, where="s")
         assert caught.value.code == "engine.broken", bad
     with pytest.raises(WorkError, match="too long") as caught:
-        piece_of({"error": {"message": "too long", "code": 400}}, 0, where="s")
+        read_piece({"error": {"message": "too long", "code": 400}}, 0, where="s")
     assert caught.value.code == "sample.invalid"
 
 
@@ -136,11 +136,11 @@ def test_a_sample_hands_on_what_is_certain_and_asks_on_behind_it() -> None:
     assert (first["rid"], first["input_ids"], first["extra_key"]) == ("g:1/4/1;", [5, 6], "x")
     assert first["sampling_params"]["stop_token_ids"] == [3] and not first["sampling_params"]["ignore_eos"]
     sample.take([7, 2], [-1.0, -2.0])
-    assert not sample.due()  # nobody has said of which weights they are
+    assert not sample.is_due()  # nobody has said of which weights they are
     sample.ascertain([1, 1])
-    assert sample.due()
+    assert sample.is_due()
     sample.hand_on("")
-    assert not sample.stopped() and sample.left == 8
+    assert not sample.is_stopped() and sample.remaining == 8
     second = sample.ask(salt="y")
     assert (second["rid"], second["input_ids"]) == ("g:1/4/2;", [5, 6, 7, 2])
     assert second["sampling_params"]["max_new_tokens"] == 8
@@ -148,7 +148,7 @@ def test_a_sample_hands_on_what_is_certain_and_asks_on_behind_it() -> None:
     with pytest.raises(WorkError, match="other weights"):
         sample.ascertain([1, 2, 2])
     sample.ascertain([1, 1, 2])
-    assert sample.stopped()
+    assert sample.is_stopped()
     sample.hand_on("stop")
     deltas = [outbox.get_nowait() for _ in range(outbox.qsize())]
     assert all(isinstance(delta, GenDelta) for delta in deltas)
@@ -160,7 +160,7 @@ def test_names_of_requests_do_not_begin_each_other_and_seeds_differ() -> None:
     outbox: asyncio.Queue[GenDelta | AsyncRLError | None] = asyncio.Queue()
     names = [Sample(request(), index, outbox).name for index in range(120)]
     assert not [one for one in names for other in names if one != other and other.startswith(one)]
-    seeds = {seed_of(seed, index) for seed in range(-3, 20) for index in range(50)}
+    seeds = {sample_seed(seed, index) for seed in range(-3, 20) for index in range(50)}
     assert len(seeds) == 23 * 50 and all(0 <= seed < 2**63 for seed in seeds)
     assert request().stop_ids == () and Sample(request(), 0, outbox).ask(salt="")["sampling_params"]["ignore_eos"]
 
@@ -218,9 +218,9 @@ def test_recompute_may_overlap_and_another_model_may_not(tmp_path: Path) -> None
 
 
 def test_addresses(tmp_path: Path) -> None:
-    assert url_of(config_of(tmp_path, url='["http://h:1"]')) == "http://h:1"
+    assert server_url(config_of(tmp_path, url='["http://h:1"]')) == "http://h:1"
     with pytest.raises(ConfigError, match="address of the server is missing"):
-        url_of(config_of(tmp_path))
+        server_url(config_of(tmp_path))
     assert address_towards("http://127.0.0.1:30000") == "127.0.0.1"
     with pytest.raises(ConfigError):
         address_towards("http://no.such.host.invalid:1")

@@ -19,11 +19,12 @@ from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import WorkError
 from asyncrl.versions import expand
-from learners.batch.assembly import MicroBatch, assemble, statistics, unusable
+from learners.batch.assembly import assemble, statistics, unusable
 from learners.batch.estimates import after_the_model, cuts_of, length_of
+from learners.batch.micro_batches import MicroBatch
 from learners.step.batch_passes import _of_samples
-from producers.engines.request_checks import problem_of
-from producers.rollout.rollout import Finished, extras_of
+from producers.engines.request_checks import request_problem
+from producers.rollout.rollout import Finished, submit_fields
 from producers.rollout.session import Session
 
 
@@ -89,7 +90,7 @@ def test_another_beginning_replaces_the_prompt_of_the_group() -> None:
 
 
 def test_nothing_said_and_too_many_rewards_are_errors() -> None:
-    with pytest.raises(WorkError, match="nothing was said"):
+    with pytest.raises(WorkError, match="there is no turn"):
         Session(np.array([1], np.int32), index=0).finish()
     with pytest.raises(WorkError, match="3 rewards for 2 turns"):
         two_turns().finish(1.0, [1, 2, 3])
@@ -109,7 +110,7 @@ def test_what_an_engine_is_asked_for() -> None:
         session.extend(context)
         room = 12 - len(session.context)
         asked.append(session.request(group, max_prompt_tokens=4, max_new_tokens=min(8 - session.response_tokens, room)))
-        assert problem_of(asked[-1], config, vocab=10, taken=False, version=0) == ""
+        assert request_problem(asked[-1], config, vocab=10, taken=False, version=0) == ""
         session.add_turn(said(5))
     assert [one.id for one in asked] == ["7:1:2:0", "7:1:2:1", "7:1:2:2"]
     assert [one.begun for one in asked] == [0, 2, 2]
@@ -184,7 +185,7 @@ def test_no_rows_whatever_they_are_break_the_validation(noise: bytes, rows: list
 
 def test_what_a_producer_hands_to_the_client() -> None:
     plain = Finished(said(5))
-    named = extras_of([plain, two_turns().finish(0.0, [0.5], parts={"final": -0.5})])
+    named = submit_fields([plain, two_turns().finish(0.0, [0.5], parts={"final": -0.5})])
     assert named["rewards"] == {2: 0.0}
     assert named["turns"] == {2: ((1, 0.5),)}
     assert named["parts"] == {2: {"final": -0.5}}

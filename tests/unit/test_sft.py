@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from padded_rows import collate
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -16,22 +17,9 @@ from tokenizers import Tokenizer  # noqa: E402, RUF100
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402, RUF100
 
 from asyncrl.demo import tasks
-from learners.warm_start import sft as sft_module
-from learners.warm_start.sft import (
-    IGNORE,
-    Example,
-    Stage,
-    bucketed_batches,
-    collate,
-    completion_loss,
-    learning_rate_factor,
-    main,
-    make_warm_start,
-    pack,
-    sampled_accuracy,
-    sft,
-    stage_batches,
-)
+from learners.warm_start import arithmetic
+from learners.warm_start.arithmetic import Stage, main, make_warm_start, sampled_accuracy, stage_batches
+from learners.warm_start.sft import IGNORE, Example, completion_loss, learning_rate_factor, pack, sft
 from learners.warm_start.tiny_model import count_parameters, make_tiny_qwen3, make_tokenizer, save_model
 
 SMALL = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp_size": 64}
@@ -143,16 +131,6 @@ def test_packed_and_padded_batches_have_the_same_loss_and_gradient() -> None:
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*gradients, strict=True))
 
 
-def test_bucketing_keeps_every_row_and_the_token_bound() -> None:
-    rows = examples(50)
-    batches = bucketed_batches(rows, tokens_per_batch=40, pad_id=0, seed=1)
-    again = bucketed_batches(rows, tokens_per_batch=40, pad_id=0, seed=1)
-    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(batches, again, strict=True))
-    assert all(batch["input_ids"].numel() <= 40 for batch in batches)
-    seen = sorted([t for t in row if t != 0] for batch in batches for row in batch["input_ids"].tolist())
-    assert seen == sorted([*row.prompt, *row.completion] for row in rows)
-
-
 @pytest.mark.parametrize("make", [lambda rows: collate(rows, pad_id=0), lambda rows: pack(rows, width=4, pad_id=0)])
 def test_rows_without_completion_are_refused(make: object) -> None:
     assert callable(make)
@@ -239,7 +217,7 @@ def test_an_unknown_task_is_refused(tmp_path: Path) -> None:
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     stages = {"add": (Stage(steps=1, lr=1e-3, noise=0.0, tokens=100, width=40),)}
-    monkeypatch.setattr(sft_module, "WARM_START_STAGES", stages)
+    monkeypatch.setattr(arithmetic, "WARM_START_STAGES", stages)
     assert main(["--task", "add", "--out", str(tmp_path), "--measure", "2"]) == 0
     shown = capsys.readouterr().out
     assert "saved to" in shown

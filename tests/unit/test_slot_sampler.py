@@ -22,7 +22,7 @@ from producers.engines.hf.decoder import Decoder
 from producers.engines.hf.kv_cache import FIRST_LENGTH, KVStore
 from producers.engines.hf.sampling import sample
 from producers.engines.hf.slot_cache import SlotMemory
-from producers.engines.hf.slots import COUNT, LANE, LAST, POSITION, SlotTable, runs_between, uniforms_of
+from producers.engines.hf.slots import COUNT, LANE, LAST, POSITION, SlotTable, runs_between, sample_uniforms
 
 CPU = torch.device("cpu")
 
@@ -74,8 +74,8 @@ def test_top_k_and_top_p_are_per_row() -> None:
 
 
 def test_random_numbers_are_a_function_of_seed_and_index() -> None:
-    assert np.array_equal(uniforms_of(3, 1, 10), uniforms_of(3, 1, 20)[:10])
-    streams = {tuple(uniforms_of(seed, index, 4)) for seed in (0, 1, 2**63, -1) for index in range(8)}
+    assert np.array_equal(sample_uniforms(3, 1, 10), sample_uniforms(3, 1, 20)[:10])
+    streams = {tuple(sample_uniforms(seed, index, 4)) for seed in (0, 1, 2**63, -1) for index in range(8)}
     assert len(streams) == 32
     assert all(0.0 <= number < 1.0 for stream in streams for number in stream)
 

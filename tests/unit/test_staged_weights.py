@@ -61,7 +61,7 @@ def test_a_version_goes_into_a_file_and_is_read_back(tmp_path: Path, lent: bool)
     for tensor in update.tensors:
         assert raw[update.place(tensor) :][: tensor.nbytes] == buckets[tensor.bucket][tensor.offset :][: tensor.nbytes]
         assert update.place(tensor) % 2 == 0
-    weights.committed()
+    weights.commit()
     into = bytearray(len(buckets[1]))
     assert weights.read(1, memoryview(into))
     assert bytes(into) == buckets[1]
@@ -81,7 +81,7 @@ def test_what_is_lent_is_not_copied_and_damage_shows(tmp_path: Path) -> None:
     assert weights.apply(0, room) != manifest.bucket_digests[0]
     room[0] ^= 1
     assert weights.apply(0, room) == manifest.bucket_digests[0]
-    assert weights.under_way().path.read_bytes()[: len(buckets[0])] == buckets[0]
+    assert weights.pending().path.read_bytes()[: len(buckets[0])] == buckets[0]
 
 
 def test_two_files_take_turns_and_the_older_version_stays_until_the_next_but_one(tmp_path: Path) -> None:
@@ -93,10 +93,10 @@ def test_two_files_take_turns_and_the_older_version_stays_until_the_next_but_one
         room = weights.room(0)
         assert room is not None
         rooms.append((room, first))
-        paths.append(weights.under_way().path)
+        paths.append(weights.pending().path)
         if number:
             assert bytes(rooms[number - 1][0]) == rooms[number - 1][1], "the version in force changed"
-        weights.committed()
+        weights.commit()
         if number:
             assert bytes(rooms[number - 1][0]) == rooms[number - 1][1], "it is passed on until the next update begins"
     assert len(set(paths)) == 2
@@ -108,13 +108,13 @@ def test_two_files_take_turns_and_the_older_version_stays_until_the_next_but_one
 def test_an_abort_leaves_the_version_in_force_and_gives_its_file_up(tmp_path: Path) -> None:
     weights = staged(tmp_path)
     held = put(weights, 0)
-    weights.committed()
+    weights.commit()
     put(weights, 1)
-    weights.committed()
+    weights.commit()
     late = version_of(2)[2]
     manifest, tensors, _ = version_of(2)
     weights.begin(manifest, tensors)
-    path, room = weights.under_way().path, weights.room(0)
+    path, room = weights.pending().path, weights.room(0)
     weights.abort()
     assert room is not None
     room[:] = late[0]  # a transport that did not hear of the abort
@@ -122,8 +122,8 @@ def test_an_abort_leaves_the_version_in_force_and_gives_its_file_up(tmp_path: Pa
     with pytest.raises(AsyncRLError, match="no update"):
         weights.apply(0, late[0])
     held = put(weights, 2, seed=1)
-    assert weights.under_way().path != path
-    weights.committed()
+    assert weights.pending().path != path
+    weights.commit()
     into = bytearray(len(held[0]))
     assert weights.read(0, memoryview(into))
     assert bytes(into) == held[0]
@@ -133,11 +133,11 @@ def test_refusals(tmp_path: Path) -> None:
     weights = staged(tmp_path)
     manifest, tensors, buckets = version_of(0)
     with pytest.raises(AsyncRLError, match="no update is under way"):
-        weights.committed()
+        weights.commit()
     weights.begin(manifest, tensors)
     weights.apply(0, buckets[0])
     with pytest.raises(AsyncRLError, match="commit without buckets"):
-        weights.committed()
+        weights.commit()
     with pytest.raises(AsyncRLError, match="planned"):
         weights.apply(1, buckets[1][:-1])
     with pytest.raises(AsyncRLError, match="no bucket 9"):
@@ -159,7 +159,7 @@ def test_no_room_is_an_error_and_the_next_folder_is_tried(tmp_path: Path) -> Non
     assert refused.value.code == "disk.full"
     weights = StagedWeights(tmp_path, folders=(blocked, tmp_path / "scratch"))
     weights.begin(manifest, tensors)
-    assert weights.under_way().path.parent == tmp_path / "scratch"
+    assert weights.pending().path.parent == tmp_path / "scratch"
 
 
 def test_files_of_killed_processes_are_removed(tmp_path: Path) -> None:

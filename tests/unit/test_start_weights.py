@@ -16,7 +16,7 @@ from asyncrl.config import parse
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.runtime.device import Device
 from learners.backends import start_weights
-from learners.backends.fsdp2.backend import load_model
+from learners.backends.fsdp2.loading import load_model
 from learners.backends.sharded_checkpoint import Box
 from learners.backends.start_weights import Start, Unfit
 from learners.models.score_model import load_scorer

@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigErrors
 from asyncrl.metrics import read_lines
 from asyncrl.runtime.device import Device
 from asyncrl.runtime.run_dir import RunDir
-from learners.batch.assembly import Sample, packed_row, padded_rows
+from learners.batch.micro_batches import Sample, packed_row, padded_rows
 from learners.checkpoints.export import export
 from learners.gang.gang import Gang
 from learners.profiling.device_peaks import peak_of

@@ -74,21 +74,10 @@ KNOWS = {
 
 # ---- What is left to do elsewhere. These lists only become shorter.
 PENDING_PACKAGES = ("buffers", "weightsync", "producers", "learners")  # names and words
-PENDING_CIRCLES = ("learners.backends.fsdp2",)
-PENDING_ARROWS = (
-    ("learners.backends", "learners.backends.megatron"),
-    ("learners.backends.megatron", "learners.backends.fsdp2"),
-)
-PENDING_FILES = (
-    "buffers/client/client.py",
-    "learners/batch/assembly.py",
-    "learners/models/logprobs.py",
-    "learners/rank_zero.py",
-    "learners/warm_start/sft.py",
-    "producers/engines/sglang/engine.py",
-)
+PENDING_CIRCLES = ()
+PENDING_ARROWS = ()
+PENDING_FILES = ("producers/engines/sglang/engine.py",)
 PENDING_CLASSES = (
-    "learners.rank_zero.Services",
     "producers.engines.hf.engine.HFEngine",
     "producers.engines.vllm.base.VLLMBase",
 )

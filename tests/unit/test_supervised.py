@@ -13,7 +13,7 @@ from made_batches import a_batch, a_group, a_sample
 from asyncrl.config import LearnerConfig, PreferenceConfig
 from asyncrl.wire.batch_arrays import GroupData
 from learners.backends.base import Micro, to_device
-from learners.batch.assembly import MicroBatch, Minibatch, Sample, decode_share, encode_share
+from learners.batch.micro_batches import MicroBatch, Minibatch, Sample, decode_share, encode_share
 from learners.step import supervised
 
 LN2 = float(np.log(2))

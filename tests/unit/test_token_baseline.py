@@ -14,8 +14,8 @@ from test_presets_train import batch_of
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from learners.algorithms.advantages import optimal_token_baseline
 from learners.backends.fsdp2.backend import FSDP2Backend
-from learners.batch.assembly import decode_share
 from learners.batch.estimates import ModelNumbers, after_the_model, whole_of
+from learners.batch.micro_batches import decode_share
 from learners.gang.gang import Gang
 from learners.step.batch_passes import needs_of_step, prepare
 from learners.step.resilient_step import Trial

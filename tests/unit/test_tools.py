@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from asyncrl.environment import EnvironmentFailure, ToolCall
 from asyncrl.errors import ConfigError, WorkError
-from producers.tools.base import FunctionTool, Toolbox, ToolError, toolbox_of
+from producers.tools.base import FunctionTool, Toolbox, ToolError, make_toolbox
 from producers.tools.calculator import MAX_DIGITS, calculator
-from producers.tools.parsers import Parsed, hermes, parser_of, plain_json
+from producers.tools.parsers import Parsed, find_parser, hermes, plain_json
 from producers.tools.search import SearchTool
 
 
@@ -103,12 +103,12 @@ def test_given_schemas(tmp_path: Path) -> None:
     file = tmp_path / "tools.json"
     about = {"name": "forecast", "description": "Tell.", "parameters": {"type": "object"}}
     file.write_text(json.dumps([{"type": "function", "function": about, "call": f"{__name__}:weather"}]))
-    box = toolbox_of([str(file)], {})
+    box = make_toolbox([str(file)], {})
     assert box.schemas == [{"type": "function", "function": about}]
     assert "Ulm" in answer(box, "forecast", city="Ulm")
     file.write_text('[{"function": {"name": "x"}}]')
     with pytest.raises(ConfigError, match="no 'call' in an entry"):
-        toolbox_of([str(file)], {})
+        make_toolbox([str(file)], {})
 
 
 def untyped(city) -> str:  # type: ignore[no-untyped-def]
@@ -127,12 +127,12 @@ def many(*cities: str) -> str:
 )
 def test_functions_that_can_be_no_tool(name: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        toolbox_of([f"{__name__}:{name}"], {})
+        make_toolbox([f"{__name__}:{name}"], {})
 
 
 def test_two_tools_of_one_name() -> None:
     with pytest.raises(ConfigError, match="two tools are called 'calculator'"):
-        toolbox_of(["calculator", "producers.tools.calculator:calculator"], {})
+        make_toolbox(["calculator", "producers.tools.calculator:calculator"], {})
 
 
 class Source:
@@ -283,9 +283,9 @@ def test_white_space_without_end_costs_no_time() -> None:
 
 
 def test_a_parser_of_ones_own() -> None:
-    assert parser_of("producers.tools.parsers:hermes") is hermes
+    assert find_parser("producers.tools.parsers:hermes") is hermes
     with pytest.raises(ConfigError, match="no function"):
-        parser_of(f"{__name__}:GIVEN")
+        find_parser(f"{__name__}:GIVEN")
 
 
 # ---------------------------------------------------------------- search
@@ -304,7 +304,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def test_search_finds_the_best_first(corpus: Path) -> None:
-    box = toolbox_of(["search"], {"search": {"path": str(corpus), "results": 2, "passage_letters": 20}})
+    box = make_toolbox(["search"], {"search": {"path": str(corpus), "results": 2, "passage_letters": 20}})
     assert answer(box, "search", query="rhine").splitlines() == [
         "[1] Rivers: Rhine, Rhine",
         "[2] Bonn: Bonn lies on the Rhi",
@@ -333,7 +333,7 @@ def test_a_corpus_that_cannot_be_read(tmp_path: Path) -> None:
         SearchTool(str(tmp_path / "bad.jsonl"))
     assert error.value.where.endswith(":2")
     with pytest.raises(ConfigError, match="path"):
-        toolbox_of(["search"], {})
+        make_toolbox(["search"], {})
 
 
 # ---------------------------------------------------------------- python
@@ -353,7 +353,7 @@ def test_python_in_a_sandbox() -> None:
             raise WorkError("internal", "no bubblewrap")
         return results[code]
 
-    box = toolbox_of(
+    box = make_toolbox(
         ["python"], {"python": {"timeout_s": 3}}, sandbox=lambda: SimpleNamespace(arun=arun, close=lambda: None)
     )
     assert answer(box, "python", code="print(1)") == "1\n"
@@ -366,7 +366,7 @@ def test_python_in_a_sandbox() -> None:
 def test_python_for_real() -> None:
     from producers.sandbox import SandboxLimits, open_sandbox
 
-    box = toolbox_of(["python"], {}, sandbox=lambda: open_sandbox("none", SandboxLimits(timeout_s=60), workers=1))
+    box = make_toolbox(["python"], {}, sandbox=lambda: open_sandbox("none", SandboxLimits(timeout_s=60), workers=1))
     assert answer(box, "python", 80.0, code="print(6 * 7)").strip() == "42"
 
 
@@ -397,7 +397,7 @@ server.run()
 def mcp_box(tmp_path: Path, source: str = SERVER, **settings: Any) -> Toolbox:
     (tmp_path / "server.py").write_text(source)
     mine = {"command": sys.executable, "args": [str(tmp_path / "server.py")], **settings}
-    return toolbox_of(["mcp:test", "calculator"], {"mcp": {"test": mine}})
+    return make_toolbox(["mcp:test", "calculator"], {"mcp": {"test": mine}})
 
 
 def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
@@ -455,4 +455,4 @@ def test_an_mcp_server_that_does_not_come_up_or_lacks_a_tool(tmp_path: Path) -> 
         asyncio.run(asyncio.wait_for(mcp_box(tmp_path, "raise SystemExit(1)").open(), 120))
     assert error.value.code == "config.environment"
     with pytest.raises(ConfigError, match="needs settings"):
-        toolbox_of(["mcp:other"], {})
+        make_toolbox(["mcp:other"], {})

@@ -10,10 +10,10 @@ import pytest
 from asyncrl.config import SamplingConfig
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.wire import PiecesReply
-from buffers.client.client import BegunSample
+from buffers.client.partial_samples import BegunSample
 from producers.rollout import partial_samples as checkpoints
-from producers.rollout.partial_samples import Trail, continued
-from producers.rollout.rollout import side_by_side
+from producers.rollout.partial_samples import Trail, continuation
+from producers.rollout.rollout import run_together
 
 PROMPT = np.array([7, 8], np.int32)
 REQUEST = GenRequest("3:9", PROMPT, (0, 1, 2), 5, 20, stop_ids=(2,), delta_tokens=4)
@@ -38,16 +38,16 @@ def test_pieces_go_on_where_the_buffer_says() -> None:
         (1, 0, 4),
         (0, 0, 4),
     ]
-    trail.kept(PiecesReply({0: 4, 1: 4}))
+    trail.take_reply(PiecesReply({0: 4, 1: 4}))
     assert trail.pieces({0, 1}) == []
     trail.take(delta(0, 4, 4, version=6))
     (piece,) = trail.pieces({0})
     assert (piece.start, piece.token_ids.tolist(), piece.runs) == (4, [104, 105, 106, 107], ((6, 4),))
-    trail.kept(PiecesReply({0: 2}))  # its store went back
+    trail.take_reply(PiecesReply({0: 2}))  # its store went back
     (piece,) = trail.pieces({0})
     assert (piece.start, piece.runs, piece.token_ids.tolist()) == (2, ((5, 2), (6, 4)), [102, 103, *range(104, 108)])
     assert trail.pieces({1}) == [] and trail.pieces(set()) == []
-    trail.kept(PiecesReply({0: 2}, {0: "not kept: full"}))
+    trail.take_reply(PiecesReply({0: 2}, {0: "not kept: full"}))
     assert trail.pieces({0}) == []
 
 
@@ -57,7 +57,7 @@ def test_a_message_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     trail.take(delta(0, 0, 4))
     trail.take(delta(1, 0, 4))
     assert [(piece.index, len(piece.token_ids)) for piece in trail.pieces({0, 1})] == [(0, 4), (1, 2)]
-    trail.kept(PiecesReply({0: 4, 1: 2}))
+    trail.take_reply(PiecesReply({0: 4, 1: 2}))
     assert [(piece.index, piece.start) for piece in trail.pieces({0, 1})] == [(1, 2)]
 
 
@@ -70,16 +70,16 @@ def test_what_was_begun_is_a_request_of_its_own_and_the_sample_is_whole() -> Non
     trail.take(delta(1, 0, 4))
     (piece,) = trail.pieces({1})
     assert (piece.start, piece.runs, piece.token_ids.tolist()) == (6, ((5, 4),), [100, 101, 102, 103])
-    trail.kept(PiecesReply({1: 0}))  # the buffer lost it all: it gets all of it, the others' tokens too
+    trail.take_reply(PiecesReply({1: 0}))  # the buffer lost it all: it gets all of it, the others' tokens too
     (piece,) = trail.pieces({1})
     assert (piece.start, piece.runs) == (0, ((4, 6), (5, 4)))
     assert trail.digests([piece.runs], {5: "d5"}) == {4: "d4", 5: "d5"}
-    whole = trail.whole(delta(1, 0, 8, finish="stop"))
+    whole = trail.complete_sample(delta(1, 0, 8, finish="stop"))
     assert whole.token_ids.tolist() == [*range(10, 16), *range(100, 108)] and whole.finish == "stop"
     assert whole.runs == ((4, 6), (5, 8)) and whole.logprobs.tolist() == [-1.0] * 6 + [-0.5] * 8
-    assert trail.pieces({1}) == [] and trail.saved([whole]) == (1, 6)
+    assert trail.pieces({1}) == [] and trail.count_saved([whole]) == (1, 6)
     other = delta(0, 0, 3, finish="length")
-    assert trail.whole(other) is other and trail.saved([other]) == (0, 0)
+    assert trail.complete_sample(other) is other and trail.count_saved([other]) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_greedy_baseline_goes_on_greedily() -> None:
 
 
 def test_tokens_that_were_begun_go_into_the_prompt_in_order() -> None:
-    part = continued(REQUEST, begun(0, 1))
+    part = continuation(REQUEST, begun(0, 1))
     assert part.prompt_ids.tolist() == [7, 8, 10] and part.prompt_ids.dtype == np.int32 and part.max_new_tokens == 19
     assert part.priority < REQUEST.priority
 
@@ -133,10 +133,10 @@ def test_parts_of_a_group_end_together() -> None:
     async def fails() -> bool:
         raise RuntimeError("broken")
 
-    asyncio.run(side_by_side([part("a", True, 0.0), part("b", True, 0.01)]))
+    asyncio.run(run_together([part("a", True, 0.0), part("b", True, 0.01)]))
     assert ended == ["a", "b"]
-    asyncio.run(side_by_side([part("lost", False, 0.0), part("slow", True, 60)]))
+    asyncio.run(run_together([part("lost", False, 0.0), part("slow", True, 60)]))
     assert ended[2:] == ["lost", "slow"]
     with pytest.raises(RuntimeError, match="broken"):
-        asyncio.run(side_by_side([part("slow", True, 60), fails()]))
+        asyncio.run(run_together([part("slow", True, 60), fails()]))
     assert ended[4:] == ["slow"]

@@ -15,7 +15,7 @@ from asyncrl.config import Config, parse
 from asyncrl.engine import GenRequest
 from asyncrl.errors import AsyncRLError, WorkError
 from producers.engines.http import Refused
-from producers.engines.vllm.base import Sample, seed_of
+from producers.engines.vllm.base import Sample, sample_seed
 from producers.engines.vllm.http_engine import VLLMHTTPEngine, metric
 from producers.engines.vllm.server_facts import inspect
 
@@ -214,14 +214,14 @@ def test_deltas_name_versions_only_where_they_are_known(tmp_path: Path) -> None:
     engine._labels.current = first = engine._labels.new(3)
     sample = Sample(wanted, 0, outbox, 0)
     sample.label = first
-    engine._took(sample, event([4]))
+    engine._take_output(sample, event([4]))
     assert outbox.empty()
-    engine._took(sample, event([5]))
+    engine._take_output(sample, event([5]))
     assert outbox.get_nowait().runs == ((3, 2),)
     engine._labels.current = second = engine._labels.new(4)
-    engine._took(sample, event([6, 7, 8]))
+    engine._take_output(sample, event([6, 7, 8]))
     assert outbox.empty()
-    engine._took(sample, event([9], finish="length", spans=[(first, 0, 3), (second, 3, 6)]))
+    engine._take_output(sample, event([9], finish="length", spans=[(first, 0, 3), (second, 3, 6)]))
     last = outbox.get_nowait()
     assert last.start == 2 and last.runs == ((3, 1), (4, 3)) and last.finish == "length"
     assert last.logprobs.tolist() == [-3.0, -3.5, -4.0, -4.5]
@@ -234,10 +234,10 @@ def test_spans_that_do_not_cover_the_tokens_break_the_engine(tmp_path: Path, spa
     other = engine._labels.new(4)
     sample = Sample(GenRequest("r", np.asarray([1], np.int32), (0,), 5, 20, delta_tokens=1), 0, asyncio.Queue(), 0)
     sample.label = label
-    engine._took(sample, event([4]))
+    engine._take_output(sample, event([4]))
     said = [(other, 0, 2)] if spans == "moved" else spans
     with pytest.raises(WorkError) as caught:
-        engine._took(sample, event([5], finish="stop", spans=said))
+        engine._take_output(sample, event([5], finish="stop", spans=said))
     assert caught.value.code == "engine.broken"
 
 
@@ -247,11 +247,11 @@ def test_tokens_without_a_logprob_break_the_engine(tmp_path: Path) -> None:
     wrong = event([4, 5])
     wrong["choices"][0]["logprobs"]["content"].pop()
     with pytest.raises(WorkError, match="1 log-probs for 2 tokens"):
-        engine._took(sample, wrong)
+        engine._take_output(sample, wrong)
 
 
 def test_seeds_differ_by_index_and_fit_in_63_bits() -> None:
-    seeds = {seed_of(seed, index) for seed in range(20) for index in range(20)}
+    seeds = {sample_seed(seed, index) for seed in range(20) for index in range(20)}
     assert len(seeds) == 400 and all(0 <= seed < 1 << 63 for seed in seeds)
 
 

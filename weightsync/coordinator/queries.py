@@ -31,7 +31,7 @@ class Queries:
         """Whether a poll is a copy of an older one, or from a process that was replaced.
 
         Orders of one host can be compared. After `member_timeout_s` every poll counts again: the orders of a host that
-        was restarted begin anew.
+        was restarted begin again.
         """
         member = self.state.members.get(message.member)
         if member is None or member.dead or member.host != message.host:

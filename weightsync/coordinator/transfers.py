@@ -42,7 +42,7 @@ class Transfers:
         return round_
 
     def supersede(self, now: float) -> None:
-        """End the rounds of older targets; rounds of the base go on, it is needed as before."""
+        """End the rounds of older targets; rounds of the base continue: it is still needed."""
         state = self.state
         state.formation = None
         state.current = None

@@ -12,44 +12,51 @@ matrices or experts may be split over ranks (`learners.models.sequence_parallel`
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch import Tensor
 
-from asyncrl.config import Config, OptimConfig
+from asyncrl.config import Config
 from asyncrl.config.mode import sends_adapters
-from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.runtime.device import Device
-from learners.backends import start_weights
-from learners.backends.base import LossFunction, Snapshot, UpdateInfo, WeightSpec, to_device
+from asyncrl.errors import AsyncRLError
+from learners.backends.base import (
+    DTYPES,
+    PACKING_LIMIT,
+    LossFunction,
+    Snapshot,
+    UpdateInfo,
+    WeightSpec,
+    published_dtype,
+    tensor_bytes,
+    to_device,
+    toy_samples,
+)
 from learners.backends.fsdp2 import mesh as layout
 from learners.backends.fsdp2.companion import Companion
 from learners.backends.fsdp2.critic import Critic, wants_critic
 from learners.backends.fsdp2.gathering import Gathering, fits
+from learners.backends.fsdp2.loading import (
+    build_optimizer,
+    decoder_layers,
+    load_model,
+    make_policy,
+    plain_attention,
+    shard,
+)
 from learners.backends.fsdp2.lora import FOLDER, Adapters, Leaving, Lora, check
 from learners.backends.fsdp2.process_reward import ProcessRewardModel, wants_process_rewards
 from learners.backends.fsdp2.reference import Reference
 from learners.backends.fsdp2.sharded_module import PLAIN, Rests, Sharded, View
 from learners.backends.hf_folder import write_folder
-from learners.backends.optimizers import Optimizers, make_optimizer
 from learners.backends.sharded_checkpoint import HostShard, about_of, load_shards, shard_of
-from learners.batch.assembly import MicroBatch, Sample, packed_row, padded_rows
+from learners.batch.micro_batches import MicroBatch, packed_row, padded_rows
 from learners.gang.gang import Gang
-from learners.models import attention, liger
-from learners.models import sequence_parallel as sequence
-from learners.models.logprobs import PolicyModel, TokenNumbers
-from learners.models.score_model import ScoreModel, load_scorer
-
-DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
-PACKING_LIMIT = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
+from learners.models.logprobs import TokenNumbers
 
 
 class FSDP2Backend:
@@ -58,14 +65,14 @@ class FSDP2Backend:
         self._gang = gang
         self._device = gang.device
         self._dtype = DTYPES[config.model.dtype][1]
-        self._sent_name, self._sent_dtype = DTYPES[sent_dtype(config)]
+        self._sent_name, self._sent_dtype = DTYPES[published_dtype(config)]
         hf = load_model(config, gang.device, say=_print if gang.lead else str)
         self._lora = Lora(hf, decoder_layers(hf), config, gang) if config.learner.lora.rank else None
         self._view: View = PLAIN if self._lora is None else Leaving(self._lora, merged=True)
         self._policy = make_policy(hf, config)
         self._reference: Reference | None = None  # made when it is first asked for
         self._units, split = shard(self._policy, config, gang)
-        optimizer = optimizer_of(self._policy, self._units, config.learner.optim, config, gang.device)
+        optimizer = build_optimizer(self._policy, self._units, config.learner.optim, config, gang.device)
         self._sharded = Sharded(
             self._policy,
             self._units,
@@ -149,11 +156,11 @@ class FSDP2Backend:
     def self_check(self) -> None:
         """Three toy sequences in one row (or padded rows) against each alone through the model's full logits."""
         vocabulary = int(self._config_json.vocab_size)
-        samples = toys(vocabulary)
+        samples = toy_samples(vocabulary)
         together = packed_row(samples) if self._config.learner.packing else padded_rows(samples)
         rows = self.forward_logprobs([together])[0].float()
         singles = []
-        with plainly(self._policy.model, self._config):
+        with plain_attention(self._policy.model, self._config):
             for sample in samples:
                 t = to_device(packed_row([sample]), self._device.torch_device)
                 singles.append(self._policy(t.input_ids, t.position_ids, t.positions, t.targets, whole=True)[0].float())
@@ -182,7 +189,7 @@ class FSDP2Backend:
         found = self._sharded.whole(settle, view=self._view) if gathering is None else gathering.run(settle)
         for name, tensor in found:
             if self._gang.lead:
-                yield name, bytes_of(tensor, self._sent_dtype, lend=settle is not None)
+                yield name, tensor_bytes(tensor, self._sent_dtype, lend=settle is not None)
 
     def _gathering(self) -> Gathering | None:
         """The way by parts to rank 0, where the layout allows it."""
@@ -259,140 +266,3 @@ class FSDP2Backend:
 
 def _print(text: str) -> None:
     print(text, flush=True)
-
-
-def load_model(
-    config: Config, device: Device, *, path: str = "", scorer: bool = False, say: Callable[[str], Any] = str
-) -> Any:
-    """The causal language model of `path` (else `model.path`) with float32 weights, on the host or (`learner.load`)
-    yet to be read by `shard`, without a cache.
-
-    `scorer`: its body with a scalar head, as in mode reward_model. `say` is told why it was read whole.
-    """
-    from transformers import AutoModelForCausalLM
-
-    wanted = attention.chosen(config.model.attn_implementation, device, config.model.dtype)
-    options: dict[str, Any] = {
-        "dtype": torch.float32,
-        "attn_implementation": wanted,
-        "use_safetensors": True,
-        "trust_remote_code": config.model.trust_remote_code,
-        "local_files_only": True,
-    }
-    path, scorer = path or config.model.path, scorer or config.learner.mode == "reward_model"
-    try:
-        model = _in_parts(config, path, scorer=scorer, say=say, **options)
-        if model is None and scorer:
-            model = load_scorer(path, seed=config.run.seed, **options)
-        elif model is None:
-            model = AutoModelForCausalLM.from_pretrained(path, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError("config.model", f"{path}: {error}") from error
-    model.config.use_cache = False  # with a cache, packed rows are silently wrong
-    if config.model.attn_implementation == attention.VARLEN_SETTING:
-        attention.install(model, attention.VARLEN)
-    elif config.model.attn_implementation == "auto" and wanted == "sdpa" and not config.learner.compile:
-        attention.install(model)  # lengths of sequences are read from the device: compiled layers have the dense mask
-    if config.learner.liger:
-        liger.install(model, device)
-    if config.learner.gradient_checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    return model
-
-
-def _in_parts(config: Config, path: str, *, scorer: bool, say: Callable[[str], Any], **options: Any) -> Any | None:
-    """The model without its weights, which `shard` reads; None where it must be, or shall be, read whole."""
-    how = config.learner.load
-    if how == "whole" or (config.learner.lora.rank and path == config.model.path):  # adapters go into a whole model
-        return None
-    try:
-        return start_weights.described(path, scorer=scorer, seed=config.run.seed, **options)
-    except start_weights.Unfit as why:
-        if how == "parts":
-            raise ConfigError("config.model", f"{path}: {why}", where="learner.load = 'parts'") from why
-        say(f"learner: every rank reads the whole of {path}: {why}")
-        return None
-
-
-def make_policy(hf: Any, config: Config) -> PolicyModel | ScoreModel:
-    """The root module: log-probs of a language model, or scores of a reward model."""
-    if config.learner.mode == "reward_model":
-        return ScoreModel(hf)
-    return PolicyModel(hf, temperature=config.sampling.temperature, chunk_tokens=config.learner.logprob_chunk_tokens)
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: the classes that the model says must not be split, else its longest list of modules."""
-    classes = set(getattr(model, "_no_split_modules", None) or ())
-    found = [module for module in model.modules() if type(module).__name__ in classes]
-    if found:
-        return found
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len, default=[]))
-
-
-def shard(policy: PolicyModel | ScoreModel, config: Config, gang: Gang) -> tuple[list[Any], layout.Split]:
-    """Split as `[learner.parallel]` says, and `fully_shard` every decoder layer and the root; the units, root first."""
-    mesh, device = layout.data_mesh(gang), gang.device
-    dtype = DTYPES[config.model.dtype][1]
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    if dtype == torch.float32:
-        precision = MixedPrecisionPolicy()
-    offload: OffloadPolicy = OffloadPolicy()
-    if config.learner.cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=device.pin_memory_ok)
-    layers = decoder_layers(policy.model)
-    if config.learner.compile:
-        for layer in layers:
-            layer.compile(dynamic=True)
-    if gang.topology.sequence > 1:
-        policy.split = sequence.install(policy.model, layers, gang)
-    split = layout.split(policy.model, gang)
-    layout.shard_experts(split, gang, mp_policy=precision, offload_policy=offload)
-    for unit in (*layers, policy):
-        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    start_weights.fill(policy.model, torch.device("cpu") if config.learner.cpu_offload else device.torch_device)
-    if not config.learner.cpu_offload:
-        policy.to(device.torch_device)
-    return [policy, *layers], split
-
-
-def sent_dtype(config: Config) -> str:
-    """The dtype in which weights leave: `weightsync.dtype`, for `auto` that of the model."""
-    return config.model.dtype if config.weightsync.dtype == "auto" else config.weightsync.dtype
-
-
-def bytes_of(tensor: Tensor, dtype: torch.dtype, *, lend: bool) -> npt.NDArray[np.uint8]:
-    """The bytes of a tensor in a dtype, on the host: a copy, or with `lend` the very bytes where they are as wanted."""
-    if lend and tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
-        # Not tensor.numpy(): that pins the storage that it views, and FSDP could not free the whole layer.
-        memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
-        return np.frombuffer(memoryview(memory), dtype=np.uint8)
-    own = tensor.to(device="cpu", dtype=dtype, copy=True).contiguous()
-    return own.view(-1).view(torch.uint8).numpy()
-
-
-def optimizer_of(
-    module: nn.Module, units: Sequence[nn.Module], optim: OptimConfig, config: Config, device: Device
-) -> Optimizers:
-    """The optimizer of a sharded module: fused where the device can and the states are on it. `units`: root first."""
-    fused = device.supports("fused_adamw") and not config.learner.cpu_offload
-    return make_optimizer(module, units[1:], optim, fused=fused)
-
-
-def plainly(model: Any, config: Config) -> AbstractContextManager[None]:
-    """Single sequences of the check at the start: by a kernel that is not the one under test. Compiled layers stay as
-    they are, since they would be compiled once more."""
-    return nullcontext() if config.learner.compile else attention.plain(model)
-
-
-def toys(vocabulary: int) -> list[Sample]:
-    """Three sequences for the check at the start."""
-    return [_toy(length, vocabulary) for length in (7, 12, 5)]
-
-
-def _toy(length: int, vocabulary: int) -> Sample:
-    tokens = (np.arange(3, 3 + length, dtype=np.int32) * 7 + length) % vocabulary
-    ones = np.ones(length - 2)
-    return Sample(tokens, 2, -ones.astype(np.float32), ones.astype(np.uint8), 0.0)

@@ -26,7 +26,7 @@ from learners.backends.fsdp2.mesh import data_mesh
 from learners.backends.fsdp2.sharded_module import Rests, Sharded
 from learners.backends.hf_folder import write_folder
 from learners.backends.sharded_checkpoint import parts_of
-from learners.batch.assembly import MicroBatch, packed_row, padded_rows
+from learners.batch.micro_batches import MicroBatch, packed_row, padded_rows
 from learners.gang.gang import Gang
 
 
@@ -34,7 +34,7 @@ class Companion:
     """One rank's part of it. `module` is a root module such as `PolicyModel` or `ScoreModel`, on the host."""
 
     def __init__(self, module: Any, settings: CompanionConfig, config: Config, gang: Gang, *, prefix: str) -> None:
-        from learners.backends.fsdp2.backend import optimizer_of, shard
+        from learners.backends.fsdp2.loading import build_optimizer, shard
 
         self.exported = settings.export
         self._config = config
@@ -43,7 +43,7 @@ class Companion:
         self._prefix = prefix
         self._model = module
         units, split = shard(module, config, gang)
-        optimizer = optimizer_of(module, units, settings, config, gang.device)
+        optimizer = build_optimizer(module, units, settings, config, gang.device)
         self._sharded = Sharded(
             module, units, optimizer, ranks=data_mesh(gang).size(), split=split, rests=Rests.of(config, gang.device)
         )
@@ -115,12 +115,13 @@ class Companion:
     @torch.no_grad()
     def self_check(self) -> None:
         """Three toy sequences in one row (or padded rows) against each alone."""
-        from learners.backends.fsdp2.backend import PACKING_LIMIT, plainly, toys
+        from learners.backends.base import PACKING_LIMIT, toy_samples
+        from learners.backends.fsdp2.loading import plain_attention
 
-        samples = toys(int(self._model.model.config.vocab_size))
+        samples = toy_samples(int(self._model.model.config.vocab_size))
         together = packed_row(samples) if self._config.learner.packing else padded_rows(samples)
         [rows] = self._said([together])
-        with plainly(self._model.model, self._config):
+        with plain_attention(self._model.model, self._config):
             said = self._said([packed_row([one]) for one in samples])
         singles = [torch.cat(parts) for parts in zip(*said, strict=True)]
         worst = max(float((left - right).abs().max()) for left, right in zip(rows, singles, strict=True))
@@ -145,7 +146,7 @@ class Companion:
 
     def export(self, folder: Path) -> None:
         """Write its Hugging Face folder, by rank 0. Collective."""
-        from learners.backends.fsdp2.backend import DTYPES
+        from learners.backends.base import DTYPES
 
         hf = self._model.model
         write_folder(

@@ -23,7 +23,7 @@ from torch import Tensor
 from asyncrl.config import Config
 from learners.backends.base import Values, to_device
 from learners.backends.fsdp2.companion import Companion
-from learners.batch.assembly import MicroBatch
+from learners.batch.micro_batches import MicroBatch
 from learners.gang.gang import Gang
 from learners.models.score_model import ScoreModel
 
@@ -44,7 +44,7 @@ class Critic(Companion):
     """One rank's part. See `learners.backends.base.Critic`."""
 
     def __init__(self, config: Config, gang: Gang) -> None:
-        from learners.backends.fsdp2.backend import load_model
+        from learners.backends.fsdp2.loading import load_model
 
         path = config.learner.critic.model or config.model.path
         model = ValueModel(load_model(config, gang.device, path=path, scorer=True))

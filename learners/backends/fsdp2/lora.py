@@ -65,7 +65,7 @@ class Lora:
         self.identity = json.dumps({"base": base, "adapter": config_text(self.settings)}, sort_keys=True)
 
     def _freeze(self, hf: Any, dtype: str) -> None:
-        from learners.backends.fsdp2.backend import DTYPES
+        from learners.backends.base import DTYPES
 
         for name, parameter in hf.named_parameters():
             parameter.requires_grad_(_is_adapter(name))
@@ -128,14 +128,14 @@ class Leaving:
 
 class Adapters:
     def __init__(self, lora: Lora, sharded: Sharded, config: Config, gang: Gang) -> None:
-        from learners.backends.fsdp2.backend import DTYPES, sent_dtype
+        from learners.backends.base import DTYPES, published_dtype
 
         self.settings = lora.settings
         self._lora = lora
         self._sharded = sharded
         self._gang = gang
         self._dtype = DTYPES[config.model.dtype][1]
-        self._sent_name, self._sent_dtype = DTYPES[sent_dtype(config)]
+        self._sent_name, self._sent_dtype = DTYPES[published_dtype(config)]
         self._model = config.model.path
         self._base = Leaving(lora, merged=False)
 
@@ -157,19 +157,19 @@ class Adapters:
 
     def iter_weights(self) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
         """Name and bytes as `specs` says, on rank 0; the others take part and get nothing."""
-        from learners.backends.fsdp2.backend import bytes_of
+        from learners.backends.base import tensor_bytes
 
         for name, tensor in self.tensors():
             if self._gang.lead:
-                yield name, bytes_of(tensor, self._sent_dtype, lend=False)
+                yield name, tensor_bytes(tensor, self._sent_dtype, lend=False)
 
     def iter_base(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
         """As `iter_hf_weights`, without the adapters."""
-        from learners.backends.fsdp2.backend import bytes_of
+        from learners.backends.base import tensor_bytes
 
         for name, tensor in self._sharded.whole(settle, view=self._base):
             if self._gang.lead:
-                yield name, bytes_of(tensor, self._sent_dtype, lend=settle is not None)
+                yield name, tensor_bytes(tensor, self._sent_dtype, lend=settle is not None)
 
     def export(self, folder: Path) -> None:
         """Write the adapter in peft's format, by rank 0. Collective."""

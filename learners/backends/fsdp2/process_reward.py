@@ -23,9 +23,9 @@ from torch import Tensor
 from asyncrl.config import Config
 from learners.backends.fsdp2.companion import Companion
 from learners.backends.fsdp2.reference import Reference
-from learners.batch.assembly import MicroBatch
+from learners.batch.micro_batches import MicroBatch
 from learners.gang.gang import Gang
-from learners.models.logprobs import PolicyModel
+from learners.models.policy_model import PolicyModel
 
 PREFIX = "process_reward/"
 TEMPERATURE = 1.0
@@ -37,7 +37,7 @@ class ProcessRewardModel(Companion):
     """One rank's part. See `learners.backends.base.ProcessRewardModel`. `reference`: that of the run."""
 
     def __init__(self, config: Config, gang: Gang, *, reference: Logprobs) -> None:
-        from learners.backends.fsdp2.backend import load_model
+        from learners.backends.fsdp2.loading import load_model
 
         settings = config.learner.process_reward
         start = settings.model or config.model.path

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from learners.backends.base import to_device
-from learners.batch.assembly import MicroBatch
+from learners.batch.micro_batches import MicroBatch
 from learners.gang.gang import Gang
 
 
@@ -34,8 +34,8 @@ class Reference:
     """One rank's part of it."""
 
     def __init__(self, config: Config, gang: Gang, *, path: str = "", temperature: float | None = None) -> None:
-        from learners.backends.fsdp2.backend import load_model, shard
-        from learners.models.logprobs import PolicyModel
+        from learners.backends.fsdp2.loading import load_model, shard
+        from learners.models.policy_model import PolicyModel
 
         self._device = gang.device
         self._waits_on_host = waits_on_host(config)

@@ -29,7 +29,7 @@ from asyncrl.runtime.device import Device
 from learners.backends.base import LossFunction, Micro
 from learners.backends.fsdp2.mesh import Split, clip_gradients, sum_partial
 from learners.backends.optimizers import Optimizers
-from learners.batch.assembly import MicroBatch
+from learners.batch.micro_batches import MicroBatch
 from learners.models.logprobs import whole_of
 
 OWN = "model."  # what the root modules put before the names of Hugging Face

@@ -30,8 +30,16 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, ConfigError
-from learners.backends.base import LossFunction, Snapshot, UpdateInfo, WeightSpec
-from learners.backends.fsdp2.backend import DTYPES, PACKING_LIMIT, sent_dtype, toys
+from learners.backends.base import (
+    DTYPES,
+    PACKING_LIMIT,
+    LossFunction,
+    Snapshot,
+    UpdateInfo,
+    WeightSpec,
+    published_dtype,
+    toy_samples,
+)
 from learners.backends.hf_folder import write_folder
 from learners.backends.megatron import model as models
 from learners.backends.megatron.checkpoint import HostShard, Store, pieces
@@ -40,9 +48,10 @@ from learners.backends.megatron.mapping import Local, check_layout, facts_of, lo
 from learners.backends.megatron.optimizer import Optimizer, wrap
 from learners.backends.megatron.stages import Stages
 from learners.backends.megatron.weights import Folder, assembled, leaving
-from learners.batch.assembly import MicroBatch, packed_row, padded_rows
+from learners.batch.micro_batches import MicroBatch, packed_row, padded_rows
 from learners.gang.gang import Gang, waiting_s
-from learners.models.logprobs import TokenNumbers, check_head
+from learners.models.logprobs import TokenNumbers
+from learners.models.policy_model import check_head
 
 
 class MegatronBackend:
@@ -68,7 +77,7 @@ class MegatronBackend:
         check_layout(self._facts, self._place)
         self._fused = models.has_engine(self._device)
         self._locals = {local.name: local for local in locals_of(self._facts, self._place, fused=self._fused)}
-        self._sent_name, self._sent_dtype = DTYPES[sent_dtype(config)]
+        self._sent_name, self._sent_dtype = DTYPES[published_dtype(config)]
         self._reference: Any = None  # made when it is first asked for
         with without_cuda(self._device):
             minutes = math.ceil(waiting_s(config) / 60)
@@ -144,7 +153,7 @@ class MegatronBackend:
 
     def self_check(self) -> None:
         """Three toy sequences in one row (or padded rows) against each alone, through all stages."""
-        samples = toys(self._facts.vocab)
+        samples = toy_samples(self._facts.vocab)
         together = packed_row(samples) if self._config.learner.packing else padded_rows(samples)
         rows, *singles = self.forward_logprobs([together, *(packed_row([sample]) for sample in samples)])
         worst = float((rows - torch.cat(singles)).abs().max())

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from asyncrl.errors import UNREADABLE, AsyncRLError
 from learners.backends.megatron.mapping import Local, Part, joined, shared, slices, within
-from learners.backends.megatron.weights import open_tensors
+from learners.backends.safetensors_writer import open_tensors
 from learners.backends.sharded_checkpoint import Start, shard_path
 from weightsync.plan.buckets import Box, full_box, volume
 

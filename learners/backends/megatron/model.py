@@ -31,7 +31,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
 from learners.backends.base import Micro
 from learners.backends.megatron.mapping import Facts, layers_of
-from learners.batch.assembly import MicroBatch
+from learners.batch.micro_batches import MicroBatch
 from learners.gang.topology import Topology
 
 SEED_OFFSET = 1234  # Megatron-core's own distance between the seeds of tensor places

@@ -27,7 +27,7 @@ from learners.backends.megatron.cpu_shim import without_cuda
 from learners.backends.megatron.logprobs import Slice, sliced_logprobs, sliced_numbers
 from learners.backends.megatron.mapping import Facts
 from learners.backends.megatron.model import bounds, hidden_states
-from learners.batch.assembly import MicroBatch
+from learners.batch.micro_batches import MicroBatch
 from learners.gang.topology import Topology
 from learners.models.logprobs import TokenNumbers
 

@@ -23,15 +23,8 @@ from torch import Tensor
 
 from asyncrl.errors import UNREADABLE, ConfigError
 from learners.backends.megatron.mapping import Local, Part, Source, slices
+from learners.backends.safetensors_writer import open_tensors
 from weightsync.plan.buckets import volume
-
-
-def open_tensors(path: Path) -> Any:
-    """A safetensors file, open: what its `__exit__` closes."""
-    from safetensors import safe_open
-
-    file: Any = safe_open(path, framework="pt")
-    return file.__enter__()
 
 
 class Folder:

@@ -1,13 +1,12 @@
 """Attention of a decode step in bands: short rows do not read as far as the longest one.
 
-`slot_memory` plans the bands. The
-slots of a step lie in one block, and one call over it reads every row up to the longest: 63 samples of 60 tokens beside
-one of 7000 cost as much as 64 of 7000. Guarantees:
-1. every row gets what one call over the whole block gives it: the first band is all rows up to a short length, and what
-   it says of longer rows is thrown away; each further band is computed from its rows alone;
-2. it acts only where K is the very view that a `SlotCache` gave (`bands` stands on it); everything else, prefills and
-   models that work on K and V before they attend included, goes to transformers' "sdpa" unchanged;
-3. a model that cannot be told of an attention function keeps its own.
+The slots of a step are in one block, and one call over it reads every row up to the longest: 63 samples of 60 tokens
+next to one of 7000 cost as much as 64 of 7000. `slot_cache` plans the bands. Guarantees:
+1. every row gets the result of one call over the whole block: the first band is all rows up to a short length, its
+   results for longer rows are dropped; each further band is computed from its rows alone;
+2. it acts only if K is the view of a `SlotCache` (it has `bands`); everything else, also prefills and models that
+   change K and V before they attend, goes to transformers' "sdpa" unchanged;
+3. a model without a configurable attention function keeps its own.
 
 Example: lengths 60 x 63 and 7000, planned: all 64 rows up to 64, then one row up to 7008: 4,096 + 7,008 positions are
 read instead of 448,512.
@@ -22,11 +21,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-#: The name to transformers. It holds "sdpa", so that models without that support are refused by transformers itself.
+#: The name for transformers. It contains "sdpa", so that transformers itself refuses models without it.
 IN_BANDS = "sdpa_in_bands"
 STEP = 16  # lengths are rounded up to this, so that shapes repeat
 COPIED = 3  # a row outside the first band is gathered: read, written and read again
-CALL = 4096  # positions that one more call of every layer is worth
+CALL = 4096  # positions that cost as much as one more call of every layer
 MOST = 4  # bands
 
 
@@ -38,14 +37,14 @@ class Band(NamedTuple):
 
 
 def plan(lengths: npt.NDArray[np.int64], *, device: torch.device) -> list[Band]:
-    """Bands for rows of these lengths `[live]`, the shortest first; one where splitting does not pay.
+    """Bands for rows of these lengths `[live]`, the shortest first; one if a split does not pay.
 
-    Each border is the one that saves most of what is left above the border before.
+    Each border is the one that saves most above the border before.
     """
     wide = -(-lengths // STEP) * STEP
     bands = [Band(None, int(wide.max()))]
     rows = np.arange(len(wide))
-    while len(bands) < MOST and len(rows) * bands[-1].visible > CALL:  # else there is less to save than a call costs
+    while len(bands) < MOST and len(rows) * bands[-1].visible > CALL:  # else a split saves less than a call costs
         border = _border(wide[rows], gathered=len(bands) > 1)
         if border is None:
             break
@@ -56,7 +55,7 @@ def plan(lengths: npt.NDArray[np.int64], *, device: torch.device) -> list[Band]:
 
 
 def _border(wide: npt.NDArray[np.int64], *, gathered: bool) -> int | None:
-    """The length at which to split these rows; None where it does not pay."""
+    """The length at which to split these rows; None if it does not pay."""
     choices, counts = np.unique(wide, return_counts=True)
     if len(choices) < 2:
         return None
@@ -89,7 +88,7 @@ def attend(
 
 
 def install(model: Any) -> bool:
-    """Let a model that was loaded with "sdpa" attend in bands; whether it can (else it stays as it is)."""
+    """Let a model that was loaded with "sdpa" attend in bands; False if it cannot (it is not changed)."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -102,6 +101,6 @@ def install(model: Any) -> bool:
 
 
 def remove(model: Any) -> None:
-    """Give "sdpa" back to a model that `install` has changed."""
+    """Restore "sdpa" after `install`."""
     if model.config._attn_implementation == IN_BANDS:
         model.set_attn_implementation("sdpa")

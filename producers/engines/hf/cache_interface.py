@@ -1,11 +1,11 @@
-"""What a model remembers of the samples under way: the interface between the decode loop and K/V, in two makes.
+"""The interface between the decode loop and the KV cache, with two implementations.
 
-`slot_memory.SlotMemory` holds K and V of all samples in one block and feeds them in one forward; `cohorts.CohortMemory`
-holds transformers' own cache for every set of samples of one length, for models whose layers keep something else.
-`decoder.Decoder` drives either, so that queue, random numbers, versions and swaps are the same code. Guarantees:
-1. a memory knows the samples of the table by lane or by row and nothing of requests, versions or time;
-2. `forward` feeds the last token of every live row and remembers it; what a row gets depends on its own tokens alone;
-3. what `prefill` returns stays valid, and may be seated any number of times, until the weights change.
+`slot_cache.SlotMemory` holds K and V of all samples in one block and feeds them in one forward;
+`cohort_cache.CohortMemory` holds transformers' own cache for every set of samples of one length, for models with other
+layers. `decoder.Decoder` uses either. Guarantees:
+1. a memory knows samples by lane or by row, not requests, versions or time;
+2. `forward` feeds the last token of every live row and stores it; the result of a row depends on its own tokens alone;
+3. the result of `prefill` stays valid, and may be seated any number of times, until the weights change.
 All calls come from the decode thread, inside `torch.inference_mode`.
 """
 
@@ -24,7 +24,7 @@ from producers.engines.hf.slots import Moves, SlotTable
 
 PREFILL_TOKENS = 8192  # padded tokens of one prefill
 Tokens = npt.NDArray[np.int32]
-#: What a model raises that does not take what it is handed (and torch.OutOfMemoryError, which is nobody's answer).
+#: Errors of a model that does not support its arguments (and torch.OutOfMemoryError, which callers raise again).
 UNFIT = (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError, AssertionError)
 
 
@@ -32,26 +32,26 @@ class Memory(Protocol):
     max_len: int  # tokens of a sample, prompt and response
 
     def prefill(self, prompts: Sequence[Tokens]) -> list[Any]:
-        """What the model remembers of each of these token rows (one token or more each), to be seated later."""
+        """The cache of each of these token rows (one token or more each), to be seated later."""
 
     def seat(self, first: int, lanes: Sequence[int], kept: Any | None) -> None:
-        """New samples in rows `first..first+len(lanes)`, each with a copy of `kept`; None: nothing to remember yet."""
+        """Put new samples in rows `first..first+len(lanes)`, each with a copy of `kept`; None: an empty cache."""
 
     def forward(self, table: SlotTable) -> Tensor:
-        """Logits of the next token of every live row, `[live, V]`; the last tokens are remembered."""
+        """Logits of the next token of every live row, `[live, V]`; the last tokens are stored."""
 
     def remake(self, table: SlotTable) -> None:
-        """Compute anew, under the current weights, what is remembered of every live row."""
+        """Compute the cache of every live row again, with the current weights."""
 
     def release(self, lanes: Sequence[int], moves: Moves) -> None:
-        """These samples are gone, and rows have moved."""
+        """Remove these samples; rows have moved."""
 
     def forget(self) -> None:
-        """Nothing is remembered any more: room that was taken is given back."""
+        """Drop everything and free the memory."""
 
 
 def call_options(model: torch.nn.Module) -> dict[str, Any]:
-    """Logits of the last position alone, where the model can leave the others out."""
+    """Options for the logits of the last position only, if the model supports it."""
     named = inspect.signature(model.forward).parameters
     return {"logits_to_keep": 1} if "logits_to_keep" in named else {}
 

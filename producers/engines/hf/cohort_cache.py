@@ -1,13 +1,11 @@
 """transformers' own caches, one for each set of samples of equal length: the memory of every other decoder.
 
-A cohort is a set of samples that were seated together, all
-of one length for as long as they live, so that the model makes its own masks, positions and states and sees no padding.
-Guarantees:
-1. a forward has the shape that `generate()` would give it for a batch of prompts of equal length;
-2. a prompt is prefilled once and its cache copied for every sample of the group; no cohort shares memory with another;
-3. the cache is the one that the model makes itself, and is changed by its `reorder_cache` alone; a model without such a
-   cache is refused.
-It is slow where samples come one by one: a step costs one forward per cohort. Samples never change their cohort.
+A cohort is a set of samples that were seated together and always have equal lengths, so that the model makes its own
+masks, positions and states and sees no padding. Guarantees:
+1. a forward has the shape that `generate()` gives it for a batch of prompts of equal length;
+2. a prompt is prefilled once and its cache copied for every sample of the group; cohorts share no memory;
+3. the cache is the model's own, changed only by its `reorder_cache`; a model without such a cache is refused.
+It is slow if samples come one by one: a step costs one forward per cohort. Samples never change their cohort.
 
 Example: two groups of 8 samples: two forwards of 8 rows a step; when 3 samples of the first end, of 5 and of 8 rows.
 """
@@ -28,7 +26,7 @@ from producers.engines.hf.cache_interface import UNFIT, Tokens, call_options, pi
 from producers.engines.hf.slots import LAST, Moves, SlotTable
 
 CACHE_NAMES = ("past_key_values", "cache_params")
-PROBED = 8  # tokens of the shorter of two caches that are measured
+PROBED = 8  # tokens of the shorter of two measured caches
 
 
 class Cohort:
@@ -43,7 +41,7 @@ class Cohort:
 
 class CohortMemory:
     def __init__(self, model: torch.nn.Module, *, max_len: int, device: torch.device, where: str) -> None:
-        """Raises ConfigError `config.model` where the model has no cache of its own that can be copied by rows."""
+        """Raises ConfigError `config.model` if the model has no cache that can be copied by rows."""
         self.model = model
         self.max_len = max_len
         self.cohorts: list[Cohort] = []
@@ -60,7 +58,7 @@ class CohortMemory:
 
     @torch.inference_mode()
     def _probe(self, where: str, *, tokens: int = 1) -> Any:
-        """The cache of so many tokens."""
+        """The cache of `tokens` tokens."""
         try:
             return self._feed(torch.zeros((1, tokens), dtype=torch.int64, device=self._device), None)[1]
         except torch.OutOfMemoryError:
@@ -71,26 +69,26 @@ class CohortMemory:
             ) from error
 
     def nbytes(self, *, slots: int, where: str) -> int:
-        """Bytes of the caches of this many samples at their longest, as far as two short caches tell: what does not
-        grow, and what a token adds in layers without a window, or up to it."""
+        """Bytes of the caches of this many samples at full length, estimated from two short caches: the constant part,
+        and the part per token in layers without a window, or up to it."""
         short, long = (getattr(self._probe(where, tokens=n), "layers", []) for n in (PROBED, 2 * PROBED))
         total = 0
         for before, after in zip(short, long, strict=True):
             window = getattr(after, "get_max_length", lambda: -1)()
             reach = self.max_len if window < 0 else min(window, self.max_len)
-            size = _bytes_of(before)
-            total += size + (_bytes_of(after) - size) * max(0, reach - PROBED) // PROBED
+            size = _layer_bytes(before)
+            total += size + (_layer_bytes(after) - size) * max(0, reach - PROBED) // PROBED
         return total * slots
 
     # ------------------------------------------------------------ Memory
 
     def prefill(self, prompts: Sequence[Tokens]) -> list[Any]:
         """The cache of each prompt, one forward each."""
-        return [self._fed([prompt]) for prompt in prompts]
+        return [self._feed_rows([prompt]) for prompt in prompts]
 
     def seat(self, first: int, lanes: Sequence[int], kept: Any | None) -> None:
         del first
-        cache = None if kept is None else self._chosen(copy.deepcopy(kept), [0] * len(lanes))
+        cache = None if kept is None else self._select(copy.deepcopy(kept), [0] * len(lanes))
         self.cohorts.append(Cohort(list(lanes), cache))
 
     def forward(self, table: SlotTable) -> Tensor:
@@ -106,29 +104,28 @@ class CohortMemory:
         return torch.empty_like(gathered).index_copy_(0, torch.cat(rows), gathered)
 
     def remake(self, table: SlotTable) -> None:
-        """Prefill every cohort again; one that is too large for one prefill is taken apart."""
+        """Prefill every cohort again; one that is too large for one prefill is split."""
         row_of = {lane: row for row, lane in enumerate(table.lanes)}
         made: list[Cohort] = []
         for cohort in self.cohorts:
             rows = [table.sequence(row_of[lane]) for lane in cohort.lanes]
             for piece in pieces([len(row) for row in rows]):
-                made.append(Cohort(cohort.lanes[piece], self._fed(rows[piece]) if len(rows[0]) else None))
+                made.append(Cohort(cohort.lanes[piece], self._feed_rows(rows[piece]) if len(rows[0]) else None))
         self.cohorts = made
 
     def release(self, lanes: Sequence[int], moves: Moves) -> None:
-        """Leave these samples out of their caches."""
-        del moves  # cohorts know samples by lane
+        """Remove these samples from their caches."""
+        del moves  # cohorts identify samples by lane
         gone = set(lanes)
         for cohort in self.cohorts:
             left = [place for place, lane in enumerate(cohort.lanes) if lane not in gone]
             if len(left) < len(cohort.lanes):
                 cohort.lanes = [cohort.lanes[place] for place in left]
                 if left and cohort.cache is not None:
-                    cohort.cache = self._chosen(cohort.cache, left)
+                    cohort.cache = self._select(cohort.cache, left)
         self.cohorts = [cohort for cohort in self.cohorts if cohort.lanes]
 
     def forget(self) -> None:
-        """Caches end with their samples: there is nothing else."""
         self.cohorts = []
 
     # ------------------------------------------------------------ forward
@@ -139,17 +136,17 @@ class CohortMemory:
         output = self.model(input_ids=ids, use_cache=True, **given, **self._options)
         return output.logits[:, -1], output[self._name]
 
-    def _fed(self, rows: Sequence[Tokens]) -> Any:
+    def _feed_rows(self, rows: Sequence[Tokens]) -> Any:
         """The cache of rows of equal length."""
         return self._feed(torch.from_numpy(np.stack(rows).astype(np.int64)).to(self._device), None)[1]
 
-    def _chosen(self, cache: Any, rows: list[int]) -> Any:
+    def _select(self, cache: Any, rows: list[int]) -> Any:
         """These rows of the cache, which is changed."""
         cache.reorder_cache(torch.tensor(rows, device=self._device))
         return cache
 
 
-def _bytes_of(layer: Any) -> int:
-    """Of all tensors that stand on the layer of a cache, or in a dict of it."""
+def _layer_bytes(layer: Any) -> int:
+    """Bytes of all tensors of a cache layer, also in dicts of it."""
     held = [part for value in vars(layer).values() for part in (value.values() if isinstance(value, dict) else [value])]
     return sum(part.numel() * part.element_size() for part in held if isinstance(part, torch.Tensor))

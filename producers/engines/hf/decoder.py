@@ -1,17 +1,16 @@
 """The decode loop of the hf engine, one step at a time, without threads and without asyncio.
 
-A step is: seat waiting samples in free
-rows, feed the live rows, one token per row, hand out the finished ones. What the model remembers of the samples, and
-how it is fed, is a `memory.Memory`. Guarantees:
+A step: seat waiting samples in free rows, feed the live rows, sample one token per row, return the finished samples.
+The cache is a `cache_interface.Memory`. Guarantees:
 1. a prompt is prefilled once per group and version, and copied for its samples; prompts of several waiting groups are
    prefilled together;
 2. a prefill holds the prompt without its last token; the first decode step feeds that one. So every token of a sample
    comes from a decode step, and its version is the version of that step;
-3. tokens of a sample depend on (weights, prompt, seed, index) alone, up to the float noise of another batch shape;
-4. `swap` runs between two steps; with `recompute` all that is remembered of live rows is made again under the new
-   weights; a shared prefill of before is never used after it, also where the version keeps its number;
-5. after `halt` nothing is decoded until the next `swap`, nor while `paused`; while `draining` nobody new gets a row.
-It raises what torch raises; the engine turns that into `engine.broken`.
+3. tokens of a sample depend only on (weights, prompt, seed, index), up to the float noise of another batch shape;
+4. `swap` runs between two steps; with `recompute` the cache of live rows is computed again with the new weights; a
+   shared prefill from before is never used after it, also if the version keeps its number;
+5. after `halt` nothing is decoded until the next `swap`, nor while `paused`; while `draining` no new sample gets a row.
+It raises torch's errors; the engine turns them into `engine.broken`.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from producers.engines.hf.cache_interface import Memory, pieces
 from producers.engines.hf.sampling import sample
 from producers.engines.hf.slots import TOP_K, SlotTable
 
-PREFILL_GROUPS = 16  # prompts prefilled ahead of their turn
+PREFILL_GROUPS = 16  # prompts to prefill in advance
 
 
 class Prefix:
-    """What is remembered of a prompt without its last token, made after swap `era`; `kept` None: it has one token."""
+    """The cache of a prompt without its last token, made after swap `era`; `kept` None: it has one token."""
 
     __slots__ = ("era", "kept")
 
@@ -65,7 +64,7 @@ class Decoder:
         self.busy_s = 0.0
         self.halted = False  # until the next swap: the weights are being overwritten
         self.paused = False
-        self.draining = False  # seat nobody
+        self.draining = False  # seat no new samples
         self._era = 0  # swaps so far: a version number may come again with other weights
         self._recompute = recompute
         self._waiting: deque[Waiting] = deque()
@@ -78,11 +77,11 @@ class Decoder:
 
     @property
     def idle(self) -> bool:
-        """True where a step would do nothing."""
+        """True if a step would do nothing."""
         return self.halted or self.paused or (not self.table.live and (self.draining or not self._waiting))
 
     def submit(self, request: GenRequest) -> None:
-        """Queue a request behind the others of its priority."""
+        """Queue a request after the others of its priority."""
         place = len(self._waiting)
         while place and self._waiting[place - 1].request.priority > request.priority:
             place -= 1
@@ -90,18 +89,18 @@ class Decoder:
 
     @torch.inference_mode()
     def abort(self, ids: Sequence[str] | None) -> int:
-        """Give up these requests (None: all); the number of samples given up."""
+        """Abort these requests (None: all); the number of aborted samples."""
         wanted = None if ids is None else set(ids)
         gone = [entry for entry in self._waiting if wanted is None or entry.request.id in wanted]
         for entry in gone:
             self._waiting.remove(entry)
-        rows = self.table.rows_of(wanted)
+        rows = self.table.rows_for(wanted)
         self._release(rows)
         return len(rows) + sum(len(entry.todo) for entry in gone)
 
     @torch.inference_mode()
     def step(self) -> list[GenDelta]:
-        """One token for every live sample; what is to be handed out after it: ended samples and deltas that are due."""
+        """One token for every live sample; returns ended samples and due deltas."""
         if self.halted or self.paused:
             return []
         started = time.perf_counter()
@@ -114,7 +113,7 @@ class Decoder:
             rows = self.table.record(state, tokens, logprobs)
             self.steps += 1
             self.generated_tokens += live
-            if due := self.table.due(rows):
+            if due := self.table.rows_due(rows):
                 deltas = self.table.collect(due, self._eras, ended=False)
             if rows:
                 deltas += self.table.collect(rows, self._eras)
@@ -124,7 +123,8 @@ class Decoder:
 
     @torch.inference_mode()
     def swap(self, version: int, change: Callable[[], None]) -> float:
-        """Make new weights current by `change`; the next step opens a run of `version`. Seconds stood still."""
+        """Make new weights current by `change`; the next step opens a run of `version`. Returns the seconds of the
+        pause."""
         started = time.perf_counter()
         change()
         self.version = version
@@ -136,11 +136,11 @@ class Decoder:
         return time.perf_counter() - started
 
     def halt(self) -> None:
-        """Stand still until the next swap: the weights are being overwritten."""
+        """Stop until the next swap: the weights are being overwritten."""
         self.halted = True
 
     def reset(self) -> None:
-        """Forget versions, counters and what was remembered; no sample may be alive."""
+        """Forget versions, counters and the cache; no sample may be alive."""
         self.memory.forget()
         self.version, self.steps, self.generated_tokens, self.busy_s = -1, 0, 0, 0.0
         self._eras.clear()
@@ -173,7 +173,7 @@ class Decoder:
                 self._waiting.popleft()
 
     def _prefill_ahead(self) -> None:
-        """Prefill the first waiting prompts together, as many as one prefill takes."""
+        """Prefill the first waiting prompts together, as many as fit in one prefill."""
         stale = [entry for entry in self._waiting if entry.prefix is None or entry.prefix.era != self._era]
         chosen = stale[:PREFILL_GROUPS]
         chosen = chosen[pieces([len(entry.request.prompt_ids) - 1 for entry in chosen])[0]]

@@ -1,23 +1,20 @@
-"""The default engine: a sampler on the transformers forward. It runs wherever torch does, a laptop's CPU included.
+"""The default engine: a sampler on the transformers forward. It runs wherever torch does, also on a laptop's CPU.
 
-The decode loop owns the model and runs in one thread; the
-event loop talks to it by a queue of closures and gets finished samples back by `call_soon_threadsafe`. Guarantees:
-1. samples of a request come as they finish; those of one step are handed over together;
+The decode loop owns the model and runs in one thread (`decode_thread`). Guarantees:
+1. samples of a request come as they finish; those of one step come together;
 2. weights change between two decode steps, by an exchange of storages (`weights`); the digests of the buckets, and of
-   the whole model after the exchange, are computed beside the running decode loop. With `weightsync.in_place` there
-   is no second copy: nothing is decoded from `begin_update` to the commit of a whole version;
+   the whole model after the exchange, are computed while decoding goes on. With `weightsync.in_place` there is no
+   second copy: nothing is decoded from `begin_update` to the commit of a whole version;
 3. log-probs are those of the full softmax after temperature, float32; token versions are exact;
 4. any failure of the loop ends every iterator and every later call with `engine.broken`: nothing hangs.
-Which models run, and how, is found at start (`loading`). What a step does stands in `decoder`.
+`loading` finds at start how a model can run; `decoder` has the step.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import torch
 
@@ -27,19 +24,18 @@ from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.runtime.device import Device
 from asyncrl.runtime.fingerprint import model_fingerprint
 from asyncrl.wire import Buffer, Manifest, Tensor
+from producers.engines.hf.decode_thread import DecodeThread
 from producers.engines.hf.decoder import Decoder
 from producers.engines.hf.loading import TRIED, build_decoder, load_model
 from producers.engines.hf.weights import ModelWeights
-from producers.engines.request_checks import problem_of
+from producers.engines.request_checks import request_problem
 
-T = TypeVar("T")
 DRAIN_LOOK_S = 0.005
-IDLE_WAIT_S = 1.0  # of the decode thread for a command when there is nothing to decode
 SWAP_LIMIT_S = 120.0  # a decode step that takes longer than this is a broken engine
 
 
 class _Outbox:
-    """Where the samples of one request go: an asyncio queue and what is still to come."""
+    """The queue of one request, and the number of samples still to come."""
 
     def __init__(self, request: GenRequest) -> None:
         self.left = len(request.indices)
@@ -57,11 +53,8 @@ class HFEngine:
         self._max_len = config.data.max_prompt_tokens + self._max_new
         self._model: torch.nn.Module | None = None
         self._decoder: Decoder | None = None
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: DecodeThread | None = None
         self._outboxes: dict[str, _Outbox] = {}
-        self._failure: AsyncRLError | None = None
         self._weights: ModelWeights | None = None
         self._dirty = False  # in place: the parameters are of no version
         self._swap_s = 0.0
@@ -72,10 +65,8 @@ class HFEngine:
     async def start(self) -> None:
         """Load the model and start the decode thread; the version is -1 until the first update is committed."""
         torch.set_num_threads(self._config.producers.threads)
-        self._loop = asyncio.get_running_loop()
         self._decoder = await asyncio.to_thread(self._build)
-        self._thread = threading.Thread(target=self._run, args=(self._decoder,), name="decode", daemon=True)
-        self._thread.start()
+        self._thread = DecodeThread(self._decoder, deliver=self._deliver, on_failure=self._end_all)
 
     def _build(self) -> Decoder:
         config = self._config
@@ -89,49 +80,47 @@ class HFEngine:
             max_new=self._max_new,
             recompute=config.producers.kv_at_swap == "recompute",
             where=config.model.path,
-            beside=self._weights.second_copy,
+            extra_bytes=self._weights.second_copy,
             tried=self.tried,
         )
-        if built.way == "caches":
+        if built.kind == "caches":
             self._detail = f"decodes with transformers' caches, one forward per group: {built.why}"
             print(f"engine hf: {self._detail}", flush=True)
         return built.decoder
 
     async def close(self, *, grace_s: float) -> None:
         """Stop the decode thread after its step; iterators under way end with an error."""
-        self._fail(AsyncRLError("engine.broken", "the engine was closed"))
-        self._commands.put(None)
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, grace_s)
+            await self._thread.close(grace_s=grace_s)
 
     def health(self) -> EngineHealth:
         """A snapshot; any thread."""
-        decoder = self._decoder
-        if decoder is None:
+        decoder, thread = self._decoder, self._thread
+        if decoder is None or thread is None:
             return EngineHealth(alive=False, version=-1, running=0, waiting=0, detail="not started")
         return EngineHealth(
-            alive=self._failure is None,
+            alive=thread.failure is None,
             version=-1 if self._dirty else decoder.version,
             running=decoder.table.live,
             waiting=decoder.waiting,
             generated_tokens=decoder.generated_tokens,
             busy_s=decoder.busy_s,
             swap_s=self._swap_s,
-            detail=self._failure.message if self._failure else self._detail,
-            kv_used=decoder.table.held / (decoder.table.slots * self._max_len),
+            detail=thread.failure.message if thread.failure else self._detail,
+            kv_used=decoder.table.held_tokens / (decoder.table.slots * self._max_len),
             paused=decoder.paused,
         )
 
     def capabilities(self) -> EngineCapabilities:
         """What this engine can do with its configuration."""
-        slots = self._config.producers.slots
+        slots, in_place = self._config.producers.slots, self._config.weightsync.in_place
         return EngineCapabilities(
             "hf",
             max_samples=slots,
             max_tokens=self._max_len,
             kv_tokens=slots * self._max_len,
-            encodings=("full",) if self.in_place else ("full", "adapter"),
-            in_place=self.in_place,
+            encodings=("full",) if in_place else ("full", "adapter"),
+            in_place=in_place,
             continues=True,
             priority=True,
         )
@@ -150,12 +139,12 @@ class HFEngine:
             AsyncRLError: the engine has failed (`engine.broken`).
         """
         self._check(request)
-        decoder = self._require()
+        decoder, thread = self._require(), self._decoding
         outbox = self._outboxes[request.id] = _Outbox(request)
-        self._commands.put(lambda: decoder.submit(request))
+        thread.submit(lambda: decoder.submit(request))
         try:
             while outbox.left:
-                # bounded: the end of the engine's thread puts an error here, its hang is run.hang_timeout_s
+                # bounded: a failure of the thread puts an error here; run.hang_timeout_s ends a hang
                 item = await outbox.queue.get()
                 if isinstance(item, AsyncRLError):
                     raise item
@@ -165,22 +154,20 @@ class HFEngine:
                 yield item
         finally:
             self._outboxes.pop(request.id, None)
-            if outbox.left and self._failure is None:
-                self._commands.put(lambda: _forget(decoder, request.id))
+            if outbox.left and thread.failure is None:
+                thread.submit(lambda: _forget(decoder, request.id))
 
     def _check(self, request: GenRequest) -> None:
         version, taken = self._require().version, request.id in self._outboxes
-        if problem := problem_of(request, self._config, vocab=self._vocab(), taken=taken, version=version):
+        embedding: Any = self._model.get_input_embeddings()  # type: ignore[union-attr, operator]
+        vocab = int(embedding.weight.shape[0])
+        if problem := request_problem(request, self._config, vocab=vocab, taken=taken, version=version):
             raise WorkError("sample.invalid", problem, where=request.id)
 
-    def _vocab(self) -> int:
-        embedding: Any = self._model.get_input_embeddings()  # type: ignore[union-attr, operator]
-        return int(embedding.weight.shape[0])
-
     async def abort(self, ids: Sequence[str] | None) -> int:
-        """Give up these requests (None: all); their iterators end without the missing samples."""
+        """Abort these requests (None: all); their iterators end without the missing samples."""
         decoder = self._require()
-        count = await self._call(lambda: decoder.abort(ids))
+        count = await self._decoding.call(lambda: decoder.abort(ids))
         for name in list(self._outboxes) if ids is None else ids:
             if name in self._outboxes:
                 self._outboxes[name].queue.put_nowait(None)
@@ -192,121 +179,72 @@ class HFEngine:
         if mode == "abort":
             await self.abort(None)
         if mode == "wait":
-            await self._call(lambda: setattr(decoder, "draining", True))
+            await self._decoding.call(lambda: setattr(decoder, "draining", True))
             while decoder.draining and decoder.table.live:  # bounded: every sample has a largest length
                 await asyncio.sleep(DRAIN_LOOK_S)
                 self._require()
-        await self._call(lambda: setattr(decoder, "paused", True))
+        await self._decoding.call(lambda: setattr(decoder, "paused", True))
 
     async def resume(self) -> None:
-        """Go on where `pause` stopped."""
         decoder = self._require()
 
         def go_on() -> None:
             decoder.paused = decoder.draining = False
 
-        await self._call(go_on)
+        await self._decoding.call(go_on)
 
     # ------------------------------------------------------------ weights
 
-    @property
-    def in_place(self) -> bool:
-        """`weightsync.in_place`: there is no room for a second copy."""
-        return self._config.weightsync.in_place
-
     async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
-        """Make room for a version; in place: stop decoding. Raises `sync.plan` where the layout is another's, and
+        """Make room for a version; in place: stop decoding. Raises `sync.plan` for the layout of another model, and
         `sync.failed` for an adapter of another base."""
         decoder = self._require()
-        await asyncio.to_thread(self._held().begin, manifest, tensors)
-        if self.in_place:
+        await asyncio.to_thread(self._active_weights().begin, manifest, tensors)
+        if self._config.weightsync.in_place:
             self._dirty = True
-            await self._call(decoder.halt)
+            await self._decoding.call(decoder.halt)
 
     def bucket_room(self, number: int) -> memoryview | None:
-        """Where the bytes of a bucket may be put before they are applied; None where they have to be copied."""
-        return self._held().bucket_room(number)
+        """Memory for the bytes of a bucket before they are applied; None if they have to be copied."""
+        return self._active_weights().bucket_room(number)
 
     async def apply_bucket(self, number: int, data: Buffer) -> str:
-        """Copy one bucket into the new version; the digest of what is held of it."""
-        return await asyncio.to_thread(self._held().apply, number, data)
+        """Copy one bucket into the new version; the digest of the copy."""
+        return await asyncio.to_thread(self._active_weights().apply, number, data)
 
     async def read_bucket(self, number: int, into: memoryview) -> bool:
-        """The bytes of a bucket of the version in force, in the dtypes of its manifest."""
-        return not self._dirty and await asyncio.to_thread(self._held().read, number, into)
+        """The bytes of a bucket of the current version, in the dtypes of its manifest."""
+        return not self._dirty and await asyncio.to_thread(self._active_weights().read, number, into)
 
     async def attest(self) -> str:
-        """Digest of what the model holds now, read anew beside the decode loop; empty where there is no version."""
-        return "" if self._dirty else await asyncio.to_thread(self._held().digest)
+        """Digest of the model's weights, read while decoding goes on; empty without a version."""
+        return "" if self._dirty else await asyncio.to_thread(self._active_weights().digest)
 
     async def commit_update(self) -> str:
-        """Swap between two decode steps; the digest of what the model now holds."""
-        weights, decoder = self._held(), self._require()
-        manifest = weights.under_way().manifest
+        """Swap between two decode steps; the digest of the model's weights after it."""
+        weights, decoder = self._active_weights(), self._require()
+        manifest = weights.pending().manifest
         weights.check_complete()
         try:
-            swapping = self._call(lambda: decoder.swap(manifest.version, weights.exchange))
+            swapping = self._decoding.call(lambda: decoder.swap(manifest.version, weights.exchange))
             self._swap_s = await asyncio.wait_for(swapping, SWAP_LIMIT_S)
         except TimeoutError:
-            raise self._fail(AsyncRLError("engine.broken", f"no swap within {SWAP_LIMIT_S:g} s")) from None
+            error = AsyncRLError("engine.broken", f"no swap within {SWAP_LIMIT_S:g} s")
+            raise self._decoding.fail(error) from None
         self._dirty = False
         # Parameters change at the next commit only, so they can be read while the loop decodes on.
         return await asyncio.to_thread(weights.digest)
 
     async def abort_update(self) -> None:
-        """Forget a begun update; the model is as it was, or (in place) of no version and still."""
-        await asyncio.to_thread(self._held().abort)
+        """Drop a begun update; the model is unchanged, or (in place) of no version and halted."""
+        await asyncio.to_thread(self._active_weights().abort)
 
-    def _held(self) -> ModelWeights:
+    def _active_weights(self) -> ModelWeights:
         self._require()
         assert self._weights is not None
         return self._weights
 
     # ------------------------------------------------------------ the decode thread
-
-    def _run(self, decoder: Decoder) -> None:
-        """The decode loop: commands first, then a step; to its end."""
-        try:
-            while self._take_commands(decoder):
-                finished = decoder.step()
-                if finished:
-                    self._post(self._deliver, finished)
-        except Exception as error:  # the outermost loop of this thread: whatever it is, nobody may wait for it
-            self._fail(AsyncRLError("engine.broken", f"{type(error).__name__}: {error}"))
-
-    def _take_commands(self, decoder: Decoder) -> bool:
-        """Run what was asked for; wait for it only when there is nothing to decode. False to end."""
-        while True:
-            try:
-                command = self._commands.get(block=decoder.idle, timeout=IDLE_WAIT_S)
-            except queue.Empty:
-                if decoder.idle:
-                    continue
-                return True
-            if command is None:
-                return False
-            command()
-
-    async def _call(self, action: Callable[[], T]) -> T:
-        """Run the action on the decode thread, between two steps. Its exception means a broken engine."""
-        self._require()
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-
-        def command() -> None:
-            result = action()
-            self._post(settle, result)
-
-        def settle(result: T) -> None:
-            if not answer.done():
-                answer.set_result(result)
-
-        self._commands.put(command)
-        while not answer.done():
-            await asyncio.wait([answer], timeout=IDLE_WAIT_S)
-            if not answer.done():
-                self._require()
-        return answer.result()
 
     def _deliver(self, samples: list[GenDelta]) -> None:
         for item in samples:
@@ -314,33 +252,21 @@ class HFEngine:
             if outbox is not None:
                 outbox.queue.put_nowait(item)
 
-    def _post(self, action: Callable[..., Any], *args: Any) -> None:
-        """Run on the event loop; nothing where it has been closed (the process is ending)."""
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(action, *args)
-        except RuntimeError:
-            if not self._loop.is_closed():
-                raise
-
-    def _require(self) -> Decoder:
-        if self._failure is not None:
-            raise self._failure
-        if self._decoder is None:
-            raise AsyncRLError("engine.broken", "the engine was not started")
-        return self._decoder
-
-    def _fail(self, error: AsyncRLError) -> AsyncRLError:
-        """Remember the first failure and end every iterator with it."""
-        self._failure = self._failure or error
-        failure = self._failure
-        if self._loop is not None:
-            self._post(self._tell_all, failure)
-        return failure
-
-    def _tell_all(self, failure: AsyncRLError) -> None:
+    def _end_all(self, failure: AsyncRLError) -> None:
         for outbox in self._outboxes.values():
             outbox.queue.put_nowait(failure)
+
+    def _require(self) -> Decoder:
+        if self._decoder is None or self._thread is None:
+            raise AsyncRLError("engine.broken", "the engine was not started")
+        self._thread.check()
+        return self._decoder
+
+    @property
+    def _decoding(self) -> DecodeThread:
+        self._require()
+        assert self._thread is not None
+        return self._thread
 
 
 def _forget(decoder: Decoder, request: str) -> None:

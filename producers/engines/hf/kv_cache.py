@@ -1,18 +1,17 @@
-"""The key-value memory of the slot sampler, and the two caches that transformers sees of it.
+"""The key-value memory of the slot sampler, and its two caches for transformers.
 
-`KVStore` holds K and V of each layer as `[slots, kv_heads, length, head_dim]`; the live rows
-are the first ones. `SlotCache` is what a decode step passes as `past_key_values`: it writes one position per row and
-shows the live rows up to the longest. `CaptureCache` is what a prefill passes: it keeps what each layer computed.
-Guarantees:
-1. memory comes as zeros, so that a masked position is never NaN; it grows with the longest sample, by doubling up to
+`KVStore` holds K and V of each layer as `[slots, kv_heads, length, head_dim]`; the live rows are the first ones. A
+decode step passes `SlotCache` as `past_key_values`: it writes one position per row and returns the live rows up to the
+longest. A prefill passes `CaptureCache`: it keeps the K and V of each layer. Guarantees:
+1. memory starts as zeros, so that a masked position is never NaN; it grows with the longest sample, by doubling up to
    `max_len`, one layer at a time, and does not shrink;
 2. nothing outside the live rows and the visible length is read;
-3. layers may differ in heads and widths (K from V too), not in which tokens they keep: all of them.
-Neither is a `transformers.Cache`: a model that wants more than `update` (windows that forget, states) fails in the
-probe of `slot_memory`, and gets `cohorts` instead.
+3. layers may differ in heads and widths (also K from V), but all keep every token. Neither is a `transformers.Cache`: a
+   model that needs more than `update` (windows that forget, states) fails in the probe of `slot_cache`, and gets
+   `cohort_cache` instead.
 
 Example: 64 slots, 8 KV heads of 128, bfloat16: 256 KiB for each position of a layer. 32 layers hold 256 positions in
-2 GiB; the first sample that passes them makes it 4 GiB.
+2 GiB; the first sample beyond them makes it 4 GiB.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class CaptureCache:
         self.layers: KV = []
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take what the layer computed and let it attend to just that."""
+        """Keep the layer's K and V; it attends only to them."""
         if layer != len(self.layers):
             raise RuntimeError(f"layer {layer} stores keys and values after {len(self.layers)} layers")
         self.layers.append((keys, values))
@@ -58,7 +57,7 @@ class KVStore:
 
     @staticmethod
     def nbytes(like: KV, *, slots: int, max_len: int) -> int:
-        """Bytes of a store that has grown to its end."""
+        """Bytes of a store at its full length."""
         return sum(part[:, :, 0].numel() * part.element_size() for pair in like for part in pair) * slots * max_len
 
     def reach(self, length: int) -> None:
@@ -97,7 +96,7 @@ class KVStore:
 class SlotCache:
     """One decode step's view of the store: row `i` writes at `positions[i]` and sees the first `visible` positions.
 
-    `bands`: what `attention.attend` may use of it.
+    `bands`: for `attention.attend`.
     """
 
     is_compileable = False
@@ -123,5 +122,5 @@ class SlotCache:
         return seen, all_values[: self._live, :, : self._visible]
 
     def get_seq_length(self, _layer: int = 0) -> int:
-        """Positions are given per row; models that ask for one number get the visible length less the new token."""
+        """The visible length without the new token, for models that need one number; positions are given per row."""
         return self._visible - 1

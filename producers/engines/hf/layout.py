@@ -29,7 +29,7 @@ _HOLDS = {
 
 
 class Room:
-    """Tensors by name, and storages by bucket, that belong to nobody now: the room for the next version."""
+    """Free tensors by name, and storages by bucket: the room for the next version."""
 
     def __init__(self) -> None:
         self._spare: dict[str, torch.Tensor] = {}
@@ -43,7 +43,7 @@ class Room:
         return tuple(torch.empty(size, dtype=torch.uint8) for size in sizes)
 
     def give_buckets(self, storages: tuple[torch.Tensor, ...]) -> None:
-        """Keep them for the next `take_buckets`; no tensor may be a view into them any more."""
+        """Keep them for the next `take_buckets`; no tensor may be a view into them."""
         self._buckets = storages
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -60,34 +60,34 @@ class Room:
 
 
 class Layout:
-    """The tensors of a version by bucket, and their bytes wherever they are held."""
+    """The tensors of a version by bucket, and access to their bytes."""
 
     def __init__(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
         self.sizes = manifest.bucket_bytes
         self.tensors = tuple(tensors)
         self.buckets = group_by_bucket(tensors, len(manifest.bucket_bytes))
 
-    def bucket_digest(self, number: int, held: Callable[[str], torch.Tensor]) -> str:
-        """Digest of one bucket of what `held` gives by name, in the dtypes of the layout."""
-        return digest_all(tensor_bytes(held(tensor.name), tensor.dtype) for tensor in self.buckets[number])
+    def bucket_digest(self, number: int, get: Callable[[str], torch.Tensor]) -> str:
+        """Digest of one bucket of the tensors from `get`, in the dtypes of the layout."""
+        return digest_all(tensor_bytes(get(tensor.name), tensor.dtype) for tensor in self.buckets[number])
 
-    def digest(self, held: Callable[[str], torch.Tensor]) -> str:
+    def digest(self, get: Callable[[str], torch.Tensor]) -> str:
         """Digest of all buckets."""
-        return version_digest([self.bucket_digest(number, held) for number in range(len(self.buckets))])
+        return version_digest([self.bucket_digest(number, get) for number in range(len(self.buckets))])
 
-    def read(self, number: int, into: memoryview, held: Callable[[str], torch.Tensor]) -> bool:
-        """Write the bytes of one bucket; padding is left as it is. False where `into` is no bucket of this layout."""
+    def read(self, number: int, into: memoryview, get: Callable[[str], torch.Tensor]) -> bool:
+        """Write the bytes of one bucket, without padding. False if `into` is not a bucket of this layout."""
         if not 0 <= number < len(self.sizes) or into.nbytes != self.sizes[number]:
             return False
         target = np.frombuffer(into, dtype=np.uint8)
         for tensor in self.buckets[number]:
-            target[tensor.offset : tensor.offset + tensor.nbytes] = tensor_bytes(held(tensor.name), tensor.dtype)
+            target[tensor.offset : tensor.offset + tensor.nbytes] = tensor_bytes(get(tensor.name), tensor.dtype)
         return True
 
-    def fill(self, number: int, data: Buffer, held: Callable[[str], torch.Tensor]) -> str:
-        """Copy one bucket out of its bytes into what `held` gives; the digest of what is held of it then.
+    def fill(self, number: int, data: Buffer, get: Callable[[str], torch.Tensor]) -> str:
+        """Copy the bytes of one bucket into the tensors from `get`; the digest of the copy.
 
-        Raises `sync.plan` where the bytes are too few.
+        Raises `sync.plan` if there are too few bytes.
         """
         view = np.frombuffer(data, dtype=np.uint8)
         pairs = []
@@ -95,36 +95,36 @@ class Layout:
             part = view[tensor.offset : tensor.offset + tensor.nbytes]
             if part.size != tensor.nbytes:
                 raise AsyncRLError("sync.plan", f"{tensor.name} leaves bucket {number} of {view.size} bytes")
-            pairs.append((held(tensor.name), part, tensor))
+            pairs.append((get(tensor.name), part, tensor))
         if all(is_plain(target, DTYPES[tensor.dtype]) for target, _, tensor in pairs):
             return copy_digest((_bytes_view(target).numpy(), part) for target, part, _ in pairs)
         for target, part, tensor in pairs:
             copy_into(target, part, tensor)
-        return self.bucket_digest(number, held)
+        return self.bucket_digest(number, get)
 
 
 class Update(Protocol):
-    """A version on its way."""
+    """A pending version."""
 
     manifest: Manifest
     layout: Layout
     missing: set[int]
 
     def apply(self, number: int, data: Buffer) -> str | None:
-        """Take the bytes of one bucket; the digest of what is held of it, None where that is still to be read."""
+        """Take the bytes of one bucket; the digest of the copy, None if it must be read."""
 
-    def held(self, name: str) -> torch.Tensor:
-        """What is held of a tensor of the layout."""
+    def tensor_for(self, name: str) -> torch.Tensor:
+        """The value of a tensor of the layout."""
 
     def complete(self) -> None:
-        """Every bucket is there: what is left to be made of them, beside the decode loop."""
+        """Every bucket is there: finish the version, while decoding goes on."""
 
     def exchange(self) -> None:
         """Make it the model's."""
 
 
 def check_layout(model: torch.nn.Module, tensors: Sequence[Tensor]) -> None:
-    """Raise `sync.plan` where these tensors are not the parameters of the model."""
+    """Raise `sync.plan` if these tensors are not the parameters of the model."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     given = set()
     for tensor in tensors:
@@ -147,7 +147,7 @@ def check_layout(model: torch.nn.Module, tensors: Sequence[Tensor]) -> None:
 
 
 def is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the bytes of a tensor of that dtype can be copied to `target` as they are."""
+    """Whether the bytes of a tensor of that dtype can be copied to `target` unchanged."""
     return target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
 
 
@@ -161,7 +161,7 @@ def copy_into(target: torch.Tensor, part: np.ndarray[Any, np.dtype[np.uint8]], t
 
 
 def tensor_bytes(held: torch.Tensor, dtype: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes of a tensor in a wire dtype, uint8 `[nbytes]`; a view where nothing has to be converted."""
+    """The bytes of a tensor in a wire dtype, uint8 `[nbytes]`; a view without a conversion."""
     array: np.ndarray[Any, np.dtype[np.uint8]] = _bytes_view(held.to(DTYPES[dtype]).contiguous()).cpu().numpy()
     return array
 

@@ -1,11 +1,11 @@
-"""Loads a model for the hf engine, finds the decoder that fits it, and says early why a model cannot be used.
+"""Loads a model for the hf engine, finds a decoder for it, and refuses unsupported models early.
 
 Guarantees:
-1. files come from `model.path` alone, never from the network;
-2. slots are tried first, transformers' own caches (`cohorts`) where they do not fit; either must pass the self-check,
-   which compares log-probs with the model's plain forward;
-3. every refusal is a `config.model` (or `config.conflict` for memory) that names the reason: what is no decoder of
-   token ids, too few positions, or why both decoders failed.
+1. files come only from `model.path`, never from the network;
+2. slots are tried first, then transformers' own caches (`cohort_cache`); either must pass the self-check, which
+   compares log-probs with the model's plain forward;
+3. every refusal is a `config.model` (or `config.conflict` for memory) with the reason: not a decoder of token ids, too
+   few positions, or why both decoders failed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ANOTHER = "use another engine (producers.engine) for this model"
 
 
 class Built(NamedTuple):
-    """The decoder of a model. `way`: slots or caches; `why`: what was wrong with those that were tried before."""
+    """The decoder of a model. `kind`: slots or caches; `why`: the errors of those tried before."""
 
     decoder: Decoder
-    way: str
+    kind: str
     why: str
 
 
@@ -69,7 +69,7 @@ def load_model(config: Config, *, device: torch.device, max_len: int) -> torch.n
 
 
 def refuse_unfit(shape: Any, *, max_len: int, where: str) -> None:
-    """Raise `config.model` for a configuration that is no decoder of token ids, or has too few positions."""
+    """Raise `config.model` for a model that is not a decoder of token ids, or has too few positions."""
     text = shape.get_text_config(decoder=True)
 
     def refuse(why: str) -> ConfigError:
@@ -90,8 +90,8 @@ def refuse_unfit(shape: Any, *, max_len: int, where: str) -> None:
 
 @torch.inference_mode()
 def settle_attention(model: Any, *, device: torch.device, where: str) -> None:
-    """Leave "sdpa" where the model's plain forward fails with it (capped scores, for one); refuse a model that fails
-    without it too."""
+    """Replace "sdpa" if the model's plain forward fails with it (for example capped scores); refuse a model that also
+    fails without it."""
     two = torch.zeros((1, 2), dtype=torch.int64, device=device)
     try:
         model(input_ids=two, use_cache=False)
@@ -116,37 +116,37 @@ def build_decoder(
     max_new: int,
     recompute: bool,
     where: str,
-    beside: int = 0,
+    extra_bytes: int = 0,
     tried: Sequence[str] = TRIED,
 ) -> Built:
-    """The first decoder that fits this model, proved; `beside`: bytes that a second copy of the weights will take.
+    """The first decoder that passes the self-check; `extra_bytes`: for a second copy of the weights.
 
     Raises:
-        ConfigError: `config.model` where none fits, `config.conflict` where the memory is too small.
+        ConfigError: `config.model` if none passes, `config.conflict` if the memory is too small.
     """
     device = next(model.parameters()).device
     max_len = max_prompt + max_new
     why: list[str] = []
-    for way in tried:
-        make = {"slots": _slot_memory, "caches": _cache_memory}[way]
+    for kind in tried:
+        make = {"slots": _slot_memory, "caches": _cache_memory}[kind]
         try:
             memory, need = make(model, slots=slots, max_len=max_len, device=device, where=where)
-            check_memory(need, slots=slots, max_len=max_len, device=device, beside=beside)
+            check_memory(need, slots=slots, max_len=max_len, device=device, extra_bytes=extra_bytes)
             table = SlotTable(slots, max_new_tokens=max_new, device=device)
             decoder = Decoder(memory, table, recompute=recompute)
             check_decoder(decoder, model, max_prompt=max_prompt, max_new=max_new, where=where)
-            return Built(decoder, way, "; ".join(why))
+            return Built(decoder, kind, "; ".join(why))
         except ConfigError as error:
             if error.code != "config.model":
                 raise
-            why.append(f"{way}: {error.message}")
+            why.append(f"{kind}: {error.message}")
     raise ConfigError("config.model", "; ".join(why), where=where, remedy=ANOTHER)
 
 
 def _slot_memory(
     model: torch.nn.Module, *, slots: int, max_len: int, device: torch.device, where: str
 ) -> tuple[Memory, int]:
-    """The memory and the bytes that it may come to."""
+    """The memory and its maximum size in bytes."""
     memory = SlotMemory(model, slots=slots, max_len=max_len, device=device, where=where)
     attention.install(model)
     return memory, KVStore.nbytes(memory.like, slots=slots, max_len=max_len)
@@ -155,18 +155,17 @@ def _slot_memory(
 def _cache_memory(
     model: torch.nn.Module, *, slots: int, max_len: int, device: torch.device, where: str
 ) -> tuple[Memory, int]:
-    """The memory and the bytes that it may come to."""
+    """The memory and its maximum size in bytes."""
     attention.remove(model)
     memory = CohortMemory(model, max_len=max_len, device=device, where=where)
     return memory, memory.nbytes(slots=slots, where=where)
 
 
-def check_memory(need: int, *, slots: int, max_len: int, device: torch.device, beside: int = 0) -> None:
-    """Raise `config.conflict` with the arithmetic where `need` bytes of K/V for all slots would not fit, with `beside`
-    bytes for a second copy of the weights."""
+def check_memory(need: int, *, slots: int, max_len: int, device: torch.device, extra_bytes: int = 0) -> None:
+    """Raise `config.conflict` with the arithmetic if `need` bytes of K/V for all slots and `extra_bytes` do not fit."""
     free = free_bytes(device)
-    if need + beside > 0.9 * free:
-        copy = f", a second copy of the weights {beside / 2**30:.1f} GiB" if beside else ""
+    if need + extra_bytes > 0.9 * free:
+        copy = f", a second copy of the weights {extra_bytes / 2**30:.1f} GiB" if extra_bytes else ""
         raise ConfigError(
             "config.conflict",
             f"K/V of producers.slots = {slots} x {max_len} tokens x {need / slots / max_len:.0f} bytes needs "
@@ -186,4 +185,4 @@ def free_bytes(device: torch.device) -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return 1 << 62  # unknown: let the allocation decide
+    return 1 << 62  # unknown: the allocation decides

@@ -1,14 +1,14 @@
 """Adapter versions: a low-rank update that is added to the base weights once, so that decoding costs nothing more.
 
-What an adapter is stands in `weightsync.encoding.adapter`. `W = W0 + s B A`
-(arXiv 2106.09685, equation 3; s as in `AdapterConfig.scaling`). Guarantees:
-1. W0 is kept, and every version is computed from it: a hundred versions one after the other leave no rounding behind;
-   modules that a later adapter leaves out get W0 back;
+`weightsync.encoding.adapter` defines adapters. `W = W0 + s B A` (arXiv 2106.09685, equation 3; s as in
+`AdapterConfig.scaling`). Guarantees:
+1. W0 is kept, and every version is computed from it: a hundred versions leave no accumulated rounding; modules that a
+   later adapter omits get W0 back;
 2. an adapter of another base is refused (`sync.failed`) before anything is taken: the base may still come;
-3. one that names no linear layer of this model, one of another shape, or one that shares its weight (tied embeddings,
-   which the sum would change as well) is `sync.plan`;
-4. the product is made beside the decode loop, in float32, and rounded once to the dtype of W0. `attest` compares what
-   the model holds with what was made.
+3. an adapter for a missing linear layer, another shape, or a shared weight (tied embeddings, which would change as
+   well) is `sync.plan`;
+4. the product is computed while decoding goes on, in float32, and rounded once to the dtype of W0. `attest` compares
+   the model with the computed product.
 
 Example: W0 `[2, 2]` = 0, r = 1, alpha = 2, A = [[1, 2]], B = [[3], [0]]: W = 2 B A = [[6, 12], [0, 0]].
 """
@@ -45,10 +45,10 @@ class BaseWeights(Protocol):
 
 
 class AdapterUpdate:
-    """One version of an adapter, on its way or in force."""
+    """One version of an adapter, pending or current."""
 
     def __init__(self, weights: BaseWeights, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
-        """Raises `sync.failed` on another base, `sync.plan` on an adapter that this model or formula cannot take."""
+        """Raises `sync.failed` on another base, `sync.plan` on an unsupported adapter."""
         if not manifest.base or manifest.base != weights.base:
             raise WorkError(
                 "sync.failed",
@@ -68,14 +68,14 @@ class AdapterUpdate:
 
     def apply(self, number: int, data: Buffer) -> None:
         """Copy the tensors of one bucket out of its bytes."""
-        self.layout.fill(number, data, self.held)
+        self.layout.fill(number, data, self.tensor_for)
 
-    def held(self, name: str) -> torch.Tensor:
+    def tensor_for(self, name: str) -> torch.Tensor:
         """A matrix of the adapter."""
         return self._values[name]
 
     def complete(self) -> None:
-        """Compute the new weights of every module, beside the old ones."""
+        """Compute the new weights of every module, next to the old ones."""
         for name, pair in self._pairs.items():
             base = self._weights.base_value(name)
             a, b = (self._values[item.name].to(base.device, torch.float32) for item in (pair.a, pair.b))
@@ -85,7 +85,7 @@ class AdapterUpdate:
             self.products[name] = _digest(merged)
 
     def exchange(self) -> None:
-        """New storages for old; W0 is kept."""
+        """Exchange the storages; W0 is kept."""
         kept = self._weights.kept
         for name in [name for name in kept if name not in self._merged]:
             self._exchange(name, kept.pop(name))
@@ -99,7 +99,7 @@ class AdapterUpdate:
     def attest(self, parameters: Mapping[str, torch.nn.Parameter], *, base: str) -> str:
         """Digest of the adapter over what the model holds: A, B, the base, and the products. The bytes of the model are
         not those of the manifest, so they are compared with the computed ones; if they differ, so does the digest."""
-        digests = [self.layout.bucket_digest(number, self.held) for number in range(len(self.layout.buckets))]
+        digests = [self.layout.bucket_digest(number, self.tensor_for) for number in range(len(self.layout.buckets))]
         wrong = [name for name, digest in self.products.items() if _digest(parameters[name].data) != digest]
         return version_digest([*digests, *wrong], base=base, adapter=self.manifest.adapter)
 
@@ -113,7 +113,7 @@ class AdapterUpdate:
 
 
 def pairs_by_parameter(pairs: Sequence[Pair], weights: BaseWeights) -> dict[str, Pair]:
-    """The pairs by the parameter that they change. Raises `sync.plan` where one does not fit this model."""
+    """The pairs by the parameter that they change. Raises `sync.plan` if one does not fit this model."""
     found: dict[str, Pair] = {}
     for pair in pairs:
         parameter = weights.linear(pair.module)

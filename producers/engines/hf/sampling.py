@@ -1,12 +1,11 @@
-"""Draws one token per row from logits, for all rows at once.
+"""Draws one token per row from logits, for all rows at once. It has no state and no random generator.
 
 Guarantees:
-1. a row's token is a function of its logits, its settings and its one uniform number: it does not depend on the
-   other rows (up to the float noise of the forward pass);
-2. the log-prob is that of the full temperature-scaled softmax in float32, also where top-k or top-p cut the set that
-   was drawn from; the learner recomputes exactly this number, without knowing the cut;
-3. a token outside the cut set is never drawn.
-It holds no state and no random generator.
+1. a row's token is a function of its logits, its settings and its uniform number: it does not depend on the other rows
+   (up to the float noise of the forward pass);
+2. the log-prob is that of the full temperature-scaled softmax in float32, also if top-k or top-p restricted the set;
+   the learner recomputes this number without knowing the restriction;
+3. a token outside the restricted set is never drawn.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def sample(
     logprobs = torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
     weights = logprobs.exp()
     if top_p is not None or top_k is not None:
-        weights = weights.masked_fill(~_kept(weights, top_p, top_k), 0.0)
+        weights = weights.masked_fill(~_keep_mask(weights, top_p, top_k), 0.0)
     # float64: with a vocabulary of 150 k the float32 sum would move the borders by far more than a token's share.
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     # `right`: the first entry above the target, which has a weight above 0. 1 - 2^-40 keeps the target below the sum.
@@ -39,7 +38,7 @@ def sample(
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
 
 
-def _kept(weights: Tensor, top_p: Tensor | None, top_k: Tensor | None) -> Tensor:
+def _keep_mask(weights: Tensor, top_p: Tensor | None, top_k: Tensor | None) -> Tensor:
     """Which entries may be drawn, bool `[N, V]`. top-k first, then the nucleus of what is left, renormalised."""
     ordered, places = weights.sort(dim=-1, descending=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)

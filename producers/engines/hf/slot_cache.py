@@ -1,12 +1,12 @@
-"""K and V of all samples in one block, one forward per step: the memory of models that keep K and V of every token.
+"""K and V of all samples in one block, one forward per step: for models that keep K and V of every token.
 
 Guarantees:
-1. a step feeds one token of every live row, at its own position, under its own mask: no padding is computed;
-2. layers with a window (`sliding_attention`) or with chunks (`chunked_attention`) keep all tokens and get a mask that
-   shows what they may see: exact, at the cost of memory that they would not need;
-3. prompts share one right-padded prefill: causal attention never looks at the padding;
+1. a step feeds one token of every live row, at its own position, with its own mask: no padding is computed;
+2. layers with a window (`sliding_attention`) or with chunks (`chunked_attention`) keep all tokens and get a mask for
+   their visible part: exact, but with more memory than they need;
+3. prompts share one right-padded prefill: causal attention never reads the padding;
 4. a model that does not store plain K and V of every layer is refused when the memory is made.
-It does not prove that the model honours masks and positions: `selfcheck` does.
+It does not prove that the model respects masks and positions: `self_check` does.
 
 Example: rows at positions 3 and 700, window 512: row 0 sees places 0..3 in every layer, row 1 sees 0..700 in full
 layers and 189..700 in those with the window.
@@ -31,13 +31,13 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 
 
 class Sight(NamedTuple):
-    """What a layer sees of the past; 0: no such limit."""
+    """The visible past of a layer; 0: no limit."""
 
     window: int = 0
     chunk: int = 0
 
     def mask(self, places: Tensor, positions: Tensor) -> Tensor:
-        """Which of `places` `[T]` are seen from each of `positions` `[N, 1]`: bool `[N, T]`."""
+        """Which of `places` `[T]` are visible from each of `positions` `[N, 1]`: bool `[N, T]`."""
         seen = places <= positions
         if self.window:
             seen &= places > positions - self.window
@@ -47,7 +47,7 @@ class Sight(NamedTuple):
 
 
 def sights(config: Any, *, max_len: int) -> dict[str, Sight]:
-    """What the layers of a model see, by type of layer. Raises ValueError with the types that keep something else."""
+    """The visible past by type of layer. Raises ValueError with unsupported types."""
     window = getattr(config, "sliding_window", None) or 0
     if not getattr(config, "use_sliding_window", True) or window >= max_len:
         window = 0
@@ -56,14 +56,14 @@ def sights(config: Any, *, max_len: int) -> dict[str, Sight]:
     types = set(getattr(config, "layer_types", None) or ())
     if others := sorted(types - set(known)):
         raise ValueError(f"layers of type {', '.join(others)}")
-    if not types:  # one kind of layer, said by the window alone
+    if not types:  # one kind of layer, given by the window alone
         return {FULL: Sight(window=window)}
     return {kind: known[kind] for kind in sorted(types)}
 
 
 class SlotMemory:
     def __init__(self, model: torch.nn.Module, *, slots: int, max_len: int, device: torch.device, where: str) -> None:
-        """Raises ConfigError `config.model` where the model keeps something else than K and V."""
+        """Raises ConfigError `config.model` if the model keeps something else than K and V."""
         self.model = model
         self.max_len = max_len
         self._device = device
@@ -94,7 +94,7 @@ class SlotMemory:
 
     def prefill(self, prompts: Sequence[Tokens]) -> list[Any]:
         """K and V of each prompt by layer, `[1, kv_heads, T, head_dim]`."""
-        layers = self._capture(_padded(prompts))
+        layers = self._capture(_pad(prompts))
 
         def part(held: Tensor, row: int) -> Tensor:
             return held[row : row + 1, :, : len(prompts[row])]
@@ -116,7 +116,7 @@ class SlotMemory:
         if len(self._rows) < live:
             self._rows = torch.arange(self.store.slots, device=self._device)
         positions = state[:, POSITION]
-        cache = SlotCache(self.store, self._rows[:live], positions, visible, bands=_within(bands, visible))
+        cache = SlotCache(self.store, self._rows[:live], positions, visible, bands=_clip_bands(bands, visible))
         output = self._call(state[:, LAST, None], positions[:, None], self._mask(visible, positions), cache)
         logits: Tensor = output.logits[:, -1]
         return logits
@@ -126,7 +126,7 @@ class SlotMemory:
         rows = [table.sequence(row) for row in range(table.live)]
         for piece in pieces([len(row) for row in rows]):
             if any(len(row) for row in rows[piece]):
-                self.store.write(piece.start, piece.stop - piece.start, self._capture(_padded(rows[piece])))
+                self.store.write(piece.start, piece.stop - piece.start, self._capture(_pad(rows[piece])))
 
     def release(self, lanes: Sequence[int], moves: Moves) -> None:
         """Move the last rows into the holes."""
@@ -136,7 +136,7 @@ class SlotMemory:
             self.store.move(sources, holes, moves.tokens)
 
     def forget(self) -> None:
-        """The next sample finds a small store again."""
+        """Start again with a small store."""
         self.store = KVStore(self.like, slots=self.store.slots, max_len=self.max_len)
 
     # ------------------------------------------------------------ forward
@@ -150,7 +150,7 @@ class SlotMemory:
         return cache.layers
 
     def _mask(self, visible: int, positions: Tensor | None) -> Any:
-        """`[live, 1, 1, visible]` for a step; `[1, 1, T, T]` for a prefill (`positions` None); by type of layer where
+        """`[live, 1, 1, visible]` for a step; `[1, 1, T, T]` for a prefill (`positions` None); by type of layer if
         there are several."""
         places = self._places[:visible]
         seen = {}
@@ -173,12 +173,12 @@ class SlotMemory:
         )
 
 
-def _within(bands: list[Band], visible: int) -> list[Band]:
-    """Bands for the attention: none where one call is all; the last one may not leave the visible block."""
+def _clip_bands(bands: list[Band], visible: int) -> list[Band]:
+    """Bands for the attention: none for a single call; the last one ends at the visible block."""
     return [*bands[:-1], bands[-1]._replace(visible=visible)] if len(bands) > 1 else []
 
 
-def _padded(rows: Sequence[Tokens]) -> Any:
+def _pad(rows: Sequence[Tokens]) -> Any:
     """Right-padded with zeros, i8 `[N, longest]`."""
     padded = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int64)
     for place, row in enumerate(rows):

@@ -1,16 +1,15 @@
-"""Which sample sits in which row, and what each row needs for its next step.
+"""The table of live samples: which sample is in which row, and the row state of the next step.
 
-A sample has a lane (fixed while it lives: its tokens, log-probs and random
-numbers) and a row (its place in the packed front of the K/V store). Guarantees:
-1. rows `0..live` are exactly the live samples: when rows finish, the last live rows are moved into the holes, so a
-   step costs what is alive (`release` says which rows moved, the K/V store follows);
+A sample has a lane (fixed while it lives: its tokens, log-probs and random numbers) and a row (its place in the packed
+front of the K/V store). Guarantees:
+1. rows `0..live` are exactly the live samples: when rows finish, the last live rows move into the holes, so a step
+   costs only live rows (`release` returns the moves, the K/V store follows);
 2. every live sample gets exactly one token per step, so a token's version follows from its step: no per-token record;
-3. the random numbers of a sample are a function of (seed, index) alone: `uniforms_of`. A sample that was begun
-   elsewhere goes on in the same stream, at the place of its next token.
-It knows no model and no weights.
+3. the random numbers of a sample are a function of (seed, index) alone: `sample_uniforms`. A continued sample goes on
+   in the same stream, at the place of its next token. It knows no model and no weights.
 
-Example with capacity 4 and live samples a b c d in rows 0..3: b and c finish. One hole below the new front (row 1)
-is filled by d; row 2 just falls off: a d, moves = ([3], [1]).
+Example with capacity 4 and live samples a b c d in rows 0..3: b and c finish. One hole below the new front (row 1) is
+filled by d; row 2 just falls off: a d, moves = ([3], [1]).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ LANE, LAST, POSITION, COUNT, LIMIT, TOP_K, STOP = range(7)
 
 
 class Occupant(NamedTuple):
-    """The sample of a lane; `start` is the step that made, or will make, its first token of this request."""
+    """The sample of a lane; `start` is the step of its first token of this request."""
 
     request: GenRequest
     sample: int  # its index in the group
@@ -43,14 +42,14 @@ class Occupant(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Rows that changed place: `sources[i]` went to `holes[i]`; `tokens` positions of K/V are worth copying."""
+    """Moved rows: `sources[i]` went to `holes[i]`; `tokens` positions of K/V must be copied."""
 
     sources: list[int]
     holes: list[int]
     tokens: int
 
 
-def uniforms_of(seed: int, index: int, count: int) -> npt.NDArray[np.float64]:
+def sample_uniforms(seed: int, index: int, count: int) -> npt.NDArray[np.float64]:
     """The random numbers of one sample, float64 `[count]` in [0, 1): a counter-based stream keyed by both numbers."""
     key = np.array([seed & _MASK, index & _MASK], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(count)
@@ -84,30 +83,29 @@ class SlotTable:
         self.tokens = torch.zeros((slots, max_new_tokens), dtype=torch.int32, device=device)
         self.logprobs = torch.zeros((slots, max_new_tokens), dtype=torch.float32, device=device)
         self.positions = np.zeros(slots, dtype=np.int64)  # host mirror of state[:, POSITION]
-        self._due = np.full(slots, NEVER, dtype=np.int64)  # by row: position from which a delta is to be handed out
+        self._due = np.full(slots, NEVER, dtype=np.int64)  # by row: position of the next delta
         self.lanes: list[int] = []  # lane of each live row
         self.occupants: dict[int, Occupant] = {}  # by lane
         self._free = list(range(slots))
         self._cuts: set[int] = set()  # lanes that use top-k or top-p
-        self._sent: dict[int, int] = {}  # tokens of a lane that were handed out in deltas
+        self._sent: dict[int, int] = {}  # tokens of a lane that were sent in deltas
 
     @property
     def free(self) -> int:
-        """Rows without a sample."""
         return self.slots - self.live
 
     @property
-    def held(self) -> int:
-        """Tokens that are remembered of the live samples."""
+    def held_tokens(self) -> int:
+        """Cached tokens of the live samples."""
         return int(self.positions[: self.live].sum())
 
     @property
     def cuts(self) -> bool:
-        """True where some live sample uses top-k or top-p."""
+        """True if a live sample uses top-k or top-p."""
         return bool(self._cuts)
 
     def add(self, request: GenRequest, indices: list[int], *, step: int) -> int:
-        """Seat these samples behind the live rows; the first row. The prompt but its last token must be in K/V."""
+        """Put these samples after the live rows; the first row. The prompt without its last token must be in K/V."""
         first, count = self.live, len(indices)
         self._widen(len(request.stop_ids))
         prompt = request.prompt_ids
@@ -119,7 +117,7 @@ class SlotTable:
         self.state[rows] = torch.tensor([[lane, *common] for lane in lanes], device=self.state.device)
         self.knobs[rows] = torch.tensor([request.temperature, request.top_p], device=self.knobs.device)
         begun, length = request.begun, request.max_new_tokens
-        numbers = np.stack([uniforms_of(request.seed, index, begun + length)[begun:] for index in indices])
+        numbers = np.stack([sample_uniforms(request.seed, index, begun + length)[begun:] for index in indices])
         self.uniforms[lanes, :length] = torch.from_numpy(numbers).to(self.uniforms.device)
         self.positions[rows] = len(prompt) - 1
         self._due[rows] = len(prompt) - 1 + request.delta_tokens if request.delta_tokens else NEVER
@@ -152,13 +150,13 @@ class SlotTable:
         rows: list[int] = ended.nonzero()[:, 0].tolist()
         return rows
 
-    def due(self, ended: list[int]) -> list[int]:
+    def rows_due(self, ended: list[int]) -> list[int]:
         """Rows whose next delta is due, without those that have ended."""
         rows = np.nonzero(self.positions[: self.live] >= self._due[: self.live])[0].tolist()
         return [row for row in rows if row not in ended] if rows else rows
 
     def collect(self, rows: list[int], eras: list[tuple[int, int]], *, ended: bool = True) -> list[GenDelta]:
-        """What is new of the samples of these rows. Of ended ones before they are released."""
+        """New tokens of the samples in these rows. Call it for ended samples before they are released."""
         deltas = []
         for row, count in zip(rows, self.state[rows, COUNT].tolist(), strict=True):
             lane = self.lanes[row]
@@ -175,19 +173,19 @@ class SlotTable:
         return deltas
 
     def sequence(self, row: int) -> npt.NDArray[np.int32]:
-        """Prompt and response tokens of a row without the last one: what its K/V must hold, i4 `[position]`."""
+        """Prompt and response tokens of a row without the last one: the tokens of its K/V, i4 `[position]`."""
         lane = self.lanes[row]
         prompt = self.occupants[lane].request.prompt_ids
         made = int(self.positions[row]) - (len(prompt) - 1)
         response = self.tokens[lane, :made].cpu().numpy()
         return np.concatenate([prompt, response])[:-1].astype(np.int32)
 
-    def rows_of(self, ids: set[str] | None) -> list[int]:
+    def rows_for(self, ids: set[str] | None) -> list[int]:
         """Live rows of these requests (None: all), ascending."""
         return [row for row, lane in enumerate(self.lanes) if ids is None or self.occupants[lane].request.id in ids]
 
     def release(self, rows: list[int]) -> Moves:
-        """Empty these rows and close the gaps with the last live rows."""
+        """Remove these rows and fill the gaps with the last live rows."""
         left = self.live - len(rows)
         gone = set(rows)
         holes = [row for row in rows if row < left]

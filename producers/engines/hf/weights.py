@@ -1,20 +1,17 @@
-"""The weights of one model: what it holds, and a new version that is built beside it and exchanged between two steps.
+"""The weights of one model: the current version, and a new version that is built next to it and exchanged between
+steps.
 
-Or
-`abort`. Guarantees:
-1. the model is not touched before `exchange`, which swaps storages (`parameter.data`) and copies nothing: it takes the
-   same time for a model of any size. Only with `in_place` do buckets go into the parameters themselves;
-2. `apply` answers with the digest of what is held of the bucket after the copy, `digest` with that of what the model
-   holds after the exchange, read anew: a bit that flipped in between shows;
-3. tensors carry Hugging Face names; every parameter of the model must be in the manifest (a tied one once, under any of
-   its names) with its shape, else `sync.plan`; buffers (rotary tables) are not part of a version;
-4. a dtype that the model cannot hold without loss is refused, because the digest could never agree;
-5. after `abort` (also of a copy that still runs in its thread) nothing is written any more;
-6. where the model holds the bytes as they are sent (a CPU, the same dtypes) the parameters are views into one storage
-   per bucket, and `room` lends those of the coming version: a transport puts the bytes where they stay, without a copy.
-   Lent room is not used again after an abort, for who has it may still write there.
-The storages of the version before stay as the room for the next one: pages that are there already are filled twice as
-fast. So the weights are held twice at all times; who has no room for that sets `weightsync.in_place`.
+Guarantees:
+1. the model is not touched before `exchange`, which swaps storages (`parameter.data`) and copies nothing: its time does
+   not depend on the size of the model. Only with `in_place` do buckets go into the parameters themselves;
+2. `apply` returns the digest of the bucket after the copy, `digest` that of the model after the exchange, read again: a
+   bit that flipped in between shows;
+3. after `abort` (also of a copy that still runs in its thread) nothing is written any more;
+4. if the model holds the bytes as they are sent (a CPU, the same dtypes) the parameters are views into one storage per
+   bucket, and `bucket_room` lends those of the coming version: a transport writes the bytes without a copy. Lent memory
+   is not used again after an abort, because the transport may still write there.
+The storages of the version before are the room for the next one: their pages exist already and fill twice as fast. So
+the weights are held twice at all times; `weightsync.in_place` avoids that.
 
 Example: a model holds v3 in storages A. v4 fills B while steps read A; the exchange makes B the parameters (0.2 ms for
 300 tensors); v5 will fill A.
@@ -38,7 +35,7 @@ from producers.engines.hf.lora import AdapterUpdate
 
 
 class FullUpdate:
-    """All weights. `in_place`: into the parameters themselves, else beside them."""
+    """All weights. `in_place`: into the parameters themselves, else next to them."""
 
     def __init__(
         self,
@@ -52,7 +49,7 @@ class FullUpdate:
         self.manifest = manifest
         self.layout = Layout(manifest, tensors)
         self.missing = set(range(len(self.layout.buckets)))
-        self.storages: tuple[torch.Tensor, ...] = ()  # by bucket, where the values are views into them
+        self.storages: tuple[torch.Tensor, ...] = ()  # by bucket, if the values are views into them
         self._lent = False
         self._parameters = parameters
         self._room = room
@@ -71,7 +68,7 @@ class FullUpdate:
                 self._values[tensor.name] = room.take(tensor.name, now.shape, now.dtype, now.device)
 
     def room(self, number: int) -> memoryview | None:
-        """Where the bytes of a bucket may be put; None where they have to be copied or converted."""
+        """Memory for the bytes of a bucket; None if they have to be copied or converted."""
         if not self.storages:
             return None
         self._lent = True
@@ -79,19 +76,17 @@ class FullUpdate:
         return memoryview(held)
 
     def apply(self, number: int, data: Buffer) -> str:
-        """Copy the tensors of one bucket out of its bytes, unless these are in its room."""
+        """Copy the tensors of one bucket, unless the bytes are in its room."""
         if self.storages and np.frombuffer(data, np.uint8).ctypes.data == self.storages[number].data_ptr():
-            return self.layout.bucket_digest(number, self.held)
-        return self.layout.fill(number, data, self.held)
+            return self.layout.bucket_digest(number, self.tensor_for)
+        return self.layout.fill(number, data, self.tensor_for)
 
-    def held(self, name: str) -> torch.Tensor:
+    def tensor_for(self, name: str) -> torch.Tensor:
         return self._values[name]
 
-    def complete(self) -> None:
-        """Nothing is left to do."""
+    def complete(self) -> None: ...
 
     def exchange(self) -> None:
-        """New storages for old."""
         if self._in_place:
             return
         for name, value in self._values.items():
@@ -101,7 +96,7 @@ class FullUpdate:
                 self._room.give(name, old)
 
     def drop(self) -> None:
-        """It will not be exchanged: its storages are free."""
+        """Free the storages of an update that is not exchanged."""
         if self.storages:
             if not self._lent:
                 self._room.give_buckets(self.storages)
@@ -111,7 +106,7 @@ class FullUpdate:
 
 
 class ModelWeights:
-    """See the module. `apply` and `digest` may be called from any thread, one at a time; `in_place` is for good."""
+    """`apply` and `digest` may be called from any thread, one at a time."""
 
     def __init__(self, model: torch.nn.Module, *, in_place: bool = False) -> None:
         self._model = model
@@ -120,56 +115,56 @@ class ModelWeights:
         self._device = next(model.parameters()).device
         self._stream: Any = None
         self._room = Room()
-        self._storages: tuple[torch.Tensor, ...] = ()  # of the version in force, where its tensors are views into them
+        self._storages: tuple[torch.Tensor, ...] = ()  # of the current version, if its tensors are views into them
         self._update: Update | None = None
         self._writing = threading.Lock()  # held during a copy: an abort waits for it
-        self.layout: Layout | None = None  # of the whole weights that the model holds, or that lie under an adapter
+        self.layout: Layout | None = None  # of the whole weights, also under an adapter
         self.base = ""  # their digest
         self.kept: dict[str, torch.Tensor] = {}  # base values of the parameters that an adapter changed
-        self.adapter: AdapterUpdate | None = None  # the adapter in force
+        self.adapter: AdapterUpdate | None = None  # the current adapter
 
     def begin(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
-        """Make room for a version. Raises `sync.plan` where the layout is not this model's, and `sync.failed` for an
-        adapter whose base is not what this model holds."""
+        """Make room for a version. Raises `sync.plan` for the layout of another model, and `sync.failed` for an
+        adapter of another base."""
         self.abort()
         if manifest.encoding == "adapter" and not self._in_place:
             self._update = AdapterUpdate(self, manifest, tensors)
         elif manifest.encoding == "full":
             check_layout(self._model, tensors)
             self._update = FullUpdate(self._parameters, manifest, tensors, room=self._room, in_place=self._in_place)
-            if self._in_place:  # from here on the parameters are of no version
+            if self._in_place:  # the parameters are of no version now
                 self.layout, self.base = None, ""
         else:
             raise AsyncRLError("sync.plan", f"encoding {manifest.encoding!r} is not for this engine")
 
-    def under_way(self) -> Update:
-        """The update that was begun. Raises `sync.failed` where there is none."""
+    def pending(self) -> Update:
+        """The begun update. Raises `sync.failed` without one."""
         if self._update is None:
             raise WorkError("sync.failed", "no update is under way")
         return self._update
 
     def bucket_room(self, number: int) -> memoryview | None:
-        """Where the bytes of a bucket of the update may be put before `apply`; None: nowhere, hand them to it."""
-        update = self.under_way()
+        """Memory for the bytes of a bucket before `apply`; None: `apply` copies them."""
+        update = self.pending()
         return update.room(number) if isinstance(update, FullUpdate) else None
 
     def apply(self, number: int, data: Buffer) -> str:
-        """Take the bytes of one bucket; the digest of what is held of it."""
-        update = self.under_way()
-        with self._writing, self._beside():
+        """Take the bytes of one bucket; the digest of the copy."""
+        update = self.pending()
+        with self._writing, self._on_side_stream():
             if self._update is not update:
                 raise WorkError("sync.failed", "the update was aborted")
             digest = update.apply(number, data)
             update.missing.discard(number)
             if digest is None:
-                digest = update.layout.bucket_digest(number, update.held)
+                digest = update.layout.bucket_digest(number, update.tensor_for)
             if not update.missing:
                 update.complete()
         return digest
 
     def exchange(self) -> None:
         """Make the new version the model's. On the decode thread, between two steps."""
-        update = self.under_way()
+        update = self.pending()
         update.exchange()
         self._update = None
         if isinstance(update, FullUpdate):
@@ -182,30 +177,30 @@ class ModelWeights:
             self.adapter = update
 
     def check_complete(self) -> None:
-        """Raise `sync.failed` where a bucket has not come."""
-        if missing := self.under_way().missing:
+        """Raise `sync.failed` if a bucket is missing."""
+        if missing := self.pending().missing:
             raise WorkError("sync.failed", f"commit without buckets {sorted(missing)[:8]}")
 
     def digest(self) -> str:
-        """Digest of what the model holds now, in the manifest's dtypes; of an adapter, of what it was made of, with the
-        base read anew (a digest of nothing known where the product is not what was computed)."""
+        """Digest of the model's weights, in the manifest's dtypes; with an adapter, of its tensors and the base, read
+        again (an unknown digest if the product is not the computed one)."""
         if self.layout is None:
             return ""
-        with self._beside():
+        with self._on_side_stream():
             base = self.layout.digest(self.base_value)
             if self.adapter is None:
                 return base
             return self.adapter.attest(self._parameters, base=base)
 
     def read(self, number: int, into: memoryview) -> bool:
-        """Write the bytes of one bucket of the version in force; False where there is none."""
-        held = self.adapter if self.adapter is not None else self
-        if held.layout is None:
+        """Write the bytes of one bucket of the current version; False without one."""
+        source = self.adapter if self.adapter is not None else self
+        if source.layout is None:
             return False
-        with self._beside():
-            return held.layout.read(number, into, held.held)
+        with self._on_side_stream():
+            return source.layout.read(number, into, source.tensor_for)
 
-    def held(self, name: str) -> torch.Tensor:
+    def tensor_for(self, name: str) -> torch.Tensor:
         return self._parameters[name].data
 
     def base_value(self, name: str) -> torch.Tensor:
@@ -218,12 +213,12 @@ class ModelWeights:
 
     @property
     def second_copy(self) -> int:
-        """Bytes that a version beside the current one takes; 0 in place."""
+        """Bytes of a second version; 0 in place."""
         values = {id(value): value.nbytes for value in self._parameters.values()}
         return 0 if self._in_place else sum(values.values())
 
     def linear(self, module: str) -> torch.nn.Parameter | None:
-        """The weight of a linear layer; None where there is none of that name, or it shares its weight."""
+        """The weight of a linear layer; None without one of that name, or if it shares its weight."""
         parameter = self._parameters.get(f"{module}.weight")
         if parameter is None or not isinstance(self._model.get_submodule(module), torch.nn.Linear):
             return None
@@ -235,15 +230,15 @@ class ModelWeights:
         return self._room
 
     def abort(self) -> None:
-        """Forget the update; a copy under way ends first, a later one is refused."""
+        """Drop the update; a copy under way ends first, a later one is refused."""
         with self._writing:
             update, self._update = self._update, None
         if isinstance(update, FullUpdate):
             update.drop()
 
     @contextlib.contextmanager
-    def _beside(self) -> Any:
-        """On an accelerator: work beside the decode loop's stream, finished at the end."""
+    def _on_side_stream(self) -> Any:
+        """On an accelerator: work on a second stream, finished at the end."""
         with self._side_stream():
             yield
         if self._stream is not None:
@@ -255,6 +250,6 @@ class ModelWeights:
         module = torch.get_device_module(self._device)
         if self._stream is None:
             self._stream = module.Stream(self._device)
-        self._stream.wait_stream(module.current_stream(self._device))  # memory that was freed there is read no more
+        self._stream.wait_stream(module.current_stream(self._device))  # memory that was freed there is no longer read
         side: AbstractContextManager[Any] = module.stream(self._stream)
         return side

@@ -1,11 +1,11 @@
 """The control plane of an SGLang server (0.5.23): pause, sessions, groups, checksums, facts. One method per call.
 
 Guarantees:
-1. every call has a deadline; a server that refuses (4xx), says `success: false`, answers 5xx or garbage, or is gone,
-   raises `engine.broken` with what it said;
-2. servers without weight sessions (404 for `/end_weight_update`) are driven without; `sessions` says which it is;
-3. `recover` brings a server that an earlier client left in the middle of an update to where a new one can begin.
-It decides nothing: when to pause and what to send is the engine's.
+1. every call has a deadline; a server that refuses (4xx), answers `success: false`, 5xx or garbage, or is gone, raises
+   `engine.broken` with its message;
+2. servers without weight sessions (404 for `/end_weight_update`) are used without them; `sessions` shows it;
+3. `recover` resets a server that an earlier client left in the middle of an update.
+It decides nothing: the engine decides when to pause and what to send.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from asyncrl.errors import UNREADABLE, AsyncRLError
 from asyncrl.wire import Tensor
-from producers.engines.http import HttpClient, Refused, broken
+from producers.engines.http import HttpClient, Refused, broken_error
 
 CALL_S = 30.0
 LOOK_S = 0.5
@@ -47,7 +47,7 @@ class _State(msgspec.Struct):
 
 
 class ServerFacts(msgspec.Struct):
-    """What `/server_info` says that matters here."""
+    """The used fields of `/server_info`."""
 
     version: str
     device: str
@@ -65,7 +65,7 @@ class ServerFacts(msgspec.Struct):
 
     @property
     def running(self) -> int:
-        """Requests that it decodes at once; 0 where it does not say."""
+        """Requests that it decodes at once; 0 if unknown."""
         return sum(state.effective_max_running_requests_per_dp for state in self.internal_states)
 
 
@@ -84,7 +84,7 @@ def answer_as(answer: Any, kind: Any, where: str) -> Any:
     try:
         return msgspec.convert(answer, kind)
     except UNREADABLE as error:
-        raise broken(f"no answer of SGLang ({error}): {str(answer)[:200]}", where=where) from None
+        raise broken_error(f"not an SGLang answer ({error}): {str(answer)[:200]}", where=where) from None
 
 
 class SGLangServer:
@@ -103,12 +103,12 @@ class SGLangServer:
         if isinstance(answer, dict):
             done = self._is(answer, _Done, path)
             if not done.success:
-                raise broken(done.message[:300], where=self.client.url + path)
+                raise broken_error(done.message[:300], where=self.client.url + path)
 
     # ------------------------------------------------------------ life
 
     async def ready(self, *, within_s: float) -> None:
-        """Wait until it answers and can generate. Raises `engine.broken` with its last words after that time."""
+        """Wait until it answers and can generate. Raises `engine.broken` with its last error after that time."""
         deadline = time.monotonic() + within_s
         while True:
             try:
@@ -118,31 +118,33 @@ class SGLangServer:
                 return
             except AsyncRLError as error:
                 if time.monotonic() > deadline:
-                    raise broken(f"not ready within {within_s:g} s: {error.message}", where=self.client.url) from None
+                    raise broken_error(
+                        f"not ready within {within_s:g} s: {error.message}", where=self.client.url
+                    ) from None
             await asyncio.sleep(LOOK_S)
 
     async def recover(self) -> None:
-        """End what a client before left: its requests, an open session, a pause."""
+        """End the requests, the open session and the pause of an earlier client."""
         await self._do("/abort_request", {"abort_all": True})
         try:
             await self._do("/end_weight_update")
-        except Refused as error:  # 400: there is no session
+        except Refused as error:  # 400: no open session
             self.sessions = error.status != NOT_FOUND
         await self.resume()
 
     async def facts(self) -> ServerFacts:
-        """Its settings and sizes. This asks the scheduler itself: it answers between two steps."""
+        """Its settings and sizes. The scheduler answers, between two steps."""
         found: ServerFacts = self._is(
             await self.client.get("/server_info", timeout_s=CALL_S), ServerFacts, "/server_info"
         )
         return found
 
     async def label(self, *, timeout_s: float = CALL_S) -> str:
-        """What it calls its weights."""
+        """Its name of its weights."""
         return await self._model(lambda model: model.weight_version, timeout_s=timeout_s)
 
     async def architecture(self) -> str:
-        """Class name of its model; empty where it does not say."""
+        """Class name of its model; empty if unknown."""
         return await self._model(lambda model: (model.architectures or [""])[0], timeout_s=CALL_S)
 
     async def _model(self, pick: Any, *, timeout_s: float) -> str:
@@ -152,26 +154,26 @@ class SGLangServer:
     # ------------------------------------------------------------ requests
 
     async def pause(self, mode: str) -> None:
-        """Decode nothing: `in_place` keeps K/V, `retract` gives it up. Returns once the step under way is done."""
+        """Stop decoding: `in_place` keeps K/V, `retract` drops it. Returns once the current step is done."""
         await self._do("/pause_generation", {"mode": mode})
-        await self.facts()  # the pause itself is only posted to the scheduler
+        await self.facts()  # the pause itself is asynchronous
 
     async def resume(self) -> None:
         await self._do("/continue_generation", {"torch_empty_cache": False})
 
     async def flush(self) -> None:
-        """Empty the prefix cache; nothing may hold K/V."""
+        """Empty the prefix cache; no request may hold K/V."""
         await self.client.post("/flush_cache", timeout_s=CALL_S)
 
     async def abort(self, rid: str) -> None:
-        """Give up the requests whose ids begin so."""
+        """Abort the requests whose ids begin with `rid`."""
         with suppress(Refused):
             await self._do("/abort_request", {"rid": rid})
 
     # ------------------------------------------------------------ weights
 
     async def checksums(self, *, timeout_s: float) -> str:
-        """Its own checksum of what its workers hold, as it says it; empty where it has no such call."""
+        """Its own checksums of its workers' weights; empty if it has no such call."""
         path = "/weights_checker"
         try:
             answer = await self.client.post(path, {"action": "checksum"}, timeout_s=timeout_s)
@@ -195,11 +197,10 @@ class SGLangServer:
         await self._do("/init_weights_update_group", body, timeout_s=self._swap_s)
 
     async def leave_group(self, name: str) -> None:
-        """Its workers leave the group."""
         await self._do("/destroy_weights_update_group", {"group_name": name})
 
     async def begin(self) -> None:
-        """Open a weight session, where it has them."""
+        """Open a weight session, if it has them."""
         if self.sessions:
             await self._do("/begin_weight_update", {"selector": "all"}, timeout_s=self._swap_s)
 
@@ -211,7 +212,7 @@ class SGLangServer:
     async def update(
         self, tensors: Sequence[Tensor], *, group: str, label: str | None, sending: Awaitable[None]
     ) -> None:
-        """Its workers take these tensors, back to back in one broadcast, which `sending` sends."""
+        """Its workers take these tensors, back to back in one broadcast, sent by `sending`."""
         body = {
             "names": [tensor.name for tensor in tensors],
             "dtypes": [DTYPE_NAMES[tensor.dtype] for tensor in tensors],
@@ -226,7 +227,7 @@ class SGLangServer:
 
 
 async def together(*works: Awaitable[None]) -> None:
-    """Run them at once; the first failure ends the others and is raised."""
+    """Run them in parallel; the first failure ends the others and is raised."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         # bounded: each has its own deadline

@@ -1,22 +1,22 @@
-"""The sglang engine: an SGLang server behind a URL, driven over HTTP; weights go to it in a process group.
+"""The sglang engine: an SGLang server behind a URL, used over HTTP; weights go to it in a process group.
 
 The server belongs to this producer alone. Guarantees:
-1. tokens go in and come out as ids; each sample is a request of its own. At most `capabilities().max_samples` are at
-   the server; the others wait here, the urgent first;
-2. a version is staged in a file while generation goes on (`staged`); at the commit the server is paused, takes the
-   tensors in one broadcast per bucket within a weight session, and goes on. `kv_at_swap = keep` pauses in place;
-   `recompute` retracts what runs and empties the prefix cache, so all K/V is made again;
-3. token versions are the spans that the server itself reports, under labels that no other producer and no other commit
-   uses; so a server that was restarted, or that somebody else loads weights into, is noticed: `engine.broken`;
-4. the label salts the prefix cache, which is tried out at the start: no request that was sent after a swap meets K/V of
-   older weights;
-5. log-probs are those of the full softmax after temperature; where the server's are not (`top_k = 1` at another
-   temperature than 1), the request is refused;
-6. whatever the server says that it should not, and every failure from the beginning of a commit on, is `engine.broken`
-   in every call under way and later. What the next producer finds, it puts in order (`sglang_server.recover`).
-What the server holds is not read back: a commit's digest is that of the bytes that were sent from the file. `attest`
-digests the file again and compares the server's own checksums with those right after the commit.
-Weights need torch here, for the group; nothing else does.
+1. tokens go in and come out as ids; each sample is one request. At most `capabilities().max_samples` are at the server;
+   the others wait here, by priority;
+2. a version is staged in a file while generation goes on (`staged_weights`); at the commit the server is paused, takes
+   the tensors in one broadcast per bucket within a weight session, and goes on. `kv_at_swap = keep` pauses in place;
+   `recompute` retracts running requests and empties the prefix cache, so all K/V is computed again;
+3. token versions are the spans that the server reports, under labels that no other producer and no other commit uses; a
+   server that was restarted, or that another process loads weights into, is noticed: `engine.broken`;
+4. the label salts the prefix cache, which is probed at the start: a request that was sent after a swap never gets K/V
+   of older weights;
+5. log-probs are those of the full softmax after temperature; a request for which the server's are not (`top_k = 1` at
+   another temperature than 1) is refused;
+6. every unexpected answer of the server, and every failure from the beginning of a commit on, is `engine.broken` in all
+   current and later calls. The next producer resets the server (`control_api.recover`).
+The server's weights are not read back: a commit's digest is that of the bytes that were sent from the file. `attest`
+digests the file again and compares the server's own checksums with those right after the commit. Only the group needs
+torch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from typing import TypeVar
 
-from blake3 import blake3
-
 from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest, PauseMode
 from asyncrl.errors import AsyncRLError, WorkError
@@ -39,20 +37,19 @@ from asyncrl.versions import expand
 from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.engines.group_sender import GroupSender
 from producers.engines.http import HttpClient
-from producers.engines.model_files import ModelFacts, check_tensors, facts_of
-from producers.engines.request_gate import Admission
+from producers.engines.model_files import ModelFacts, check_tensors, read_facts
+from producers.engines.request_gate import RequestGate
 from producers.engines.sglang.control_api import ServerFacts, SGLangServer, together
-from producers.engines.sglang.responses import piece_of
+from producers.engines.sglang.responses import read_piece
 from producers.engines.sglang.sample import Outbox, Sample
-from producers.engines.sglang.startup import address_towards, check_prefixes, check_request, check_server, url_of
-from producers.engines.sglang.weights import digest_of, load
+from producers.engines.sglang.startup import check_prefixes, check_request, check_server, make_group, server_url
+from producers.engines.sglang.weights import Checksums, file_digest, load
 from producers.engines.staged_weights import Labels, StagedVersion, StagedWeights
 
 T = TypeVar("T")
-LOOK_S = 2.0  # between two looks at the server
+LOOK_S = 2.0  # between two checks of the server
 WAIT_LOOK_S = 0.01
-CHECKSUM_S = 1.0  # where the server's checksums take longer, they are not taken at commits
-MOST_GIVEN_UP = 3  # times that the server may give a sample up
+MOST_ABORTS = 3  # by the server, of one sample
 TOKEN = "ASYNCRL_ENGINE_TOKEN"  # variable with the server's API key
 
 
@@ -71,10 +68,10 @@ class SGLangEngine:
         self._staged = StagedWeights(config.run_dir / "scratch")
         self._labels = Labels()
         self._owner = uuid.uuid4().hex[:8]  # of the labels
-        self._label = ""  # what the server calls its weights
+        self._label = ""  # the server's name of its weights
         self._version = -1
         self._swaps = 0  # begun
-        self._admission = Admission(config.producers.slots)
+        self._gate = RequestGate(config.producers.slots)
         self._samples: dict[str, list[Sample]] = {}
         self._control = asyncio.Lock()  # one pause, resume or commit at a time
         self._failure: AsyncRLError | None = None
@@ -83,16 +80,15 @@ class SGLangEngine:
         self._generated = 0
         self._swap_s = 0.0
         self._busy_s, self._busy_since = 0.0, 0.0
-        self._checksums = ""  # the server's own, right after the commit; empty where they were not taken
-        self._checksum_s = 0.0
+        self._checksums = Checksums(self._limit_s)
 
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Wait for the server, look whether it fits, join a group with it; the version is -1 until the first commit."""
+        """Wait for the server, check it, join a group with it; the version is -1 until the first commit."""
         config = self._config
-        url = url_of(config)
-        self._model = facts_of(config.model.path)
+        url = server_url(config)
+        self._model = read_facts(config.model.path)
         self._client = HttpClient(url, token=os.environ.get(TOKEN, ""))
         server = self._server = SGLangServer(self._client, swap_s=self._limit_s)
         await server.ready(within_s=config.run.hang_timeout_s)
@@ -100,24 +96,15 @@ class SGLangEngine:
         check_server(found, config, architecture=await server.architecture(), where=url)
         await check_prefixes(self._client, found, vocab=self._model.vocab)
         self._label = await server.label()
-        self._admission.limit = min(config.producers.slots, found.running or config.producers.slots)
-        device = config.producers.device.partition(":")[0]
-        backend = {"cuda": "nccl", "npu": "hccl"}.get(device, "gloo")
-        group = self._group = GroupSender(
-            f"asyncrl-{self._owner}",
-            workers=found.tp_size,
-            backend=backend,
-            host=address_towards(url),
-            timeout_s=self._limit_s,
-            device=config.producers.device if backend != "gloo" else "",
-        )
+        self._gate.limit = min(config.producers.slots, found.running or config.producers.slots)
+        group = self._group = make_group(config, f"asyncrl-{self._owner}", workers=found.tp_size, url=url)
         port = await group.listen()
-        joining = server.join_group(group.name, host=group.host, port=port, size=group.size, backend=backend)
+        joining = server.join_group(group.name, host=group.host, port=port, size=group.size, backend=group.backend)
         await together(joining, group.join())  # bounded: by the group's limit
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self, *, grace_s: float) -> None:
-        """Samples under way end with an error; the server goes on, without requests and without the group."""
+        """End all samples with an error; the server goes on, without requests and without the group."""
         self._fail(AsyncRLError("engine.broken", "the engine was closed"))
         if self._watching is not None:
             self._watching.cancel()
@@ -147,10 +134,10 @@ class SGLangEngine:
         return EngineHealth(
             alive=failure is None,
             version=self._version,
-            running=self._admission.inside,
-            waiting=self._admission.waiting,
+            running=self._gate.inside,
+            waiting=self._gate.waiting,
             generated_tokens=self._generated,
-            busy_s=self._busy_s + (time.monotonic() - self._busy_since if self._admission.inside else 0.0),
+            busy_s=self._busy_s + (time.monotonic() - self._busy_since if self._gate.inside else 0.0),
             swap_s=self._swap_s,
             detail=failure.message if failure is not None else "",
             kv_used=min(1.0, held / max(1, found.max_total_num_tokens)),
@@ -158,14 +145,14 @@ class SGLangEngine:
         )
 
     def capabilities(self) -> EngineCapabilities:
-        """What this server can do. Seeds count where it was started with --enable-deterministic-inference."""
+        """Seeds need a server with --enable-deterministic-inference."""
         self._require()
         found = self._found
         assert found is not None
         longest = self._config.data.max_prompt_tokens + self._max_new
         return EngineCapabilities(
             "sglang",
-            max_samples=self._admission.limit,
+            max_samples=self._gate.limit,
             max_tokens=min(longest, found.max_req_input_len + 1),
             kv_tokens=found.max_total_num_tokens,
             priority=True,
@@ -178,7 +165,7 @@ class SGLangEngine:
         return model_fingerprint(self._config.model.path, dtype=self._config.model.dtype)
 
     async def _watch(self) -> None:
-        """Look again and again whether it is the server that was left, with the weights that it was given."""
+        """Check repeatedly that it is the same server, with the weights that it was given."""
         while self._failure is None:
             await asyncio.sleep(LOOK_S)
             if self._control.locked():
@@ -203,13 +190,13 @@ class SGLangEngine:
     def _fail(self, error: AsyncRLError) -> AsyncRLError:
         """Remember the first failure and end every iterator with it."""
         self._failure = self._failure or error
-        self._admission.shut()
+        self._gate.shut()
         for samples in self._samples.values():
             samples[0].outbox.put_nowait(self._failure)
         return self._failure
 
     async def _vital(self, work: Awaitable[T]) -> T:
-        """Its result; a failure of it breaks the engine."""
+        """The result of a call whose failure breaks the engine."""
         try:
             return await work  # bounded: a call of the server, with its deadline
         except AsyncRLError as error:
@@ -234,7 +221,7 @@ class SGLangEngine:
         left = len(samples)
         try:
             while left:
-                # bounded: the watch and the streams' limits put an error here
+                # bounded: the watch and the limits of the streams put an error here
                 item = await outbox.get()
                 if isinstance(item, AsyncRLError):
                     raise item
@@ -246,26 +233,26 @@ class SGLangEngine:
             self._samples.pop(request.id, None)
             for sample in samples:
                 if sample.task is not None:
-                    sample.task.cancel()  # closes its connection, which the server takes as an abort
+                    sample.task.cancel()  # closes its connection, which the server treats as an abort
 
     async def _follow(self, sample: Sample) -> None:
-        """Turn after turn to the sample's end; what goes wrong ends its request, or the engine."""
+        """Turn after turn to the sample's end; an error ends its request, or the engine."""
         try:
             while True:
-                async with self._admission.place(sample.request.priority):
-                    if self._admission.inside == 1:
+                async with self._gate.place(sample.request.priority):
+                    if self._gate.inside == 1:
                         self._busy_since = time.monotonic()
                     try:
                         finish = await self._turn(sample)
                     finally:
-                        if self._admission.inside == 1:
+                        if self._gate.inside == 1:
                             self._busy_s += time.monotonic() - self._busy_since
                 if finish == "abort":
-                    sample.given_up += 1
-                    if sample.given_up > MOST_GIVEN_UP:
-                        raise WorkError("sample.invalid", "the server gives it up again and again", where=sample.name)
-                elif finish == "length" or sample.stopped() or not sample.left:
-                    return sample.hand_on("stop" if sample.stopped() else "length")
+                    sample.aborts += 1
+                    if sample.aborts > MOST_ABORTS:
+                        raise WorkError("sample.invalid", "the server aborts it repeatedly", where=sample.name)
+                elif finish == "length" or sample.is_stopped() or not sample.remaining:
+                    return sample.hand_on("stop" if sample.is_stopped() else "length")
         except AsyncRLError as error:
             if error.code == "engine.broken":
                 self._fail(error)
@@ -273,37 +260,37 @@ class SGLangEngine:
                 sample.outbox.put_nowait(error)
 
     async def _turn(self, sample: Sample) -> str:
-        """Ask for the rest of a sample; why the server ended it."""
+        """Request the rest of a sample; the server's reason for its end."""
         assert self._client is not None
         swaps, version, before, taken = self._swaps, self._version, len(sample.tokens), 0
         body = sample.ask(salt=self._label)
         events = self._client.stream("/generate", body, idle_s=self._config.run.hang_timeout_s)
         async with aclosing(events):  # type: ignore[type-var]
             async for event in events:
-                piece = piece_of(event, taken, where=sample.name)
+                piece = read_piece(event, taken, where=sample.name)
                 sample.take(piece.tokens, piece.logprobs)
                 taken += len(piece.tokens)
                 self._generated += len(piece.tokens)
                 if piece.finish:
                     spans = piece.spans
                     if spans is None and swaps != self._swaps:
-                        what = "the server does not say of which weights its tokens are"
+                        what = "the server does not report the weights of its tokens"
                         raise WorkError("engine.broken", what, where=sample.name)
-                    versions = [version] * taken if spans is None else self._versions_of(spans, taken, sample.name)
+                    versions = [version] * taken if spans is None else self._span_versions(spans, taken, sample.name)
                     sample.ascertain([*sample.versions[:before], *versions])
                     return piece.finish
                 if swaps == self._swaps:
                     sample.ascertain([*sample.versions[:before], *[version] * taken])
-                    if sample.due():
+                    if sample.is_due():
                         sample.hand_on("")
         raise WorkError("engine.broken", "the stream ended without a reason", where=sample.name)
 
-    def _versions_of(self, spans: Sequence[tuple[str, int, int]], tokens: int, where: str) -> list[int]:
+    def _span_versions(self, spans: Sequence[tuple[str, int, int]], tokens: int, where: str) -> list[int]:
         own = [(label.removeprefix(f"{self._owner}/"), start, end) for label, start, end in spans if end > start]
         return [int(version) for version in expand(self._labels.runs(own, tokens, where=where))]
 
     async def abort(self, ids: Sequence[str] | None) -> int:
-        """Give up these requests (None: all); their iterators end without the missing samples."""
+        """Abort these requests (None: all); their iterators end without the missing samples."""
         server = self._require()
         count = 0
         for name in list(self._samples) if ids is None else ids:
@@ -320,10 +307,10 @@ class SGLangEngine:
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Decode nothing from now on; see `asyncrl.engine.Engine`."""
         server = self._require()
-        self._admission.shut()
+        self._gate.shut()
         if mode == "abort":
             await self.abort(None)
-        while mode == "wait" and self._admission.inside:  # bounded: every sample has a largest length
+        while mode == "wait" and self._gate.inside:  # bounded: every sample has a largest length
             await asyncio.sleep(WAIT_LOOK_S)
             self._require()
         async with self._control:
@@ -331,58 +318,54 @@ class SGLangEngine:
             self._paused = True
 
     async def resume(self) -> None:
-        """Go on where `pause` stopped."""
         server = self._require()
         async with self._control:
             await self._vital(server.resume())
             self._paused = False
-        self._admission.open()
+        self._gate.open()
 
     # ------------------------------------------------------------ weights
 
     async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
-        """Make room for a version in a file. Raises `sync.plan` where it is no whole version of this model."""
+        """Make room for a version in a file. Raises `sync.plan` if it is not a whole version of this model."""
         self._require()
         check_tensors(self._model, tensors)
         await asyncio.to_thread(self._staged.begin, manifest, tensors)
 
     def bucket_room(self, number: int) -> memoryview | None:
-        """Where the bytes of a bucket may be put before they are applied."""
+        """Memory for the bytes of a bucket before they are applied."""
         return self._staged.room(number)
 
     async def apply_bucket(self, number: int, data: Buffer) -> str:
-        """Copy one bucket into the file; the digest of what lies there."""
+        """Copy one bucket into the file; the digest of the copy."""
         self._require()
         return await asyncio.to_thread(self._staged.apply, number, data)
 
     async def read_bucket(self, number: int, into: memoryview) -> bool:
-        """The bytes of a bucket of the version in force, as they were sent to the server."""
+        """The bytes of a bucket of the current version, as they were sent to the server."""
         return await asyncio.to_thread(self._staged.read, number, into)
 
     async def abort_update(self) -> None:
-        """Forget a begun update; the server has not seen it."""
+        """Drop a begun update; the server has not seen it."""
         await asyncio.to_thread(self._staged.abort)
 
     async def attest(self) -> str:
-        """Digest of the version in force, read anew, where the server's own checksums are those after the commit."""
-        held, swaps = self._staged.held, self._swaps
-        if held is None or self._control.locked():
+        """Digest of the current version's file, if the server's checksums are those after the commit; else another."""
+        current, swaps = self._staged.current, self._swaps
+        if current is None or self._control.locked():
             return ""
         server = self._require()
-        digest = await asyncio.to_thread(digest_of, held)
-        sums = await self._vital(server.checksums(timeout_s=self._limit_s))
-        if swaps != self._swaps:
-            return ""
-        self._checksums = self._checksums or sums
-        return digest if sums == self._checksums else blake3(sums.encode()).hexdigest(length=16)
+        digest = await asyncio.to_thread(file_digest, current)
+        found = await self._vital(self._checksums.take(server))
+        return "" if swaps != self._swaps else self._checksums.attest(found, digest)
 
     async def commit_update(self) -> str:
-        """Load the staged version while the server is paused; the digest of what was sent."""
+        """Load the staged version while the server is paused; the digest of the sent bytes."""
         self._require()
         staged = self._staged.complete()
         async with self._control:
             label = f"{self._owner}/{self._labels.new(staged.manifest.version)}"
-            digest = await asyncio.to_thread(digest_of, staged)
+            digest = await asyncio.to_thread(file_digest, staged)
             try:
                 await self._load(staged, label)
             except AsyncRLError as error:
@@ -395,19 +378,15 @@ class SGLangEngine:
     async def _load(self, staged: StagedVersion, label: str) -> None:
         server, group = self._require(), self._group
         assert group is not None
-        self._admission.shut()
+        self._gate.shut()
         self._swaps += 1
         started = time.perf_counter()
         recompute = self._config.producers.kv_at_swap == "recompute"
         await load(server, group, staged, label, recompute=recompute)
         self._label, self._version = label, staged.manifest.version
-        self._staged.committed()
+        self._staged.commit()
         if not self._paused:
             await server.resume()
-            self._admission.open()
+            self._gate.open()
         self._swap_s = time.perf_counter() - started
-        self._checksums = ""
-        if self._checksum_s < CHECKSUM_S:
-            looked = time.perf_counter()
-            self._checksums = await server.checksums(timeout_s=self._limit_s)
-            self._checksum_s = time.perf_counter() - looked
+        await self._checksums.record(server)

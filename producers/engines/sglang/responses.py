@@ -1,12 +1,11 @@
-"""What SGLang says of a sample: strict decoding of the answers to `/generate`.
+"""Strict decoding of SGLang's answers to `/generate`. No state, no I/O.
 
 Guarantees:
 1. an answer that lacks a field, has one of another type, or has not one log-prob per token is `engine.broken`;
-2. it does not matter whether the server's stream is cumulative (its default) or incremental: `completion_tokens` says
-   where the tokens of an event end;
-3. versions come with the last event of a sample alone: until then nobody can say of which weights a token is, unless
-   no weights have changed meanwhile.
-No state, no I/O.
+2. the server's stream may be cumulative (its default) or incremental: `completion_tokens` gives the end of an event's
+   tokens;
+3. versions come only with the last event of a sample: until then the weights of a token are unknown, unless no weights
+   have changed meanwhile.
 
 Example: after 3 tokens were taken an event with `completion_tokens = 5` and `output_ids` of 5 ids has 2 new ones; so
 has one with `output_ids` of 2 ids.
@@ -22,7 +21,7 @@ from asyncrl.errors import UNREADABLE, WorkError
 
 
 class Finish(msgspec.Struct):
-    """Why it ended: `type` is length, stop or abort."""
+    """The reason of the end: `type` is length, stop or abort."""
 
     type: str
     message: str = ""
@@ -54,14 +53,14 @@ class Answer(msgspec.Struct):
 
 
 class Refusal(msgspec.Struct):
-    """What a stream has instead where the request is refused."""
+    """The event of a refused request."""
 
     error: dict[str, Any]
 
 
 class Piece(msgspec.Struct):
-    """What an event adds to a sample: `finish` is empty while more will come, `spans` (over all its tokens) are None
-    where the server does not say."""
+    """The new part of a sample in one event: `finish` is empty before the end, `spans` (over all its tokens) are None
+    if unknown."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -70,11 +69,11 @@ class Piece(msgspec.Struct):
     why: str = ""
 
 
-def piece_of(event: Any, taken: int, *, where: str) -> Piece:
-    """What is new in this event after `taken` tokens.
+def read_piece(event: Any, taken: int, *, where: str) -> Piece:
+    """The new part of this event after `taken` tokens.
 
     Raises:
-        WorkError: `engine.broken`, see the module; `sample.invalid` where the server refused the request.
+        WorkError: `engine.broken`; `sample.invalid` if the server refused the request.
     """
     try:
         answer = msgspec.convert(event, Answer)
@@ -108,7 +107,7 @@ def _not_an_answer(event: Any, why: str, *, where: str) -> WorkError:
     try:
         said = msgspec.convert(event, Refusal).error
     except UNREADABLE:
-        return WorkError("engine.broken", f"no answer of SGLang ({why}): {str(event)[:200]}", where=where)
+        return WorkError("engine.broken", f"not an SGLang answer ({why}): {str(event)[:200]}", where=where)
     code, words = said.get("code", 400), str(said.get("message", said))[:300]
     refused = isinstance(code, int) and 400 <= code < 500
     return WorkError("sample.invalid" if refused else "engine.broken", f"the server says: {words}", where=where)

@@ -1,15 +1,14 @@
-"""One sample at an SGLang server: what has come, of which weights it is, and what is asked next.
+"""One sample at an SGLang server: its tokens, their versions, and the next request. It does not talk to the server.
 
 Guarantees:
-1. a delta holds tokens whose version is certain: those of a turn while no weights have changed since it was sent, else
-   those that the server's last event names. So after a swap no delta comes before the end of the sample;
-2. versions of tokens that were handed on never change: an engine that says otherwise later is `engine.broken`;
-3. a sample may take several turns: the server gave it up, or stopped at a token that is no stop token of the request
-   (the end token of its own tokenizer). The next turn asks for the rest behind what there is.
-It does not talk to the server.
+1. a delta holds tokens with certain versions: those of a turn while no weights have changed since it was sent, else
+   those in the server's last event. So after a swap no delta comes before the end of the sample;
+2. versions of sent tokens never change: a server that later reports others is `engine.broken`;
+3. a sample may take several turns: after an abort by the server, or a stop at a token that is not a stop token of the
+   request (the end token of the server's tokenizer). The next turn requests the rest.
 
-Example: prompt `[5, 6]`, 10 tokens asked, stop tokens `{3}`. The server stops after `[7, 2]` since 2 is its end token;
-the second turn asks for 8 tokens behind `[5, 6, 7, 2]`.
+Example: prompt `[5, 6]`, 10 tokens requested, stop tokens `{3}`. The server stops after `[7, 2]` because 2 is its end
+token; the second turn requests 8 tokens after `[5, 6, 7, 2]`.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.versions import runs_of
 
-EVENTS = 16  # of a sample, where no deltas are asked for: a stream repeats all tokens in every event
+EVENTS = 16  # of a sample without deltas: a stream repeats all tokens in every event
 LEAST_INTERVAL = 8  # tokens between two of them
 
 Outbox = asyncio.Queue[GenDelta | AsyncRLError | None]
 
 
 class Sample:
-    """One index of one request. `name` begins with the request's id and a slash: servers abort by what ids begin with,
-    and ends with a semicolon, so that none is the beginning of another."""
+    """One index of one request. `name` begins with the request's id and a slash, because servers abort by prefix, and
+    ends with a semicolon, so that no name is a prefix of another."""
 
     def __init__(self, request: GenRequest, index: int, outbox: Outbox) -> None:
         self.request = request
         self.index = index
         self.outbox = outbox
         self.turns = 0
-        self.given_up = 0  # by the server
+        self.aborts = 0  # by the server
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.versions: list[int] = []  # of the first tokens, as far as they are certain
+        self.versions: list[int] = []  # of the first tokens, if certain
         self._sent = 0
         self.task: asyncio.Task[None] | None = None
 
@@ -53,15 +52,15 @@ class Sample:
         return f"{self.request.id}/{self.index}/{self.turns};"
 
     @property
-    def left(self) -> int:
-        """Tokens that may still come."""
+    def remaining(self) -> int:
+        """Tokens still to come at most."""
         return self.request.max_new_tokens - len(self.tokens)
 
     def ask(self, *, salt: str) -> dict[str, Any]:
-        """The body of the next turn. All sampling settings are named: what is not comes from the server's defaults."""
+        """The body of the next turn. All sampling settings are set: others would come from the server's defaults."""
         self.turns += 1
         request = self.request
-        every = request.delta_tokens or max(LEAST_INTERVAL, self.left // EVENTS)
+        every = request.delta_tokens or max(LEAST_INTERVAL, self.remaining // EVENTS)
         return {
             "rid": self.name,
             "input_ids": [*request.prompt_ids.tolist(), *self.tokens],
@@ -71,7 +70,7 @@ class Sample:
             "extra_key": salt,
             "cache_salt": salt,
             "sampling_params": {
-                "max_new_tokens": self.left,
+                "max_new_tokens": self.remaining,
                 "temperature": request.temperature,
                 "top_p": request.top_p,
                 "top_k": request.top_k or -1,
@@ -84,7 +83,7 @@ class Sample:
                 "ignore_eos": not request.stop_ids,
                 "skip_special_tokens": False,
                 "stream_interval": every,
-                "sampling_seed": seed_of(request.seed, self.index),
+                "sampling_seed": sample_seed(request.seed, self.index),
             },
         }
 
@@ -94,23 +93,23 @@ class Sample:
         self.logprobs += logprobs
 
     def ascertain(self, versions: Sequence[int]) -> None:
-        """These are the versions of all tokens so far. Raises `engine.broken` where they contradict what was said."""
+        """Set the versions of all tokens so far. Raises `engine.broken` if they contradict earlier ones."""
         if list(versions[: len(self.versions)]) != self.versions:
             what = "the server names other weights for tokens than before"
             raise WorkError("engine.broken", what, where=self.name)
         self.versions = list(versions)
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether enough is new for a delta."""
         every = self.request.delta_tokens
         return every > 0 and len(self.versions) - self._sent >= every
 
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether its last token ends it."""
         return bool(self.tokens) and self.tokens[-1] in self.request.stop_ids
 
     def hand_on(self, finish: str) -> None:
-        """Put what is new and certain into the outbox."""
+        """Put new tokens with certain versions into the outbox."""
         start, end = self._sent, len(self.versions)
         self._sent = end
         delta = GenDelta(
@@ -125,7 +124,7 @@ class Sample:
         self.outbox.put_nowait(delta)
 
 
-def seed_of(seed: int, index: int) -> int:
+def sample_seed(seed: int, index: int) -> int:
     """The server's seed of a sample, 63 bits."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,11 +1,11 @@
-"""Whether an SGLang server fits a run, looked at once before anything is generated; and a request the engine.
+"""Checks whether an SGLang server fits a run, before anything is generated, and checks requests.
 
-Every refusal is `config.conflict` with the argument of the server that is to
-be changed, but for a missing address and another model. Guarantees:
-1. a server whose token versions would be wrong is refused: with overlap scheduling SGLang pauses in place while a step
-   is under way, and the token of that step is named after the new weights. `recompute` retracts what runs, which takes
-   the step's result in first;
-2. a server that would serve K/V of one salt to another is refused: that is tried out with three requests.
+Every refusal is `config.conflict` with the argument of the server to change, except a missing address and another
+model. Guarantees:
+1. a server with wrong token versions is refused: with overlap scheduling SGLang pauses in place while a step is under
+   way, and labels the token of that step with the new weights. `recompute` retracts running requests, which takes the
+   step's result in first;
+2. a server that would serve K/V of one salt to another is refused: three requests probe that.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.engine import GenRequest
 from asyncrl.errors import ConfigError, HandshakeError, WorkError
+from producers.engines.group_sender import GroupSender
 from producers.engines.http import HttpClient
-from producers.engines.request_checks import problem_of
+from producers.engines.request_checks import request_problem
 from producers.engines.sglang.control_api import CALL_S, ServerFacts, answer_as
 from producers.engines.sglang.responses import Answer
 
@@ -30,7 +31,7 @@ PROBE_PAGES = 4  # of the prefix cache
 PROBE_TOKENS = 32  # at least
 
 
-def url_of(config: Config) -> str:
+def server_url(config: Config) -> str:
     """The address of this producer's server. Raises `config.missing`."""
     urls = config.producers.url
     if len(urls) != 1:
@@ -40,7 +41,7 @@ def url_of(config: Config) -> str:
 
 
 def address_towards(url: str) -> str:
-    """The address of this host that the server's host sees."""
+    """The address of this host on the way to the server."""
     parts = urlsplit(url)
     try:
         place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
@@ -51,8 +52,21 @@ def address_towards(url: str) -> str:
         raise ConfigError("config.network", f"{url}: {error}", where="producers.url") from None
 
 
+def make_group(config: Config, name: str, *, workers: int, url: str) -> GroupSender:
+    """The process group that weights are sent in."""
+    backend = {"cuda": "nccl", "npu": "hccl"}.get(config.producers.device.partition(":")[0], "gloo")
+    return GroupSender(
+        name,
+        workers=workers,
+        backend=backend,
+        host=address_towards(url),
+        timeout_s=config.weightsync.timeout_s,
+        device=config.producers.device if backend != "gloo" else "",
+    )
+
+
 def check_server(found: ServerFacts, config: Config, *, architecture: str, where: str) -> None:
-    """Raise `config.conflict` where its arguments contradict the run, `handshake.mismatch` for another model."""
+    """Raise `config.conflict` if its arguments contradict the run, `handshake.mismatch` for another model."""
     name = config.producers.dtype if config.producers.dtype != "auto" else config.model.dtype
     longest = config.data.max_prompt_tokens + config.longest_response
     problems = [
@@ -63,7 +77,7 @@ def check_server(found: ServerFacts, config: Config, *, architecture: str, where
         (found.max_req_input_len + 1 < longest, f"it takes {found.max_req_input_len} tokens, data.max_prompt_tokens + "
          f"max_new_tokens = {longest}", "start it with a larger --context-length"),
         (config.producers.kv_at_swap == "keep" and not found.disable_overlap_schedule,
-         "with overlap scheduling a pause in place leaves a step under way, whose tokens it names after the new "
+         "with overlap scheduling a pause in place leaves a step under way, whose tokens get the label of the new "
          "weights", 'start it with --disable-overlap-schedule, or set producers.kv_at_swap = "recompute"'),
     ]  # fmt: skip
     for wrong, what, remedy in problems:
@@ -81,11 +95,11 @@ def _architecture(config: Config) -> str:
 
 
 async def check_prefixes(client: HttpClient, found: ServerFacts, *, vocab: int) -> None:
-    """Try out that a prompt asked under one salt is not served from K/V of another."""
+    """Probe that a prompt with one salt is not served from K/V of another."""
     length = min(max(PROBE_TOKENS, PROBE_PAGES * found.page_size) + 1, found.max_req_input_len - 1)
     prompt = [(7 * place + 3) % max(vocab, 1) for place in range(length)] if vocab else [1] * length
     cached = []
-    own = uuid.uuid4().hex  # the producer before has left its probes in the cache
+    own = uuid.uuid4().hex  # an earlier producer may have left probes in the cache
     for salt in (f"{own}/1", f"{own}/1", f"{own}/2"):
         body = {
             "input_ids": prompt,
@@ -108,8 +122,8 @@ async def check_prefixes(client: HttpClient, found: ServerFacts, *, vocab: int) 
 
 
 def check_request(request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int) -> None:
-    """Raise `sample.invalid` for a request that the engine cannot keep its promises for; `taken`: its id is in use."""
-    problem = problem_of(request, config, vocab=vocab, taken=taken, version=version)
+    """Raise `sample.invalid` for an unsupported request; `taken`: its id is in use."""
+    problem = request_problem(request, config, vocab=vocab, taken=taken, version=version)
     if not problem and request.top_k == 1 and request.temperature != 1:
         problem = f"top_k = 1 at temperature {request.temperature:g}: SGLang's log-probs are of temperature 1 then"
     if problem:

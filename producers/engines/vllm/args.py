@@ -1,14 +1,14 @@
-"""Settings of the vllm engine: from the configuration to the names of vLLM's `AsyncEngineArgs`.
+"""Settings of the vllm engine: from the configuration to vLLM's `AsyncEngineArgs`.
 
 Guarantees:
-1. `arguments` is pure: what vLLM would refuse by name is refused here, with the nearest name it has;
-2. what asyncrl needs as it is (`OURS`) cannot be set in `[producers.engine_args]`; everything else can, and wins over
-   the defaults;
-3. on a CPU prompts are computed whole: vLLM draws a token at the end of each piece of a prompt and takes it back, which
+1. `arguments` is pure: a name that vLLM does not have is refused here, with the nearest one;
+2. settings that asyncrl needs (`OURS`) cannot be set in `[producers.engine_args]`; all others can, and override the
+   defaults;
+3. on a CPU prompts are computed whole: vLLM draws a token at the end of each piece of a prompt and rolls it back, which
    the random numbers of a CPU cannot ("CPU Generator does not use offset"): its engine dies of a request with a seed;
-4. log-probs are those of the full softmax after temperature: `logprobs_mode_of` says which of vLLM's own modes comes
-   nearest, `logprobs_problem` why none of them would do (where the workers' sampler is not changed).
-vLLM is imported by `known_names` and the command alone.
+4. log-probs are those of the full softmax after temperature: `choose_logprobs_mode` gives vLLM's nearest mode,
+   `logprobs_problem` the reason if none fits (while the workers' sampler is not changed).
+Only `engine_argument_names` and the command import vLLM.
 
 Example: `slots = 64`, `max_prompt_tokens = 64`, `max_new_tokens = 112` become `max_num_seqs = 64`,
 `max_model_len = 176`; on a CPU also `enforce_eager` and room for K/V of 64 samples of that length.
@@ -29,7 +29,7 @@ from asyncrl.config import Config, SamplingConfig
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 
 TABLE = "producers.engine_args"
-#: Arguments that have a meaning for the run, with the setting that they come from.
+#: Arguments with a meaning for the run, with the setting that they follow from.
 OURS = {
     "model": "model.path", "dtype": "producers.dtype", "max_num_seqs": "producers.slots",
     "max_model_len": "data.max_prompt_tokens + max_new_tokens", "trust_remote_code": "model.trust_remote_code",
@@ -39,25 +39,25 @@ OURS = {
 }  # fmt: skip
 KV_BLOCK = 128  # tokens of a block of K/V on a CPU
 LEAST_KV_BYTES = 64 << 20
-UNKNOWN_KV_BYTES = 1 << 30  # where the shape cannot be read
+UNKNOWN_KV_BYTES = 1 << 30  # if the shape cannot be read
 MOST_KV_SHARE = 0.4  # of the free memory
 LEAST_BATCHED_TOKENS = 2048
 CHUNKED = "enable_chunked_prefill"
 
 
-def logprobs_mode_of(sampling: SamplingConfig) -> str:
+def choose_logprobs_mode(sampling: SamplingConfig) -> str:
     """vLLM's `logprobs_mode` nearest to the full softmax after temperature for the requests of this run."""
     return "raw_logprobs" if cuts(sampling) else "processed_logprobs"
 
 
 def cuts(sampling: SamplingConfig) -> str:
-    """The setting that cuts what is drawn; empty where none does."""
+    """The setting that restricts the drawn tokens; empty without one."""
     chosen = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "greedy_baseline": sampling.greedy_baseline}
     return next((name for name, on in chosen.items() if on), "")
 
 
 def logprobs_problem(sampling: SamplingConfig) -> AsyncRLError | None:
-    """Why none of vLLM's own modes gives the full softmax after temperature for this run (`config.conflict`)."""
+    """Why no mode of vLLM gives the full softmax after temperature for this run (`config.conflict`)."""
     what = cuts(sampling)
     if not what or sampling.temperature == 1:
         return None
@@ -67,14 +67,14 @@ def logprobs_problem(sampling: SamplingConfig) -> AsyncRLError | None:
         f"sampling.temperature = {sampling.temperature:g}: its raw ones are before the temperature, its processed ones "
         "after the cut",
         where="sampling",
-        remedy="set sampling.temperature = 1, or nothing that cuts; or engine = hf",
+        remedy="set sampling.temperature = 1, or no restriction; or engine = hf",
     )
 
 
 def arguments(config: Config, *, known: Collection[str], cpu: bool, free_bytes: int = 1 << 62) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs`, without the weight transfer configuration, which is an object.
 
-    `known` are the names that this vLLM has; `free_bytes` is the free memory of a CPU host.
+    `known` are the argument names of this vLLM; `free_bytes` is the free memory of a CPU host.
 
     Raises:
         ConfigError: `config.unknown_key`, `config.conflict`.
@@ -89,7 +89,7 @@ def arguments(config: Config, *, known: Collection[str], cpu: bool, free_bytes: 
         "dtype": producers.dtype if producers.dtype != "auto" else config.model.dtype,
         "max_num_seqs": producers.slots, "max_model_len": longest, "generation_config": "vllm", "max_logprobs": 1,
         "skip_tokenizer_init": True, "disable_log_stats": True, "enable_log_requests": False,
-        "scheduling_policy": "priority", "logprobs_mode": logprobs_mode_of(config.sampling),
+        "scheduling_policy": "priority", "logprobs_mode": choose_logprobs_mode(config.sampling),
         "worker_extension_cls": "producers.engines.vllm.weight_transfer.HeldWeights",
     }  # fmt: skip
     if cpu:
@@ -109,12 +109,12 @@ def arguments(config: Config, *, known: Collection[str], cpu: bool, free_bytes: 
 
 
 def problems(given: dict[str, Any], known: Collection[str]) -> Iterator[AsyncRLError]:
-    """What is wrong with `[producers.engine_args]`, by names alone."""
+    """Problems of `[producers.engine_args]`, by names alone."""
     for name in given:
         where = f"{TABLE}.{name}"
         if name in OURS:
             yield ConfigError(
-                "config.conflict", f"{name} is not to be set here: it follows from {OURS[name]}", where=where
+                "config.conflict", f"{name} cannot be set here: it follows from {OURS[name]}", where=where
             )
         elif name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -137,7 +137,7 @@ def kv_bytes(config: Config, *, item_bytes: int, free_bytes: int) -> int:
     return max(LEAST_KV_BYTES, min(blocks * KV_BLOCK * per_token, int(MOST_KV_SHARE * free_bytes)))
 
 
-def known_names() -> set[str]:
+def engine_argument_names() -> set[str]:
     """The names of this vLLM's engine arguments."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -145,11 +145,11 @@ def known_names() -> set[str]:
 
 
 def main() -> int:
-    """Read a resolved configuration; print what is wrong with its engine arguments, [code, message, where] per line."""
+    """Read a resolved configuration; print the problems of its engine arguments, [code, message, where] per line."""
     from asyncrl.config import parse
 
     config = parse(sys.stdin.read())
-    for error in problems(dict(config.producers.engine_args), known_names()):
+    for error in problems(dict(config.producers.engine_args), engine_argument_names()):
         print(msgspec.json.encode((error.code, error.message, error.where)).decode())
     return 0
 

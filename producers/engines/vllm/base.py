@@ -1,12 +1,12 @@
-"""What the engines `vllm` (in this process) and `vllm_http` (a server) have in common.
+"""Common part of the engines `vllm` (in this process) and `vllm_http` (a server).
 
-Their base class. Guarantees:
-1. a sample is one request of vLLM's, with a seed of its own; its deltas, with the runs of versions that vLLM names, go
-   into the outbox of its request;
-2. versions are staged in files (`staged`); only a commit touches vLLM, and from its beginning every failure is
-   `engine.broken`, for whoever waits and for every later call;
-3. checksums are taken right after a commit where that is cheap beside the time between commits, and compared later.
-What differs is asked of `_decode`, `_swap`, `_checksums_now`, `_dead`.
+Guarantees:
+1. a sample is one vLLM request with its own seed; its deltas, with the version runs that vLLM reports, go into the
+   outbox of its request;
+2. versions are staged in files (`staged_weights`); only a commit touches vLLM, and from its beginning every failure is
+   `engine.broken`, for all current and later calls;
+3. checksums are taken right after a commit if they are cheap, and compared later (`checksums`).
+Subclasses implement `_decode`, `_swap`, `_checksums_now`, `_dead`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
-from blake3 import blake3
 
 from asyncrl.config import Config
 from asyncrl.engine import GenDelta, GenRequest
@@ -27,20 +25,19 @@ from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.runtime.fingerprint import model_fingerprint
 from asyncrl.versions import Runs, expand, runs_of
 from asyncrl.wire import Buffer, Manifest, Tensor
-from producers.engines.model_files import check_tensors, facts_of
-from producers.engines.request_checks import problem_of
+from producers.engines.model_files import check_tensors, read_facts
+from producers.engines.request_checks import request_problem
 from producers.engines.staged_weights import Labels, StagedVersion, StagedWeights
+from producers.engines.vllm.checksums import Checksums
 
 SWAP_LIMIT_S = 120.0  # a commit that takes longer than this is a broken engine
 CALL_LIMIT_S = 60.0
-CHECKSUM_SHARE = 0.05  # of the time between commits, for checksums right after one
-CHEAP_S = 0.5  # or shorter than this
 #: Safetensors names, by the dtypes that hold all their values.
 HOLDS = {"float32": {"F32", "BF16", "F16"}, "bfloat16": {"BF16"}, "float16": {"F16"}}
 
 
 class Sample:
-    """One index of one request: what has come of it, and what was handed on."""
+    """One index of one request: its tokens, and the part that was sent on."""
 
     def __init__(self, request: GenRequest, index: int, outbox: asyncio.Queue[Any], attempt: int) -> None:
         self.request = request
@@ -52,27 +49,27 @@ class Sample:
         self.logprobs: list[float] = []
         self.sent = 0
         self.versions: list[int] = []  # of the tokens that were sent
-        self.label = ""  # in force when it was submitted
+        self.label = ""  # current when it was submitted
         self.ended = False
         self.task: asyncio.Task[None] | None = None
 
     def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """New tokens. Raises `engine.broken` where a token has no log-prob."""
+        """New tokens. Raises `engine.broken` if a token has no log-prob."""
         if len(token_ids) != len(logprobs):
             raise WorkError("engine.broken", f"{len(logprobs)} log-probs for {len(token_ids)} tokens", where=self.name)
         self.tokens += token_ids
         self.logprobs += logprobs
 
-    def due(self) -> bool:
-        """Whether enough has come for a delta."""
+    def is_due(self) -> bool:
+        """Whether there are enough new tokens for a delta."""
         every = self.request.delta_tokens
         return every > 0 and len(self.tokens) - self.sent >= every
 
     def hand_on(self, runs: Runs, finish: str) -> None:
-        """Put a delta of what is new into the outbox; `runs` are over all tokens so far.
+        """Put a delta of the new tokens into the outbox; `runs` are over all tokens so far.
 
         Raises:
-            WorkError: `engine.broken` where the runs are not those that were sent before.
+            WorkError: `engine.broken` if the runs contradict those that were sent before.
         """
         versions = expand(runs).tolist()
         if versions[: self.sent] != self.versions:
@@ -94,54 +91,45 @@ class Sample:
 
 class VLLMBase:
     def __init__(self, config: Config, *, tag: str = "") -> None:
-        """`tag` is part of every label, see `staged.Labels`."""
+        """`tag` is part of every label, see `staged_weights.Labels`."""
         self._config = config
         self._max_new = config.longest_response
         self._max_len = config.data.max_prompt_tokens + self._max_new
-        self._facts = facts_of(config.model.path)
+        own = config.producers.dtype
+        self._dtype = own if own != "auto" else config.model.dtype
+        self._recompute = config.producers.kv_at_swap == "recompute"
+        self._facts = read_facts(config.model.path)
         self._staged = StagedWeights(config.run_dir / "scratch")
         self._labels = Labels(tag)
         self._samples: dict[tuple[str, int], Sample] = {}
         self._failure: AsyncRLError | None = None
-        self._full_softmax = False  # of the log-probs, whatever a request asks
+        self._full_softmax = False  # of the log-probs, for every request
         self._logprobs_mode = "processed_logprobs"
         self._version = -1
         self._paused = False
         self._generated = 0
         self._swap_s = 0.0
-        self._checksums = ""  # right after the commit; empty where they were not taken
-        self._checksum_s = 0.0
-        self._committed_at = 0.0
-        self._looking: asyncio.Task[None] | None = None
+        self._checksums = Checksums(self._checksums_now, self._fail)
 
     async def _decode(self, sample: Sample) -> None:
-        """Follow one request of vLLM to its end; cancelled, it gives the request up."""
+        """Follow one vLLM request to its end; a cancellation aborts the request."""
         raise NotImplementedError
 
     async def _swap(self, staged: StagedVersion, label: str) -> str:
-        """Pause, load, label, resume; the digest of what the workers loaded."""
+        """Pause, load, label, resume; the digest of the loaded weights."""
         raise NotImplementedError
 
     async def _checksums_now(self) -> Any:
-        """vLLM's checksums of its parameters, of all workers."""
+        """vLLM's checksums of its parameters, for all workers."""
         raise NotImplementedError
 
     def _dead(self) -> str:
-        """Why vLLM does not answer any more; empty where that is not known."""
+        """Why vLLM does not answer; empty if unknown."""
         raise NotImplementedError
 
     def fingerprint(self) -> str:
         """Digest of the model's shape, its tokenizer and the run's dtype; reads small files, no weights."""
         return model_fingerprint(self._config.model.path, dtype=self._config.model.dtype)
-
-    @property
-    def _dtype(self) -> str:
-        own = self._config.producers.dtype
-        return own if own != "auto" else self._config.model.dtype
-
-    @property
-    def _recompute(self) -> bool:
-        return self._config.producers.kv_at_swap == "recompute"
 
     # ------------------------------------------------------------ failures
 
@@ -152,7 +140,7 @@ class VLLMBase:
             raise self._failure
 
     def _fail(self, what: str, error: BaseException | None = None) -> AsyncRLError:
-        """Remember the first failure and hand it to everybody who waits."""
+        """Remember the first failure and pass it to all waiting calls."""
         if self._failure is None:
             why = f": {type(error).__name__}: {error}" if error is not None else ""
             self._failure = AsyncRLError("engine.broken", f"{what}{why}")
@@ -160,11 +148,9 @@ class VLLMBase:
                 sample.outbox.put_nowait(self._failure)
         return self._failure
 
-    def _ended(self) -> None:
-        """At the beginning of `close`."""
+    def _begin_close(self) -> None:
         self._fail("the engine was closed")
-        if self._looking is not None:
-            self._looking.cancel()
+        self._checksums.close()
 
     # ------------------------------------------------------------ samples
 
@@ -196,10 +182,10 @@ class VLLMBase:
             self._forget([request.id])
 
     def _problem(self, request: GenRequest) -> str:
-        """Why the request cannot be taken; empty where it can."""
+        """Why the request cannot be taken; empty if it can."""
         taken = any(key[0] == request.id for key in self._samples)
         vocab, version = self._facts.vocab, self._version
-        if problem := problem_of(request, self._config, vocab=vocab, taken=taken, version=version):
+        if problem := request_problem(request, self._config, vocab=vocab, taken=taken, version=version):
             return problem
         return "" if self._full_softmax else unfit_logprobs(request, self._logprobs_mode)
 
@@ -209,14 +195,14 @@ class VLLMBase:
         sample.task = asyncio.create_task(self._decode(sample))
 
     def _submit_anew(self) -> None:
-        """Begin the samples again that have no token yet: their prompt may have K/V of the old weights."""
+        """Restart the samples without a token: their prompt may have K/V of the old weights."""
         for sample in list(self._samples.values()):
             if not sample.tokens and sample.task is not None:
                 sample.task.cancel()
                 self._submit(Sample(sample.request, sample.index, sample.outbox, sample.attempt + 1))
 
-    def _finished(self, sample: Sample, spans: Sequence[tuple[str, int, int]], reason: str) -> None:
-        """The last tokens of a sample have come; `spans` are vLLM's (label, start, end) over all of them."""
+    def _finish(self, sample: Sample, spans: Sequence[tuple[str, int, int]], reason: str) -> None:
+        """End a sample; `spans` are vLLM's (label, start, end) over all its tokens."""
         if reason not in ("stop", "length", "abort"):
             raise WorkError("engine.broken", f"vLLM ended a sample with {reason!r}", where=sample.name)
         self._samples.pop((sample.request.id, sample.index), None)
@@ -224,7 +210,7 @@ class VLLMBase:
         sample.hand_on(self._labels.runs(spans, len(sample.tokens), where=sample.name), reason)
 
     def _forget(self, ids: Sequence[str] | None) -> list[Sample]:
-        """Give up the samples of these requests (None: all): a cancelled task aborts its request in vLLM."""
+        """Drop the samples of these requests (None: all): a cancelled task aborts its request in vLLM."""
         gone = [sample for sample in self._samples.values() if ids is None or sample.request.id in ids]
         for sample in gone:
             del self._samples[sample.request.id, sample.index]
@@ -233,13 +219,13 @@ class VLLMBase:
         return gone
 
     async def abort(self, ids: Sequence[str] | None) -> int:
-        """Give up these requests (None: all); their iterators end without the missing samples."""
+        """Abort these requests (None: all); their iterators end without the missing samples."""
         self._require()
         gone = self._forget(ids)
         for outbox in {id(sample.outbox): sample.outbox for sample in gone}.values():
             outbox.put_nowait(None)
         tasks = [sample.task for sample in gone if sample.task is not None]
-        if tasks:  # vLLM has heard of it then
+        if tasks:  # vLLM knows about it then
             await asyncio.wait(tasks, timeout=CALL_LIMIT_S)
         return len(gone)
 
@@ -253,88 +239,54 @@ class VLLMBase:
         await asyncio.to_thread(self._staged.begin, manifest, tensors)
 
     def bucket_room(self, number: int) -> memoryview | None:
-        """Where the bytes of a bucket may be put before they are applied."""
+        """Memory for the bytes of a bucket before they are applied."""
         return self._staged.room(number)
 
     async def apply_bucket(self, number: int, data: Buffer) -> str:
-        """Take the bytes of one bucket; the digest of what lies in the file."""
+        """Take the bytes of one bucket; the digest of the file's bytes."""
         return await asyncio.to_thread(self._staged.apply, number, data)
 
     async def read_bucket(self, number: int, into: memoryview) -> bool:
-        """The bytes of a bucket of the version in force."""
+        """The bytes of a bucket of the current version."""
         return await asyncio.to_thread(self._staged.read, number, into)
 
     async def abort_update(self) -> None:
-        """Forget a begun update; vLLM never heard of it."""
+        """Drop a begun update; vLLM has not seen it."""
         await asyncio.to_thread(self._staged.abort)
 
     async def commit_update(self) -> str:
-        """Have every worker load the version between two steps; the digest of what the workers loaded."""
+        """Load the version in every worker between two steps; the digest of the loaded weights."""
         self._require()
         staged = self._staged.complete()
         label = self._labels.new(staged.manifest.version)
         started = time.perf_counter()
-        self._checksums = ""
+        self._checksums.forget()
         try:
             async with asyncio.timeout(SWAP_LIMIT_S):
                 digest = await self._swap(staged, label)
         except BaseException as error:  # also a cancellation: the workers may be between two versions
             raise self._fail(f"the commit of version {staged.manifest.version} failed", error) from error
         self._swap_s = time.perf_counter() - started
-        self._staged.committed()
-        self._look_after_commit(label)
+        self._staged.commit()
+        self._checksums.record(label)
         return digest
 
-    def _in_force(self, staged: StagedVersion, label: str) -> None:
-        """The workers hold the version, and nothing is decoded yet."""
+    def _set_current(self, staged: StagedVersion, label: str) -> None:
+        """The workers hold the version; decoding has not resumed."""
         self._labels.current, self._version = label, staged.manifest.version
         if not self._recompute:
             self._submit_anew()
 
-    # ------------------------------------------------------------ what it holds
-
-    def _look_after_commit(self, label: str) -> None:
-        """Take the checksums that later ones are compared with, where that is cheap beside the time between commits."""
-        since, self._committed_at = time.monotonic() - self._committed_at, time.monotonic()
-        if self._looking is not None:
-            self._looking.cancel()
-        if self._checksum_s <= max(CHEAP_S, CHECKSUM_SHARE * since):
-            self._looking = asyncio.create_task(self._note_checksums(label))
-
-    async def _note_checksums(self, label: str) -> None:
-        found = await self._checksum()
-        if self._labels.current == label and not self._checksums:
-            self._checksums = found
-
-    async def _checksum(self) -> str:
-        started = time.perf_counter()
-        try:
-            workers = await asyncio.wait_for(self._checksums_now(), CALL_LIMIT_S)
-        except Exception as error:  # whatever vLLM or the way to it raised
-            raise self._fail("vLLM gave no checksums", error) from error
-        self._checksum_s = time.perf_counter() - started
-        return blake3(msgspec.json.encode(workers, order="deterministic")).hexdigest(length=16)
-
     async def attest(self) -> str:
-        """The manifest's digest while vLLM's checksums are those after the commit, else another; empty where they were
-        not taken (they are now)."""
+        """The manifest's digest while vLLM's checksums are those after the commit, else another; empty if they were
+        not taken then (they are now)."""
         self._require()
-        held, label = self._staged.held, self._labels.current
-        if held is None:
-            return ""
-        if self._looking is not None and not self._looking.done():
-            await asyncio.wait({self._looking}, timeout=CALL_LIMIT_S)
-        found = await self._checksum()
-        if label != self._labels.current:
-            return ""
-        if not self._checksums:
-            self._checksums = found
-            return ""
-        return held.manifest.digest if found == self._checksums else found
+        current = self._staged.current
+        return "" if current is None else await self._checksums.attest(current.manifest.digest)
 
 
 def one_digest(workers: Sequence[dict[str, Any]]) -> str:
-    """The digest that all workers loaded. Raises `engine.broken` where they differ, or there is none."""
+    """The digest that all workers loaded. Raises `engine.broken` if they differ, or there is none."""
     digests = {str(worker["digest"]) for worker in workers}
     if len(digests) != 1:
         raise WorkError("engine.broken", f"the workers hold different weights: {sorted(digests)}")
@@ -342,7 +294,7 @@ def one_digest(workers: Sequence[dict[str, Any]]) -> str:
 
 
 def check_dtypes(tensors: Sequence[Tensor], dtype: str) -> None:
-    """Raise `sync.plan` where the engine's dtype cannot hold what is sent: the digest could never agree."""
+    """Raise `sync.plan` if the engine's dtype cannot hold the sent values: the digests would differ."""
     for tensor in tensors:
         if tensor.dtype not in HOLDS[dtype]:
             raise AsyncRLError(
@@ -352,14 +304,14 @@ def check_dtypes(tensors: Sequence[Tensor], dtype: str) -> None:
             )
 
 
-def seed_of(seed: int, index: int) -> int:
+def sample_seed(seed: int, index: int) -> int:
     """The seed of one sample: 63 bits from (seed, index)."""
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def unfit_logprobs(request: GenRequest, mode: str) -> str:
-    """Why the engine's log-probs would not be those of the full softmax after temperature; empty where they are."""
+    """Why the engine's log-probs would not be those of the full softmax after temperature; empty if they are."""
     if mode == "raw_logprobs" and request.temperature != 1:
         return f"temperature {request.temperature:g}: this engine records log-probs before the temperature"
     if mode == "processed_logprobs" and (request.top_p < 1 or request.top_k > 0):
@@ -368,7 +320,7 @@ def unfit_logprobs(request: GenRequest, mode: str) -> str:
 
 
 def update_info(staged: StagedVersion, *, path: str) -> dict[str, Any]:
-    """What `vllm_backend.StagedUpdateInfo` is made of."""
+    """Fields of `weight_transfer.StagedUpdateInfo`."""
     return {
         "tensors": [
             [tensor.name, tensor.dtype, list(tensor.shape), tensor.bucket, tensor.offset, tensor.nbytes]

@@ -1,22 +1,21 @@
-"""The vllm engine: AsyncLLM in this process, its workers beside it, weights by vLLM's own transfer interface.
+"""The vllm engine: AsyncLLM in this process, its workers in others, weights by vLLM's own transfer interface.
 
 Guarantees:
-1. tokens go in and come out as ids; a sample is one request of its own, with its own seed, so the same seed and index
-   give the same tokens whatever else is decoded;
-2. a version is staged in a file while generation goes on (`staged`); at the commit the engine is paused, the workers
-   load the file (`vllm_backend`), and it goes on: no step is ever between two versions;
-3. token versions are the spans that vLLM itself reports, under labels that are never used twice; spans that do not
-   cover the tokens are `engine.broken`;
-4. no new request meets K/V of older weights: the prefix cache is salted with the label, and samples without a token are
-   submitted anew at a commit; with `kv_at_swap = "recompute"` the cache is emptied and K/V of samples under way are
+1. tokens go in and come out as ids; a sample is one request with its own seed, so the same seed and index give the same
+   tokens whatever else is decoded;
+2. a version is staged in a file while generation goes on (`staged_weights`); at the commit the engine is paused, the
+   workers load the file (`weight_transfer`), and it goes on: no step is between two versions;
+3. token versions are the spans that vLLM reports, under unique labels; spans that do not cover the tokens are
+   `engine.broken`;
+4. no new request gets K/V of older weights: the prefix cache is salted with the label, and samples without a token are
+   submitted again at a commit; with `kv_at_swap = "recompute"` the cache is emptied and K/V of samples under way is
    computed again;
-5. log-probs are those of the full softmax after temperature, where the workers' sampler can be made to record these
-   (`vllm_backend.FullSoftmax`); else a request whose own settings make them others is refused;
-6. whatever vLLM reports as its death, or fails from the beginning of a commit on, is `engine.broken` in every call
-   under way and later. The engine's processes end with this one, also where it is killed (`vllm_plugin`).
-`attest` compares vLLM's own checksums of its parameters with those after the commit; on a CPU vLLM packs linear layers
-out of their reach.
-"""
+5. log-probs are those of the full softmax after temperature, if the workers' sampler can record them
+   (`weight_transfer.FullSoftmax`); else a request with other settings is refused;
+6. a death of vLLM, and any failure from the beginning of a commit on, is `engine.broken` in all current and later
+   calls. The engine's processes end with this one, also if it is killed (`plugin`). `attest` compares vLLM's own
+   checksums of its parameters with those after the commit; on a CPU vLLM packs linear layers, which the checksums do
+   not cover."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, PauseMode
 from asyncrl.errors import ConfigError, WorkError
 from producers.engines.staged_weights import StagedVersion
-from producers.engines.vllm.args import arguments, known_names, logprobs_problem
-from producers.engines.vllm.base import CALL_LIMIT_S, Sample, VLLMBase, one_digest, seed_of, update_info
-from producers.engines.vllm.lifecycle import end, free_host_bytes, prepare, processes_of
+from producers.engines.vllm.args import arguments, engine_argument_names, logprobs_problem
+from producers.engines.vllm.base import CALL_LIMIT_S, Sample, VLLMBase, one_digest, sample_seed, update_info
+from producers.engines.vllm.lifecycle import end, engine_processes, free_host_bytes, prepare
 from producers.engines.vllm.stats import Stats
 
 
@@ -50,7 +49,7 @@ class VLLMEngine(VLLMBase):
     async def start(self) -> None:
         """Load the model and start vLLM's processes; the version is -1 until the first update is committed.
 
-        On this thread, not in another: the kernel ends vLLM's processes with the thread that started them.
+        It runs on this thread: the kernel ends vLLM's processes with the thread that started them.
         """
         prepare(self._config)
         try:
@@ -64,7 +63,7 @@ class VLLMEngine(VLLMBase):
         from producers.engines.vllm.plugin import BACKEND
 
         self._args = arguments(
-            self._config, known=known_names(), cpu=current_platform.is_cpu(), free_bytes=free_host_bytes()
+            self._config, known=engine_argument_names(), cpu=current_platform.is_cpu(), free_bytes=free_host_bytes()
         )
         self._logprobs_mode = self._args["logprobs_mode"]
         try:
@@ -74,17 +73,17 @@ class VLLMEngine(VLLMBase):
             raise ConfigError("config.type", f"vLLM refuses its arguments: {error}", where="producers") from error
         try:
             self._llm = AsyncLLM.from_vllm_config(settings, stat_loggers=[self._stats.logger], disable_log_stats=True)
-            self._children = processes_of()
-            await self._bounded(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={})))
-            self._full_softmax = all(await self._bounded(self._llm.collective_rpc("asyncrl_full_softmax")))
-        except Exception as error:  # vLLM raises RuntimeError, ValueError and its own from its processes
+            self._children = engine_processes()
+            await self._wait(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={})))
+            self._full_softmax = all(await self._wait(self._llm.collective_rpc("asyncrl_full_softmax")))
+        except Exception as error:  # vLLM raises RuntimeError, ValueError and its own errors
             raise self._fail("vLLM did not start", error) from error
         if not self._full_softmax and (problem := logprobs_problem(self._config.sampling)):
             raise problem
 
     async def close(self, *, grace_s: float) -> None:
         """Stop decoding; samples under way end with an error. No process of vLLM is left."""
-        self._ended()
+        self._begin_close()
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(end, llm, self._children, grace_s=grace_s)
@@ -94,7 +93,7 @@ class VLLMEngine(VLLMBase):
         """A snapshot; any thread."""
         stats, samples = self._stats, len(self._samples)
         detail = self._failure.message if self._failure is not None else self._dead()
-        running = min(stats.running, samples)  # vLLM says nothing while it has nothing to do
+        running = min(stats.running, samples)  # vLLM reports nothing while it is idle
         return EngineHealth(
             alive=not detail,
             version=self._version,
@@ -110,7 +109,6 @@ class VLLMEngine(VLLMBase):
         )
 
     def capabilities(self) -> EngineCapabilities:
-        """What this engine can do with its configuration."""
         self._require()
         cache: Any = self._llm.vllm_config.cache_config
         return EngineCapabilities(
@@ -126,15 +124,15 @@ class VLLMEngine(VLLMBase):
             return "the engine was not started"
         return "vLLM's engine process is dead" if self._llm.errored else ""
 
-    async def _bounded(self, call: Awaitable[Any], limit_s: float = CALL_LIMIT_S) -> Any:
+    async def _wait(self, call: Awaitable[Any], limit_s: float = CALL_LIMIT_S) -> Any:
         return await asyncio.wait_for(call, limit_s)
 
-    async def _asked(self, what: str, call: Callable[[Any], Awaitable[Any]], limit_s: float = CALL_LIMIT_S) -> Any:
-        """A call of vLLM whose failure is the engine's."""
+    async def _ask(self, what: str, call: Callable[[Any], Awaitable[Any]], limit_s: float = CALL_LIMIT_S) -> Any:
+        """A call of vLLM; its failure breaks the engine."""
         self._require()
         try:
-            return await self._bounded(call(self._llm), limit_s)
-        except Exception as error:  # EngineDeadError and whatever a worker raised
+            return await self._wait(call(self._llm), limit_s)
+        except Exception as error:  # EngineDeadError and errors of workers
             raise self._fail(what, error) from error
 
     # ------------------------------------------------------------ samples
@@ -149,27 +147,29 @@ class VLLMEngine(VLLMBase):
             outputs = self._llm.generate(prompt, _params(sample), sample.name, priority=request.priority)
             async with aclosing(outputs):
                 async for output in outputs:
-                    self._took(sample, output.outputs[0])
+                    self._take_output(sample, output.outputs[0])
         except (VLLMClientError, ValueError) as error:
-            sample.outbox.put_nowait(WorkError("sample.invalid", f"vLLM refuses it: {error}", where=request.id))
+            sample.outbox.put_nowait(
+                WorkError("sample.invalid", f"vLLM refuses the request: {error}", where=request.id)
+            )
         except WorkError as error:
             self._fail(error.message)
-        except Exception as error:  # EngineDeadError, EngineGenerateError, and bugs: nobody may wait for this sample
+        except Exception as error:  # EngineDeadError, EngineGenerateError, bugs: callers must not wait for this sample
             self._fail("vLLM failed", error)
 
-    def _took(self, sample: Sample, part: Any) -> None:
+    def _take_output(self, sample: Sample, part: Any) -> None:
         sample.take(part.token_ids, part.logprobs.logprobs if part.logprobs is not None else ())
         self._generated += len(part.token_ids)
         if part.finish_reason is not None:
             spans = [(span.version, span.start, span.end) for span in part.weight_versions or ()]
-            self._finished(sample, spans, part.finish_reason)
-        elif sample.due() and (spans := self._spans_so_far(sample)):
+            self._finish(sample, spans, part.finish_reason)
+        elif sample.is_due() and (spans := self._spans_so_far(sample)):
             sample.hand_on(self._labels.runs(spans, len(sample.tokens), where=sample.name), "")
 
     def _spans_so_far(self, sample: Sample) -> list[tuple[str, int, int]]:
-        """vLLM's spans of a sample that has not ended; empty where this vLLM does not show them (one delta then).
+        """vLLM's spans of a sample that has not ended; empty if this vLLM lacks them (then there is one delta).
 
-        What this says is compared with the spans that come with the end of the sample.
+        They are compared with the spans at the end of the sample.
         """
         count, processor = len(sample.tokens), self._llm.output_processor
         names = getattr(processor, "external_req_ids", {}).get(sample.name, ())
@@ -187,13 +187,12 @@ class VLLMEngine(VLLMBase):
             await self.abort(None)
         if mode == "wait":  # it takes as long as the longest sample
             limit_s = self._config.run.hang_timeout_s
-            await self._asked("pause", lambda llm: llm.pause_generation(mode="wait", clear_cache=False), limit_s)
-        await self._asked("pause", lambda llm: llm.pause_generation(mode="keep", clear_cache=False))
+            await self._ask("pause", lambda llm: llm.pause_generation(mode="wait", clear_cache=False), limit_s)
+        await self._ask("pause", lambda llm: llm.pause_generation(mode="keep", clear_cache=False))
         self._paused = True
 
     async def resume(self) -> None:
-        """Go on where `pause` stopped."""
-        await self._asked("resume", lambda llm: llm.resume_generation())
+        await self._ask("resume", lambda llm: llm.resume_generation())
         self._paused = False
 
     # ------------------------------------------------------------ weights
@@ -207,7 +206,7 @@ class VLLMEngine(VLLMBase):
         await llm.update_weights(WeightTransferUpdateRequest(update_info=update_info(staged, path=str(staged.path))))
         await llm.finish_weight_update(label)
         digest = one_digest(await llm.collective_rpc("asyncrl_held"))
-        self._in_force(staged, label)
+        self._set_current(staged, label)
         if not self._paused:
             await llm.resume_generation()
         return digest
@@ -223,7 +222,7 @@ def _params(sample: Sample) -> Any:
     request = sample.request
     return SamplingParams(
         n=1,
-        seed=seed_of(request.seed, sample.index),
+        seed=sample_seed(request.seed, sample.index),
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,

@@ -1,13 +1,13 @@
-"""The vllm_http engine: a vLLM server of its own behind a URL, driven by its token and developer routes.
+"""The vllm_http engine: a vLLM server behind a URL, used by its token and developer routes.
 
-Needs no torch where the server reads this host's files.
-One producer per server (`producers.url`): it alone brings weights there. Guarantees, besides those of `vllm_common`:
-1. the server is looked at before it is used (`vllm_server`); one that does not fit is refused with what to do;
-2. weights come out of the staged file where the server's workers see it, else through a process group in which this
+It needs no torch if the server reads this host's files. One producer per server (`producers.url`), which alone brings
+weights there. Guarantees, besides those of `base`:
+1. the server is inspected before it is used (`server_facts`); an unsuitable one is refused with the remedy;
+2. weights come from the staged file if the server's workers can read it, else through a process group in which this
    process is rank 0 (`group_sender`);
-3. before the end of a sample a delta names versions only while no commit has happened since it was submitted; after
-   one, the rest waits for the spans that vLLM gives at the end;
-4. every call has a deadline. A server that dies, is replaced by another, answers 5xx or nonsense is `engine.broken`.
+3. before the end of a sample a delta has versions only if no commit happened since it was submitted; after one, the
+   rest waits for the spans at the end;
+4. every call has a deadline. A server that dies, is replaced by another, answers 5xx or garbage is `engine.broken`.
 The developer routes have no authentication: the server must listen at a private address.
 """
 
@@ -27,11 +27,19 @@ from producers.engines.group_sender import GroupSender
 from producers.engines.http import HttpClient, Refused
 from producers.engines.staged_weights import StagedVersion, StagedWeights
 from producers.engines.vllm.args import logprobs_problem
-from producers.engines.vllm.base import CALL_LIMIT_S, SWAP_LIMIT_S, Sample, VLLMBase, one_digest, seed_of, update_info
+from producers.engines.vllm.base import (
+    CALL_LIMIT_S,
+    SWAP_LIMIT_S,
+    Sample,
+    VLLMBase,
+    one_digest,
+    sample_seed,
+    update_info,
+)
 from producers.engines.vllm.server_facts import ServerFacts, inspect, rpc
 
 LOOK_EVERY_S = 2.0
-LOOK_LIMIT_S = 30.0  # a server that is silent for this long is dead
+LOOK_LIMIT_S = 30.0  # a server that is silent for longer is dead
 MODES = {"raw": "raw_logprobs", "processed": "processed_logprobs"}
 
 
@@ -55,9 +63,9 @@ class VLLMHTTPEngine(VLLMBase):
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Look at the server; the version is -1 until the first update is committed, whatever it holds."""
+        """Inspect the server; the version is -1 until the first update is committed."""
         self._client = HttpClient(self._config.producers.url[0])
-        await self._reached()
+        await self._wait_reachable()
         server = self._server = await inspect(self._client, self._config)
         self._full_softmax = server.logprobs == "full"
         self._logprobs_mode = MODES.get(server.logprobs, "")
@@ -68,8 +76,8 @@ class VLLMHTTPEngine(VLLMBase):
         await self._open_channel(server)
         self._watching = asyncio.create_task(self._watch())
 
-    async def _reached(self) -> None:
-        """Wait for the server; it may just be loading its model."""
+    async def _wait_reachable(self) -> None:
+        """Wait for the server, which may still load its model."""
         assert self._client is not None
         deadline = time.monotonic() + self._config.run.hang_timeout_s / 2
         while True:
@@ -116,8 +124,8 @@ class VLLMHTTPEngine(VLLMBase):
             init.cancel()
 
     async def close(self, *, grace_s: float) -> None:
-        """Give the samples up and leave the server running."""
-        self._ended()
+        """Drop the samples and leave the server running."""
+        self._begin_close()
         self._forget(None)
         if self._watching is not None:
             self._watching.cancel()
@@ -151,7 +159,6 @@ class VLLMHTTPEngine(VLLMBase):
         )
 
     def capabilities(self) -> EngineCapabilities:
-        """What the server can do."""
         self._require()
         assert self._server is not None
         return EngineCapabilities(
@@ -168,7 +175,7 @@ class VLLMHTTPEngine(VLLMBase):
     async def _post(
         self, path: str, body: Any = None, *, params: Mapping[str, str] | None = None, timeout_s: float = CALL_LIMIT_S
     ) -> Any:
-        """A call whose failure is the engine's."""
+        """A call; its failure breaks the engine."""
         assert self._client is not None
         try:
             return await self._client.post(path, body, params=params, timeout_s=timeout_s)
@@ -176,7 +183,7 @@ class VLLMHTTPEngine(VLLMBase):
             raise self._fail(f"{error.where or path}: {error.message}") from None
 
     async def _watch(self) -> None:
-        """See now and then that the server lives, and what it says of its cache."""
+        """Check periodically that the server lives, and read its cache metrics."""
         assert self._client is not None
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -184,7 +191,7 @@ class VLLMHTTPEngine(VLLMBase):
             try:
                 text = await self._client.get("/metrics", timeout_s=LOOK_LIMIT_S)
             except Refused:
-                continue  # it lives, and shows no metrics
+                continue  # it lives, without metrics
             except WorkError as error:
                 self._fail(f"the server does not answer: {error.message}")
                 return
@@ -199,17 +206,17 @@ class VLLMHTTPEngine(VLLMBase):
             events = self._client.stream("/inference/v1/generate", self._body(sample), idle_s=self._idle_s)
             async with aclosing(events):  # type: ignore[type-var]
                 async for event in events:
-                    self._took(sample, event)
+                    self._take_output(sample, event)
             if not sample.ended:
                 self._fail(f"{sample.name}: the server ended the stream before the sample")
         except Refused as error:
             sample.outbox.put_nowait(
-                WorkError("sample.invalid", f"the server refuses it: {error.said}", where=sample.name)
+                WorkError("sample.invalid", f"the server refuses the request: {error.text}", where=sample.name)
             )
         except WorkError as error:
             self._fail(error.message)
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            self._fail(f"{sample.name}: an answer that is no vLLM's", error)
+            self._fail(f"{sample.name}: not a vLLM answer", error)
 
     @property
     def _idle_s(self) -> float:
@@ -225,7 +232,7 @@ class VLLMHTTPEngine(VLLMBase):
             "priority": request.priority if self._server.priority else 0,  # type: ignore[union-attr]
             "sampling_params": {
                 "n": 1,
-                "seed": seed_of(request.seed, sample.index),
+                "seed": sample_seed(request.seed, sample.index),
                 "temperature": request.temperature,
                 "top_p": request.top_p,
                 "top_k": request.top_k,
@@ -237,9 +244,9 @@ class VLLMHTTPEngine(VLLMBase):
             },
         }
 
-    def _took(self, sample: Sample, event: Any) -> None:
+    def _take_output(self, sample: Sample, event: Any) -> None:
         if "error" in event:
-            raise WorkError("engine.broken", f"the server says {str(event['error'])[:300]}", where=sample.name)
+            raise WorkError("engine.broken", f"the server reports {str(event['error'])[:300]}", where=sample.name)
         for choice in event.get("choices", ()):
             content = (choice.get("logprobs") or {}).get("content") or ()
             sample.take(
@@ -251,8 +258,8 @@ class VLLMHTTPEngine(VLLMBase):
                     (str(span["version"]), int(span["start"]), int(span["end"]))
                     for span in choice.get("weight_versions") or ()
                 ]
-                self._finished(sample, spans, choice["finish_reason"])
-            elif sample.due() and sample.label == self._labels.current:
+                self._finish(sample, spans, choice["finish_reason"])
+            elif sample.is_due() and sample.label == self._labels.current:
                 spans = [(sample.label, 0, len(sample.tokens))]
                 sample.hand_on(self._labels.runs(spans, len(sample.tokens), where=sample.name), "")
 
@@ -268,7 +275,6 @@ class VLLMHTTPEngine(VLLMBase):
         self._paused = True
 
     async def resume(self) -> None:
-        """Go on where `pause` stopped."""
         self._require()
         await self._post("/resume")
         self._paused = False
@@ -289,13 +295,13 @@ class VLLMHTTPEngine(VLLMBase):
         await self._post("/finish_weight_update", {"weight_version": label})
         assert self._client is not None
         digest = one_digest(await rpc(self._client, "asyncrl_held"))
-        self._in_force(staged, label)
+        self._set_current(staged, label)
         if not self._paused:
             await self._post("/resume")
         return digest
 
     async def _send(self, staged: StagedVersion) -> None:
-        """The buckets through the group, where there is one."""
+        """Send the buckets through the group, if there is one."""
         if self._group is not None:
             for number in range(len(staged.starts)):
                 await self._group.send(staged.bucket(number))
@@ -306,7 +312,7 @@ class VLLMHTTPEngine(VLLMBase):
 
 
 def metric(text: str, name: str) -> float:
-    """The sum of a metric's values in Prometheus' text form; 0 where it is not there."""
+    """The sum of a metric's values in Prometheus' text form; 0 without it."""
     total = 0.0
     for line in text.splitlines():
         if line.startswith((f"{name} ", f"{name}{{")):

@@ -1,10 +1,10 @@
-"""The life of vLLM's processes under a producer: what they find in their environment, and their end.
+"""The life of vLLM's processes under a producer: their environment and their end.
 
 Guarantees:
 1. `prepare` sets variables before vLLM is imported and overrides none that the user set; with several producers on a
    host no two engines are bound to the same core;
-2. `end` asks vLLM to shut down and kills what is left after the grace.
-A producer that is killed takes them along by `vllm_plugin`.
+2. `end` asks vLLM to shut down and kills the remaining processes after the grace.
+A killed producer takes them along by `plugin`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.runtime.host_facts import descendants, is_alive
 from producers.engines.vllm.plugin import PRODUCER
 
 LOOK_S = 0.05
-OWN_S = 1.0  # vLLM's processes seldom end by themselves, and hold nothing worth saving
+OWN_S = 1.0  # vLLM's processes seldom end by themselves
 
 
 def prepare(config: Config) -> None:
@@ -41,8 +41,8 @@ def prepare(config: Config) -> None:
     os.environ[PRODUCER] = str(os.getpid())
 
 
-def processes_of() -> list[int]:
-    """The engine processes that this one started, and what these started."""
+def engine_processes() -> list[int]:
+    """The engine processes that this one started, and their descendants."""
     started = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
     return [pid for first in started for pid in (first, *descendants(first))]
 
@@ -50,7 +50,7 @@ def processes_of() -> list[int]:
 def end(llm: Any, children: Sequence[int], *, grace_s: float) -> None:
     """Shut down; on a thread, blocks at most a little longer than the grace."""
     deadline = time.monotonic() + grace_s
-    with suppress(Exception):  # it may be dead already, and its processes are killed below
+    with suppress(Exception):  # it may be dead; its processes are killed below
         llm.shutdown(timeout=min(grace_s, OWN_S))
     while time.monotonic() < deadline and any(is_alive(pid) for pid in children):
         time.sleep(LOOK_S)
@@ -61,7 +61,7 @@ def end(llm: Any, children: Sequence[int], *, grace_s: float) -> None:
 
 
 def free_host_bytes() -> int:
-    """Free memory of the host; very large where it is not known."""
+    """Free memory of the host; very large if unknown."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -1,10 +1,10 @@
-"""What asyncrl adds to every process of vLLM: the weight transfer backend `asyncrl`, and an end with the producer.
+"""Runs in every process of vLLM: registers the weight transfer backend `asyncrl`, and ties the process to the producer.
 
 Guarantees:
-1. the backend is registered by name alone: nothing of it is imported unless `WeightTransferConfig` asks for it, so a
-   vLLM that is not ours is left as it was;
-2. a child process of a producer (its pid in `PRODUCER`) gets SIGKILL when its parent dies (Linux), so that a producer
-   that was killed leaves no engine behind; one whose parent is dead already ends here.
+1. the backend is registered only by name: nothing of it is imported unless `WeightTransferConfig` uses it, so another
+   vLLM in the same environment is not changed;
+2. a child process of a producer (its pid in `PRODUCER`) gets SIGKILL when its parent dies (Linux), so that a killed
+   producer leaves no engine behind; one with a dead parent ends at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PRODUCER = "ASYNCRL_VLLM_PRODUCER"  # environment variable: pid of the producer 
 
 
 def register() -> None:
-    """See the module; may be called again."""
+    """Register the backend and tie the process. Idempotent."""
     _tie()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

@@ -1,8 +1,7 @@
 """A worker's end of the process group through which a producer sends weights (`producers.engines.group_sender`).
 
-Guarantees: the group is made as the sender makes it (a TCPStore at
-rank 0 under the prefix of the group's name, torch's own helper); every broadcast is uint8 from rank 0; every wait is
-bounded. vLLM's own groups are not touched.
+Guarantees: the group is built like the sender's (a TCPStore at rank 0 under the prefix of the group's name, torch's own
+helper); every broadcast is uint8 from rank 0; every wait is bounded. vLLM's own groups are not touched.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Member:
 
     def __init__(self, group: Any, store: Any, device: torch.device) -> None:
         self._group = group
-        self._store = store  # kept: the group looks into it
+        self._store = store  # the group uses it
         self._device = device
 
     def receive(self, size: int, *, timeout: timedelta) -> torch.Tensor:
@@ -32,7 +31,7 @@ class Member:
         return memory
 
     def close(self) -> None:
-        with suppress(RuntimeError, ValueError):  # it may be broken already
+        with suppress(RuntimeError, ValueError):  # it may be broken
             distributed_c10d.destroy_process_group(self._group)
         self._store = None
 
@@ -44,7 +43,7 @@ def join(
     c10d: Any = distributed_c10d
     stores: Any = torch.distributed
     store = stores.TCPStore(host, port, size, False, timeout=timeout, wait_for_workers=False)
-    # Torch offers no public call that makes a group of other processes beside the default one.
+    # Torch has no public call for a group of other processes next to the default one.
     group, _ = c10d._new_process_group_helper(
         size, rank, [], c10d.Backend(backend), stores.PrefixStore(name, store), group_name=name, timeout=timeout
     )

@@ -1,12 +1,12 @@
-"""What a vLLM server is and can, found out before it gets weights; refusals that say how to start it.
+"""Inspects a vLLM server before it gets weights; refusals contain the command that starts a suitable one.
 
 Guarantees:
-1. nothing is assumed: developer routes, the worker extension and the backend of `vllm_backend`, the model's shape and
-   dtype, the longest sample, which log-probs it records, and whether its workers read this host's files are all asked
-   or tried;
-2. a server that does not fit is `handshake.mismatch` or `config.conflict`, with the command that starts one that does.
+1. nothing is assumed: developer routes, the worker extension and the backend of `weight_transfer`, the model's shape
+   and dtype, the longest sample, the recorded log-probs, and whether its workers read this host's files are all queried
+   or tested;
+2. an unsuitable server is `handshake.mismatch` or `config.conflict`, with the command that starts a suitable one.
 
-Example: the log-prob of the likeliest token is asked with `top_k = 1`, at temperature 1 and 0.5: 0 and 0 are
+Example: the log-prob of the likeliest token is requested with `top_k = 1`, at temperature 1 and 0.5: 0 and 0 are
 "processed" ones (after the cut), equal ones below 0 "raw" (before the temperature), a larger second one is of the full
 softmax after temperature.
 """
@@ -29,7 +29,7 @@ from producers.engines.staged_weights import PREFIX, SHARED_MEMORY
 from producers.engines.vllm.args import CHUNKED
 
 CALL_S = 60.0
-#: Fields of a model's configuration that make it another model.
+#: Fields of a model's configuration that must agree.
 SHAPE = (
     "model_type",
     "vocab_size",
@@ -49,7 +49,7 @@ START = (
 
 
 class ServerFacts(msgspec.Struct, frozen=True):
-    """A server that fits. `logprobs` is full, raw or processed; `folders` are those whose files its workers read."""
+    """A suitable server. `logprobs` is full, raw or processed; its workers can read the files in `folders`."""
 
     workers: int
     device: str
@@ -77,7 +77,7 @@ async def rpc(client: HttpClient, method: str, *args: str, timeout_s: float = CA
 
 
 async def inspect(client: HttpClient, config: Config) -> ServerFacts:
-    """Find out everything. Raises ConfigError, HandshakeError (see the module), WorkError where it does not answer."""
+    """All facts. Raises ConfigError or HandshakeError on an unsuitable server, WorkError without an answer."""
     settings = await _settings(client)
     try:
         model, cache = settings["model_config"], settings["cache_config"]
@@ -144,7 +144,7 @@ async def _settings(client: HttpClient) -> dict[str, Any]:
 
 
 async def _same_model(client: HttpClient, config: Config) -> list[_Model]:
-    """The workers' words on their model, which is this one."""
+    """The models of the workers, if they are this one."""
     try:
         workers = msgspec.convert(await rpc(client, "asyncrl_model"), list[_Model])
     except (WorkError, *UNREADABLE) as error:
@@ -173,10 +173,10 @@ async def _same_model(client: HttpClient, config: Config) -> list[_Model]:
 
 
 async def _logprobs(client: HttpClient) -> str:
-    """Ask for the full softmax, and see by two requests what is recorded."""
-    with contextlib.suppress(WorkError):  # an older extension; what is recorded is seen below
+    """Enable the full softmax, and test with two requests what is recorded."""
+    with contextlib.suppress(WorkError):  # an older extension; tested below
         await rpc(client, "asyncrl_full_softmax")
-    await client.post("/resume", timeout_s=CALL_S)  # who drove it before may have died in a pause
+    await client.post("/resume", timeout_s=CALL_S)  # an earlier client may have died in a pause
     plain, sharp = [await _likeliest(client, temperature) for temperature in (1.0, 0.5)]
     if plain == sharp == 0.0:
         return "processed"
@@ -210,7 +210,7 @@ async def _likeliest(client: HttpClient, temperature: float) -> float:
 
 
 async def _shared_folders(client: HttpClient, folders: Sequence[Path]) -> tuple[Path, ...]:
-    """The folders in which every worker reads what is written here."""
+    """The folders whose files every worker can read."""
     seen = []
     for folder in folders:
         token = secrets.token_hex(16)

@@ -1,9 +1,8 @@
-"""What vLLM's scheduler says of itself, for `Engine.health`.
+"""Statistics of vLLM's scheduler, for `Engine.health`.
 
 Guarantees:
-1. numbers are of the last step; nothing waits and nothing is asked;
-2. `busy_s` counts the time between two steps that follow each other within `GAP_S` while samples were running: an
-   engine that stands still is not busy.
+1. numbers are of the last step; nothing waits and nothing is requested;
+2. `busy_s` counts the time between two steps within `GAP_S` while samples were running.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ GAP_S = 2.0
 
 
 class Stats:
-    """The last word of the scheduler, and sums since the start."""
+    """The last values of the scheduler, and sums since the start."""
 
     def __init__(self) -> None:
         self.running = 0
@@ -38,7 +37,7 @@ class Stats:
             self.preempted += int(getattr(iteration, "num_preempted_reqs", 0))
 
     def logger(self, _config: Any, _engine_index: int = 0) -> Any:
-        """A stat logger of vLLM that feeds this (a factory, as vLLM wants it)."""
+        """A stat logger of vLLM that feeds this (a factory, as vLLM requires)."""
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         stats = self

@@ -1,15 +1,14 @@
 """vLLM's end of an update, inside its worker processes: the weight transfer backend `asyncrl`.
 
-Created by vLLM (`WeightTransferConfig(backend="asyncrl")`, registered by `vllm_plugin`). `HeldWeights` adds two calls
-to its worker. Guarantees:
-1. the tensors of the update come out of one mapped file, or of a process group (rank 0 sends bucket after bucket as
+vLLM creates it (`WeightTransferConfig(backend="asyncrl")`, registered by `plugin`). `HeldWeights` adds calls to its
+worker. Guarantees:
+1. the tensors of the update come from one mapped file, or from a process group (rank 0 sends bucket after bucket as
    uint8), and go into `load_weights` inside vLLM's layerwise reload, under their Hugging Face names: each worker of a
    tensor-parallel engine takes its own shards;
-2. the digest is taken, bucket by bucket, of the very memory that `load_weights` reads; nothing can change it in between
-   (a private mapping). `asyncrl_held` gives it back;
+2. the digest is taken, bucket by bucket, of the memory that `load_weights` reads; nothing can change it in between (a
+   private mapping). `asyncrl_held` returns it;
 3. tensors that vLLM keeps until a layer is complete stay valid until the update is finished.
-The layers are without memory between start and finish: the engine must be paused (`producers.engines.vllm.engine`
-sees to it).
+The layers are without memory between start and finish: the engine must be paused (`producers.engines.vllm.engine`).
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 @dataclass
 class StagedInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where updates come from. `group` empty: from files; else from this process group, in which rank 0 sends and
-    worker r of the engine has rank `rank_offset + r`."""
+    """The source of updates. `group` empty: files; else this process group, in which rank 0 sends and worker r of the
+    engine has rank `rank_offset + r`."""
 
     group: str = ""
     master_address: str = ""
@@ -57,19 +56,19 @@ class StagedInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 @dataclass
 class StagedUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """A version: `tensors` are (name, dtype, shape, bucket, offset, nbytes) in plan order; `path` is its file, empty
-    where it comes through the group."""
+    if it comes through the group."""
 
     tensors: list[Any]
     bucket_bytes: list[int]
     path: str = ""
 
-    def planned(self) -> list[Tensor]:
+    def plan_tensors(self) -> list[Tensor]:
         return [Tensor(name, dtype, tuple(shape), *place) for name, dtype, shape, *place in self.tensors]
 
 
 @dataclass
 class _Arrived:
-    """What the update under way has brought."""
+    """Results of the current update."""
 
     started: float = 0.0
     digest: str = ""
@@ -89,11 +88,11 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     @property
     def held(self) -> dict[str, Any]:
-        """Digest of the last update and how long its parts took."""
+        """Digest of the last update, and the times of its parts."""
         return {"digest": self._arrived.digest, "seconds": dict(self._arrived.seconds)}
 
     def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
-        """Join the process group, where there is to be one."""
+        """Join the process group, if there is one."""
         self.shutdown()
         if not init_info.group:
             return
@@ -121,15 +120,15 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
-        """Load every bucket and note the digest of what was loaded."""
-        groups = group_by_bucket(update_info.planned(), len(update_info.bucket_bytes))
+        """Load every bucket and record the digest."""
+        groups = group_by_bucket(update_info.plan_tensors(), len(update_info.bucket_bytes))
         began = time.perf_counter()
         digests = []
         for number, group in enumerate(groups):
             memory = self._bucket(update_info, number)
-            bytes_of = {tensor.name: memory[tensor.offset : tensor.offset + tensor.nbytes] for tensor in group}
-            digests.append(digest_all(part.cpu().numpy() for part in bytes_of.values()))
-            self._load([(tensor.name, _view(bytes_of[tensor.name], tensor)) for tensor in group])
+            parts = {tensor.name: memory[tensor.offset : tensor.offset + tensor.nbytes] for tensor in group}
+            digests.append(digest_all(part.cpu().numpy() for part in parts.values()))
+            self._load([(tensor.name, _view(parts[tensor.name], tensor)) for tensor in group])
         self._arrived.digest = version_digest(digests)
         self._arrived.seconds["load"] = time.perf_counter() - began
 
@@ -142,17 +141,17 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
     def _bucket(self, update: StagedUpdateInfo, number: int) -> torch.Tensor:
         """The bytes of one bucket, uint8, in host memory."""
         if not update.path:
-            return self._from_group(update.bucket_bytes[number])
+            return self._receive_bucket(update.bucket_bytes[number])
         starts, size = bucket_starts(update.bucket_bytes)
         if self._arrived.mapping is None:
-            self._arrived.mapping = _mapped(update.path, size)
+            self._arrived.mapping = _map_file(update.path, size)
         return torch.frombuffer(
             self._arrived.mapping, dtype=torch.uint8, count=update.bucket_bytes[number], offset=starts[number]
         )
 
-    def _from_group(self, size: int) -> torch.Tensor:
+    def _receive_bucket(self, size: int) -> torch.Tensor:
         if self._group is None:
-            raise RuntimeError("the update is to come through a group, and there is none")
+            raise RuntimeError("the update comes through a group, but there is none")
         received: torch.Tensor = self._group.receive(size, timeout=timedelta(seconds=self._timeout_s))
         return received
 
@@ -168,8 +167,8 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._arrived.seconds["all"] = time.perf_counter() - self._arrived.started
 
     def _renew_tied_head(self) -> None:
-        """Layerwise reload processes one of two layers that share a weight, the embedding; an output layer tied to it
-        keeps what it had made of the old weight (on a CPU a packed copy: old logits under a new label)."""
+        """Process a tied output layer again: layerwise reload processes only the embedding, and the output layer would
+        keep its copy of the old weight (packed on a CPU: old logits under a new label)."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
         if not getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
@@ -189,8 +188,8 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
 
 
 class FullSoftmax(Sampler):  # type: ignore[misc]
-    """vLLM's sampler, whose raw log-probs are taken after the temperature: of the full softmax, also where top-p and
-    top-k cut what is drawn."""
+    """vLLM's sampler with raw log-probs after the temperature: of the full softmax, also if top-p and top-k restrict
+    the drawn tokens."""
 
     _temperature: torch.Tensor | None = None
 
@@ -207,7 +206,7 @@ class FullSoftmax(Sampler):  # type: ignore[misc]
 
 
 class HeldWeights:
-    """What `collective_rpc` can ask of a worker besides (`worker_extension_cls`)."""
+    """Additional calls of a worker for `collective_rpc` (`worker_extension_cls`)."""
 
     weight_transfer_engine: Any
     model_runner: Any
@@ -219,7 +218,7 @@ class HeldWeights:
         return held
 
     def asyncrl_full_softmax(self) -> bool:
-        """Have this worker's sampler record log-probs of the full softmax after temperature; False where it cannot."""
+        """Make this worker's sampler record log-probs of the full softmax after temperature; False if it cannot."""
         sampler: Any = getattr(self.model_runner, "sampler", None)
         if type(sampler) is Sampler:
             sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"
@@ -227,13 +226,13 @@ class HeldWeights:
         return isinstance(sampler, FullSoftmax)
 
     def asyncrl_model(self) -> dict[str, Any]:
-        """Numbers and words of the model's configuration; its dtype and the device of this worker."""
+        """Scalar fields of the model's configuration; its dtype and the device of this worker."""
         config = self.model_runner.model_config
         shape = {key: value for key, value in config.hf_text_config.to_dict().items() if isinstance(value, (int, str))}
         return {"shape": shape, "dtype": str(config.dtype).removeprefix("torch."), "device": self.device.type}
 
     def asyncrl_token(self, path: str) -> str:
-        """The text of a small file, empty where this worker cannot read it: does it see the producer's files?"""
+        """The text of a small file, empty if this worker cannot read it."""
         try:
             with open(path, encoding="ascii") as file:
                 return file.read(100)
@@ -241,7 +240,7 @@ class HeldWeights:
             return ""
 
 
-def _mapped(path: str, size: int) -> mmap.mmap:
+def _map_file(path: str, size: int) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
@@ -250,7 +249,7 @@ def _mapped(path: str, size: int) -> mmap.mmap:
 
 
 def _view(memory: torch.Tensor, tensor: Tensor) -> torch.Tensor:
-    """The tensor in its bytes; a copy where they are not aligned for its dtype."""
+    """The tensor over its bytes; a copy if they are not aligned for its dtype."""
     dtype = DTYPES[tensor.dtype]
     if memory.data_ptr() % dtype.itemsize:
         memory = memory.clone()

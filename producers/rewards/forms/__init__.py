@@ -1,7 +1,6 @@
 """The forms of reward functions, ours and those of other trainers, recognised by parameter names.
 
-A form knows which functions are its own, what it gives them, and how many
-values a result holds; what a value means is not its business.
+A form knows its own functions, their arguments, and the number of values in a result; it does not interpret values.
 
 | form | recognised by | per |
 |---|---|---|
@@ -26,12 +25,12 @@ from producers.rewards.forms.base import Form, Parameters
 from producers.rewards.forms.trl import TRL
 from producers.rewards.forms.verl import Verl, VerlBatch
 
-#: Asked in this order; the first that claims a function has it.
+#: Tried in this order; the first that claims a function gets it.
 FORMS: tuple[type[Form], ...] = (Verl, VerlBatch, OpenRLHF, AReaL, TRL, OwnSample)
 
 
-def parameters_of(function: Callable[..., Any], args: Mapping[str, Any], *, name: str = "") -> Parameters:
-    """What a function takes beside the `args` of the configuration. Raises `config.reward`."""
+def read_parameters(function: Callable[..., Any], args: Mapping[str, Any], *, name: str = "") -> Parameters:
+    """The parameters of a function besides the `args` of the configuration. Raises `config.reward`."""
     try:
         found = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
@@ -54,21 +53,23 @@ def parameters_of(function: Callable[..., Any], args: Mapping[str, Any], *, name
 def recognise(
     function: Callable[..., Any], *, name: str = "", args: Mapping[str, Any] | None = None, prompt_key: str = "prompt"
 ) -> Form:
-    """The form of a function. Raises `config.reward` with the forms in its text where it fits none."""
-    parameters = parameters_of(function, args or {}, name=name)
+    """The form of a function. Raises `config.reward` with all forms in its text if it fits none."""
+    parameters = read_parameters(function, args or {}, name=name)
     for form in FORMS:
         if form.claims(parameters):
             missing = form.missing(parameters)
             if missing:
-                what = f"nothing to give for its parameters {', '.join(sorted(missing))} (it looks like {form.shown})"
+                what = (
+                    f"nothing to give for its parameters {', '.join(sorted(missing))} (it looks like {form.signature})"
+                )
                 raise ConfigError("config.reward", f"{what}; give them by args, or a default", where=name)
             return form(parameters, prompt_key=prompt_key)
     keywords = sorted(parameters.names - set(parameters.positional))
-    shown = ", ".join((*parameters.positional, *keywords))
-    forms = " | ".join(form.shown for form in reversed(FORMS))
+    taken = ", ".join((*parameters.positional, *keywords))
+    forms = " | ".join(form.signature for form in reversed(FORMS))
     raise ConfigError(
         "config.reward",
-        f"its parameters ({shown or 'none'}) fit none of the forms {forms}",
+        f"its parameters ({taken or 'none'}) fit none of the forms {forms}",
         where=name,
         remedy="give it the parameters of one of these forms, or further ones a default or a value in args",
     )

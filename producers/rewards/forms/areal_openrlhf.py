@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from producers.rewards.forms.base import Form, Parameters, listed
+from producers.rewards.forms.base import Form, Parameters, make_list
 from producers.rewards.sample import RewardSample, describe
 
 
@@ -13,16 +13,16 @@ class AReaL(Form):
     """One sample: `prompt` and `completions` are texts, the columns of the row are keywords."""
 
     name = "areal"
-    shown = "reward(prompt, completions, prompt_ids, completion_ids, **columns)"
+    signature = "reward(prompt, completions, prompt_ids, completion_ids, **columns)"
 
     @classmethod
     def claims(cls, parameters: Parameters) -> bool:
-        """Recognised by `completions` beside `prompt` or, without `prompts`, by `prompt_ids`."""
+        """Recognised by `completions` next to `prompt` or, without `prompts`, by `prompt_ids`."""
         names = parameters.names
         return "completions" in names and "prompts" not in names and bool({"prompt", "prompt_ids"} & names)
 
     def keywords(self, samples: Sequence[RewardSample]) -> dict[str, Any]:
-        """Of the sample and its row; `answer` falls back to the ground truth."""
+        """The sample and its row; `answer` falls back to the ground truth."""
         sample = samples[0]
         return {
             "answer": sample.ground_truth,
@@ -39,7 +39,7 @@ class OpenRLHF(Form):
     """A batch: `queries` are prompt and response in one text. A tensor or list, or a dict with `rewards`."""
 
     name = "openrlhf"
-    shown = "reward_func(queries, prompts, labels)"
+    signature = "reward_func(queries, prompts, labels)"
     batch = True
     given = frozenset({"queries", "prompts", "labels"})
 
@@ -56,7 +56,8 @@ class OpenRLHF(Form):
         }
 
     def items(self, raw: Any, count: int) -> list[Any]:
-        """`rewards` is the reward; `scores` and what is in `extra_logs` become parts, alone or one for each sample."""
+        """`rewards` is the reward; `scores` and the entries of `extra_logs` become parts, one value or one per
+        sample."""
         if not isinstance(raw, dict):
             return super().items(raw, count)
         if "rewards" not in raw:
@@ -68,7 +69,7 @@ class OpenRLHF(Form):
             raise TypeError(f"extra_logs is no dict: {describe(logs)}")
         extra = {**({"scores": raw["scores"]} if raw.get("scores") is not None else {}), **logs}
         for name, value in extra.items():
-            values = listed(value)
+            values = make_list(value)
             spread = values if values is not None and len(values) == count else [value] * count
             for place, item in enumerate(spread):
                 found[place][str(name)] = item

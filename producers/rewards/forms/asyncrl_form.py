@@ -13,18 +13,18 @@ class OwnSample(Form):
     """A function of one `RewardSample`."""
 
     name = "sample"
-    shown = "reward(sample)"
+    signature = "reward(sample)"
 
     @classmethod
     def claims(cls, parameters: Parameters) -> bool:
-        """One positional parameter, by any name; with others beside it, it is called `sample`."""
+        """One positional parameter with any name; with further ones it must be called `sample`."""
         first = parameters.positional[:1]
         if not first or not parameters.required <= set(first):
             return False
         return len(parameters.positional) == 1 or first == ("sample",)
 
     def keywords(self, samples: Sequence[RewardSample]) -> dict[str, Any]:
-        """None: the sample is positional, whatever the parameter is called."""
+        """None: the sample is positional."""
         return {}
 
     def arguments(self, samples: Sequence[RewardSample]) -> tuple[tuple[Any, ...], dict[str, Any]]:

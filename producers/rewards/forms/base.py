@@ -1,4 +1,4 @@
-"""What a form is: see `producers.rewards.forms`."""
+"""The interface of a form: see `producers.rewards.forms`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from producers.rewards.sample import RewardSample, describe
 
 
 class Parameters(NamedTuple):
-    """What a function takes, without what the configuration gives it."""
+    """The parameters of a function, without those that the configuration sets."""
 
     names: frozenset[str]
     takes_all: bool  # has **columns
@@ -22,7 +22,7 @@ class Form(ABC):
     """One form, for one function. `batch` forms get all samples of a job at once."""
 
     name: ClassVar[str]
-    shown: ClassVar[str]  # the signature, as an author would write it
+    signature: ClassVar[str]  # for messages
     batch: ClassVar[bool] = False
     given: ClassVar[frozenset[str]] = frozenset()  # parameters that it can fill; empty: any, from columns
 
@@ -37,35 +37,35 @@ class Form(ABC):
 
     @classmethod
     def missing(cls, parameters: Parameters) -> frozenset[str]:
-        """Required parameters that it could not fill."""
+        """Required parameters that it cannot fill."""
         return parameters.required - cls.given if cls.given else frozenset()
 
     @abstractmethod
     def keywords(self, samples: Sequence[RewardSample]) -> dict[str, Any]:
-        """What it could give for these samples (one of them where it is no batch form)."""
+        """All possible arguments for these samples (one sample unless it is a batch form)."""
 
     def arguments(self, samples: Sequence[RewardSample]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional arguments and keywords: of what it has, what the function takes."""
+        """Positional arguments and keywords that the function takes."""
         known = self.keywords(samples)
         if self.parameters.takes_all:
             return (), known
         return (), {name: value for name, value in known.items() if name in self.parameters.names}
 
     def items(self, raw: Any, count: int) -> list[Any]:
-        """A batch result as one raw value for each sample. Raises TypeError where it is not so many."""
-        values = listed(raw)
+        """A batch result as one raw value for each sample. Raises TypeError for another number."""
+        values = make_list(raw)
         if values is None or len(values) != count:
             raise TypeError(f"a batch function must give a list of {count} numbers, it gave {describe(raw)}")
         return values
 
 
-def listed(raw: Any) -> list[Any] | None:
+def make_list(raw: Any) -> list[Any] | None:
     """A list, tuple, array or tensor as a list; None for anything else."""
     items = raw.tolist() if hasattr(raw, "tolist") else raw
     return list(items) if isinstance(items, list | tuple) else None
 
 
-def columns_of(samples: Sequence[RewardSample], *, without: str) -> dict[str, list[Any]]:
+def row_columns(samples: Sequence[RewardSample], *, without: str) -> dict[str, list[Any]]:
     """The columns of the samples' rows, as lists."""
     names = {name: None for sample in samples for name in sample.row if name != without}
     return {name: [sample.row.get(name) for sample in samples] for name in names}

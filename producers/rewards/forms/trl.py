@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from producers.rewards.forms.base import Form, Parameters, columns_of
+from producers.rewards.forms.base import Form, Parameters, row_columns
 from producers.rewards.sample import RewardSample
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """What a trainer would log: parts of a dict result are the way here."""
+    """Ignored: parts of a dict result are logged instead."""
 
 
 class TRL(Form):
-    """A batch: texts, or lists of messages where the prompts are such; every column of the rows as a list."""
+    """A batch: texts, or lists of messages if the prompts are; every column of the rows as a list."""
 
     name = "trl"
-    shown = "reward(prompts, completions, **columns)"
+    signature = "reward(prompts, completions, **columns)"
     batch = True
 
     @classmethod
@@ -37,7 +37,7 @@ class TRL(Form):
         }  # fmt: skip
         if not self.parameters.takes_all and "prompt_ids" not in self.parameters.names:
             del columns["prompt_ids"]
-        columns = columns_of(samples, without=self.prompt_key) | columns
+        columns = row_columns(samples, without=self.prompt_key) | columns
         columns.setdefault("ground_truth", [sample.ground_truth for sample in samples])
         for name, value in (("trainer_state", None), ("log_extra", nothing), ("log_metric", nothing)):
             if name in self.parameters.names:

@@ -13,7 +13,7 @@ class Verl(Form):
     """One sample: any subset of the four that has `solution_str`."""
 
     name = "verl"
-    shown = "reward(data_source, solution_str, ground_truth, extra_info=None)"
+    signature = "reward(data_source, solution_str, ground_truth, extra_info=None)"
     given = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 
     @classmethod
@@ -34,7 +34,7 @@ class VerlBatch(Form):
     """A batch: the same four in the plural."""
 
     name = "verl_batch"
-    shown = "reward(data_sources, solution_strs, ground_truths, extra_infos)"
+    signature = "reward(data_sources, solution_strs, ground_truths, extra_infos)"
     batch = True
     given = frozenset({"data_sources", "solution_strs", "ground_truths", "extra_infos"})
 

@@ -1,11 +1,11 @@
-"""The process of a judge that is a model: holds the model, scores what the reward worker hands it.
+"""The process of a judge that is a model: holds the model, scores the samples of the reward worker.
 
 Started by `producers.rewards.scorer` as `python -m producers.rewards.judges.child READ_FD WRITE_FD`, with the frames of
 `producers.rewards.pipe`. Guarantees:
-1. it says that it is ready once the model is loaded, or what is wrong with it;
-2. every sample of a job gets one result as soon as it is known; each one tells the parent that it is alive;
-3. what goes wrong with a sample is a failure with its reason, never a reward;
-4. a sample's reward is the sum of `weight * score` over the rewards of the judge that are for its data source.
+1. it reports when the model is loaded, or the error;
+2. every sample of a job gets one result as soon as it is known; each one shows the parent that it is alive;
+3. an error of a sample is a failure with its reason, never a reward;
+4. a sample's reward is the sum of `weight * score` over the judge's rewards for its data source.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from collections.abc import Sequence
 from asyncrl.errors import AsyncRLError
 from asyncrl.runtime.role import die_with_parent
 from producers.rewards.child import applies, limit
-from producers.rewards.outcome import Asked, Model, Outcome, Problem
+from producers.rewards.outcome import JudgeSettings, Model, Outcome, Problem
 from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
 from producers.rewards.sample import RewardSample
 
 
-def model_of(asked: Asked) -> Model:
-    """The judge of these settings; only what it needs is imported."""
-    if asked.table.kind == "url":
+def make_model(settings: JudgeSettings) -> Model:
+    """The judge of these settings; imports only its own packages."""
+    if settings.table.kind == "url":
         from producers.rewards.judges.remote import Remote
 
-        return Remote(asked)
-    if asked.table.kind == "classifier":
+        return Remote(settings)
+    if settings.table.kind == "classifier":
         from producers.rewards.judges.classifier import Classifier
 
-        return Classifier(asked)
+        return Classifier(settings)
     from producers.rewards.judges.generative import Written, YesNo
 
-    return YesNo(asked) if asked.table.answer == "yes_no" else Written(asked)
+    return YesNo(settings) if settings.table.answer == "yes_no" else Written(settings)
 
 
-def result_of(place: int, sample: RewardSample, outcome: Outcome, functions: Sequence[FunctionSpec]) -> Result:
-    """The reward of a sample, by the rewards that are for its data source."""
+def make_result(place: int, sample: RewardSample, outcome: Outcome, functions: Sequence[FunctionSpec]) -> Result:
+    """The reward of a sample, by the rewards for its data source."""
     if isinstance(outcome, Problem):
         return Result(place, reason=outcome.reason, detail=outcome.detail)
     used = [spec for spec in functions if applies(spec, sample)]
@@ -55,7 +55,7 @@ async def serve(setup: Setup, pipe: Pipe) -> int:
     """Load the model, then score jobs until the parent closes the pipe."""
     assert setup.judge is not None
     try:
-        model = model_of(setup.judge)
+        model = make_model(setup.judge)
         await model.start()
     except AsyncRLError as error:
         pipe.send(Ready(f"{error.where}: {error.message}" if error.where else error.message, ""))
@@ -68,10 +68,10 @@ async def serve(setup: Setup, pipe: Pipe) -> int:
             pipe.send(Begin(WHOLE_BATCH, setup.judge.table.name))
             samples = job.samples
 
-            def done(place: int, outcome: Outcome, samples: Sequence[RewardSample] = samples) -> None:
-                pipe.send(result_of(place, samples[place], outcome, setup.functions))
+            def report(place: int, outcome: Outcome, samples: Sequence[RewardSample] = samples) -> None:
+                pipe.send(make_result(place, samples[place], outcome, setup.functions))
 
-            await model.score(samples, done)
+            await model.score(samples, report)
             sys.stdout.flush()
     except Closed:
         return 0

@@ -1,9 +1,9 @@
 """A judge that is a sequence classifier of transformers: a reward model with one score, or a label's probability.
 
-Made by `producers.rewards.judges.child`; the export of `learner.mode = "reward_model"` is one. Guarantees:
-1. with the policy's own tokenizer it sees the very tokens of the sample, never the text encoded again;
-2. samples are scored in batches of at most `concurrency`, sorted by length; a batch that does not fit the memory is
-   tried again in halves, and only a sample that does not fit alone is a failure (`memory`);
+The export of `learner.mode = "reward_model"` is one. Guarantees:
+1. with the policy's own tokenizer it gets the exact tokens of the sample, never the text encoded again;
+2. samples are scored in batches of at most `concurrency`, sorted by length; a batch that does not fit in memory is
+   retried in halves, and only a single sample that does not fit is a failure (`memory`);
 3. a sample longer than `max_tokens`, or than the model's positions, is `too_long`; nothing is cut.
 """
 
@@ -21,17 +21,26 @@ import torch
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
 from producers.data.tokenizer import Tokenizer
-from producers.rewards.outcome import Asked, Done, Outcome, Problem, Verdict, checked, in_batches, problem_of
+from producers.rewards.outcome import (
+    JudgeSettings,
+    Outcome,
+    Problem,
+    Report,
+    Verdict,
+    make_problem,
+    require_finite,
+    score_batches,
+)
 from producers.rewards.sample import RewardSample
 
 DIGESTED = ("config.json", "tokenizer.json", "model.safetensors.index.json")
-HEAD_BYTES = 1 << 20  # of every file of weights that its digest covers, at both ends
+HEAD_BYTES = 1 << 20  # of every file of weights, at both ends, in the digest
 
 
 class Classifier:
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
-        self.table = asked.table
+    def __init__(self, settings: JudgeSettings) -> None:
+        self._settings = settings
+        self.table = settings.table
         self._device = torch.device("cpu")
         self._model: Any = None
         self._tokenizer: Tokenizer | None = None
@@ -48,7 +57,7 @@ class Classifier:
         self._device = Device.find(self.table.device).torch_device
         try:
             model = AutoModelForSequenceClassification.from_pretrained(
-                self.table.model, dtype=getattr(torch, self._asked.dtype), local_files_only=True
+                self.table.model, dtype=getattr(torch, self._settings.dtype), local_files_only=True
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError("config.model", f"no sequence classifier: {error}", where=self.table.model) from None
@@ -59,38 +68,37 @@ class Classifier:
         positions = int(getattr(model.config, "max_position_embeddings", 0) or 0)
         self._most = min(self.table.max_tokens, positions or self.table.max_tokens)
         self._tokenizer = Tokenizer(self.table.model)
-        self._as = self.table.input if self.table.input != "auto" else self._found()
+        self._as = self.table.input if self.table.input != "auto" else self._choose_input()
         if self._as == "chat" and not self._tokenizer.has_template():
             what = "judge.input = 'chat' and its tokenizer has no chat template"
             raise ConfigError("config.tokenizer", what, where=self.table.model)
 
-    def _found(self) -> str:
-        """How samples go in: as ids where the tokenizer is the policy's, else as a chat where it has a template."""
+    def _choose_input(self) -> str:
+        """The form of the input: ids with the policy's tokenizer, else a chat if it has a template."""
         assert self._tokenizer is not None
-        own, policy = (Path(folder) / "tokenizer.json" for folder in (self.table.model, self._asked.policy))
+        own, policy = (Path(folder) / "tokenizer.json" for folder in (self.table.model, self._settings.policy))
         if own.is_file() and policy.is_file() and own.read_bytes() == policy.read_bytes():
             return "ids"
         return "chat" if self._tokenizer.has_template() else "text"
 
-    async def close(self) -> None:
-        """Nothing outlives the process."""
+    async def close(self) -> None: ...
 
     def version(self) -> str:
-        """Digest of the model's files: whole small ones, both ends and the size of weights."""
+        """Digest of the model's files: small ones whole, of weights both ends and the size."""
         return f"{folder_digest(Path(self.table.model))}-{self._as}-{self.table.label}"
 
-    async def score(self, samples: Sequence[RewardSample], done: Done) -> None:
-        """All samples, in batches of similar length."""
-        await in_batches(samples, done, ids_of=self._ids, forward=self._scores, rows=self.table.concurrency)
+    async def score(self, samples: Sequence[RewardSample], done: Report) -> None:
+        """Score all samples, in batches of similar length."""
+        await score_batches(samples, done, encode=self._ids, forward=self._scores, rows=self.table.concurrency)
 
     def _ids(self, sample: RewardSample) -> list[int]:
         assert self._tokenizer is not None
         if self._as == "ids":
             ids = [*sample.prompt_ids, *sample.response_ids]
         elif self._as == "chat":
-            prompt = sample.row.get(self._asked.prompt_key)
-            asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": sample.prompt}]
-            answered = [*asked, {"role": "assistant", "content": sample.response}]
+            prompt = sample.row.get(self._settings.prompt_key)
+            question = prompt if isinstance(prompt, list) else [{"role": "user", "content": sample.prompt}]
+            answered = [*question, {"role": "assistant", "content": sample.response}]
             ids = self._tokenizer.encode_part(self._tokenizer.render_chat(answered, opened=False))
         else:
             ids = [*self._tokenizer.encode(sample.prompt), *self._tokenizer.encode_answer(sample.response)]
@@ -99,11 +107,11 @@ class Classifier:
         return ids
 
     def _scores(self, rows: list[list[int]]) -> list[Outcome]:
-        """The scores of a batch; in halves where it does not fit."""
+        """The scores of a batch; in halves if it does not fit."""
         try:
             return self._forward(rows)
-        except Exception as error:  # whatever torch raises is a failure of these samples
-            problem = problem_of(error)
+        except Exception as error:  # any error of torch is a failure of these samples
+            problem = make_problem(error)
             if len(rows) == 1 or problem.reason != "memory":
                 return [problem] * len(rows)
         if self._device.type == "cuda":
@@ -131,7 +139,7 @@ class Classifier:
 
 def _verdict(value: float) -> Outcome:
     try:
-        return Verdict(checked(value))
+        return Verdict(require_finite(value))
     except Problem as problem:
         return problem
 

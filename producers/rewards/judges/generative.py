@@ -1,17 +1,15 @@
-"""A judge that is a language model of its own: it writes an answer that holds a number, or says how likely yes is.
+"""A judge that is a local language model: it writes an answer with a number, or gives the probability of yes.
 
-Made by `producers.rewards.judges.child`. Two forms, by `answer`:
-- `Written` (pattern) generates with any engine of the contract (`judge.engine`: hf, vllm, ...), which has its own copy
-  of the model, at version 0, and nothing to do with the policy's weights;
+Two forms, by `answer`:
+- `Written` (pattern) generates with any engine (`judge.engine`: hf, vllm, ...), which has its own copy of the model, at
+  version 0, independent of the policy's weights;
 - `YesNo` (yes_no) reads the probabilities of the next token in one forward pass of transformers.
 Guarantees: samples are scored together, `concurrency` at once; a text longer than `max_tokens` is `too_long`, nothing
-is cut; an answer that ends by its length and holds no number is `unparsed`.
-"""
+is cut; an answer that ends by its length and has no number is `unparsed`."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,32 +27,32 @@ from asyncrl.runtime.device import Device
 from producers.data.tokenizer import Tokenizer
 from producers.engines.initial_weights import commit_folder
 from producers.rewards.judges.classifier import folder_digest
-from producers.rewards.judges.templates import messages_of, number_in, yes_share
+from producers.rewards.judges.templates import judge_messages, number_in, question_digest, yes_share
 from producers.rewards.outcome import (
-    Asked,
-    Done,
+    JudgeSettings,
     Outcome,
     Problem,
+    Report,
     Verdict,
-    checked,
-    each,
-    in_batches,
-    problem_of,
+    make_problem,
+    require_finite,
+    score_batches,
+    score_each,
 )
 from producers.rewards.sample import RewardSample
 
-END_S = 10.0  # for an engine to stop
+END_S = 10.0  # for the engine to stop
 
 
-def engine_settings(asked: Asked) -> configuration.Config:
-    """The configuration of a judge's engine: an engine knows nothing else."""
-    table = asked.table
+def engine_config(settings: JudgeSettings) -> configuration.Config:
+    """The configuration of a judge's engine."""
+    table = settings.table
     prompt = table.max_tokens - table.max_new_tokens
     if prompt < 1:
         what = f"judge.max_tokens = {table.max_tokens} leaves no room before max_new_tokens = {table.max_new_tokens}"
         raise ConfigError("config.conflict", what, where=f"judge {table.name!r}")
     plain = {
-        "model": {"path": table.model, "dtype": asked.dtype},
+        "model": {"path": table.model, "dtype": settings.dtype},
         "data": {"source": "judge:rows", "max_prompt_tokens": prompt},
         "sampling": {"max_new_tokens": table.max_new_tokens, "temperature": table.temperature or 1.0},
         "producers": {"engine": table.engine, "slots": table.concurrency, "device": table.device},
@@ -63,71 +61,63 @@ def engine_settings(asked: Asked) -> configuration.Config:
     return msgspec.convert(plain, configuration.Config)
 
 
-class _Asking:
-    """What both forms share: the tokenizer and the text."""
+class Questions:
+    """The questions of a judge as token ids."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
-        self.table = asked.table
-        self.tokenizer = Tokenizer(asked.table.model)
+    def __init__(self, settings: JudgeSettings) -> None:
+        self.tokenizer = Tokenizer(settings.table.model)
+        self._table = settings.table
 
-    def ids_of(self, sample: RewardSample, *, room: int) -> list[int]:
-        """Token ids of the question, as a chat where the tokenizer has a template. Raises Problem `too_long`."""
-        messages = messages_of(self.table, sample)
+    def encode(self, sample: RewardSample, *, limit: int) -> list[int]:
+        """Token ids of the question, as a chat if the tokenizer has a template. Raises Problem `too_long`."""
+        messages = judge_messages(self._table, sample)
         if self.tokenizer.has_template():
             ids = self.tokenizer.encode_chat(messages)
         else:
             ids = self.tokenizer.encode("\n".join(message["content"] for message in messages))
-        if not 0 < len(ids) <= room:
-            raise Problem("too_long", f"{len(ids)} tokens, the judge takes {room} (judge.max_tokens)")
+        if not 0 < len(ids) <= limit:
+            raise Problem("too_long", f"{len(ids)} tokens, the judge takes {limit} (judge.max_tokens)")
         return ids
 
     def version(self) -> str:
-        """Digest of the model's files and of what it is asked."""
-        table = self.table
-        asked = [
-            folder_digest(Path(table.model)),
-            table.system,
-            table.prompt,
-            table.answer,
-            table.pattern,
-            table.range,
-            table.yes,
-            table.no,
-            table.temperature,
-            table.max_new_tokens,
-        ]
-        return hashlib.blake2b(msgspec.json.encode(asked), digest_size=8).hexdigest()
+        """Digest of the model's files and of the question."""
+        return question_digest(self._table, folder_digest(Path(self._table.model)))
 
 
-class Written(_Asking):
-    """An answer in words, from an engine."""
+class Written:
+    """A written answer, from an engine."""
 
-    def __init__(self, asked: Asked) -> None:
-        super().__init__(asked)
-        self._settings = engine_settings(asked)
+    def __init__(self, settings: JudgeSettings) -> None:
+        self.table = settings.table
+        self._settings = settings
+        self._questions = Questions(settings)
+        self._config = engine_config(settings)
         self._engine: Engine | None = None
         self._numbers = itertools.count()
 
     async def start(self) -> None:
         """Start the engine and give it its weights."""
-        engine: Engine = find("asyncrl.engines", self.table.engine)(self._settings)
+        engine: Engine = find("asyncrl.engines", self.table.engine)(self._config)
         self._engine = engine
         await engine.start()
-        await commit_folder(engine, self.table.model, dtype=self.asked.dtype)
+        await commit_folder(engine, self.table.model, dtype=self._settings.dtype)
+
+    def version(self) -> str:
+        """Digest of the model's files and of the question."""
+        return self._questions.version()
 
     async def close(self) -> None:
         if self._engine is not None:
             await self._engine.close(grace_s=END_S)
 
-    async def score(self, samples: Sequence[RewardSample], done: Done) -> None:
-        """All samples, so many at once: the engine decodes them together."""
-        limit_s, at_once = self.asked.timeout_s, self.table.concurrency
-        await each(samples, self._one, done, timeout_s=limit_s, at_once=at_once)
+    async def score(self, samples: Sequence[RewardSample], done: Report) -> None:
+        """Score all samples, `concurrency` at once: the engine decodes them together."""
+        limit_s, at_once = self._settings.timeout_s, self.table.concurrency
+        await score_each(samples, self._one, done, timeout_s=limit_s, at_once=at_once)
 
     async def _one(self, sample: RewardSample) -> Verdict:
         assert self._engine is not None
-        prompt = self.ids_of(sample, room=self._settings.data.max_prompt_tokens)
+        prompt = self._questions.encode(sample, limit=self._config.data.max_prompt_tokens)
         greedy = self.table.temperature == 0
         number = next(self._numbers)
         request = GenRequest(
@@ -138,7 +128,7 @@ class Written(_Asking):
             self.table.max_new_tokens,
             temperature=self.table.temperature or 1.0,
             top_k=1 if greedy else 0,
-            stop_ids=self.tokenizer.eos_ids,
+            stop_ids=self._questions.tokenizer.eos_ids,
         )
         ids: list[int] = []
         try:
@@ -147,17 +137,21 @@ class Written(_Asking):
         except asyncio.CancelledError:
             await self._engine.abort([request.id])
             raise
-        found = number_in(self.table, self.tokenizer.decode(ids))
-        checked(found.value)
+        found = number_in(self.table, self._questions.tokenizer.decode(ids))
+        require_finite(found.value)
         return found
 
 
-class YesNo(_Asking):
+class YesNo:
     """P(yes) / (P(yes) + P(no)) of the next token."""
 
-    _model: Any = None
-    _device = torch.device("cpu")
-    _words: dict[str, list[int]] = {}
+    def __init__(self, settings: JudgeSettings) -> None:
+        self.table = settings.table
+        self._settings = settings
+        self._questions = Questions(settings)
+        self._model: Any = None
+        self._device = torch.device("cpu")
+        self._words: dict[str, list[int]] = {}
 
     async def start(self) -> None:
         """Load the model onto its device."""
@@ -169,7 +163,7 @@ class YesNo(_Asking):
         self._device = Device.find(self.table.device).torch_device
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
-                self.table.model, dtype=getattr(torch, self.asked.dtype), local_files_only=True
+                self.table.model, dtype=getattr(torch, self._settings.dtype), local_files_only=True
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError("config.model", f"no language model: {error}", where=self.table.model) from None
@@ -182,28 +176,31 @@ class YesNo(_Asking):
             raise ConfigError("config.conflict", what, where=f"judge {self.table.name!r}")
 
     def first_tokens(self, word: str) -> list[int]:
-        """Ids that the word may begin with, after a space and without one."""
-        heads = {self.tokenizer.encode_answer(text)[0] for text in (word, f" {word}")}
-        space = self.tokenizer.encode_answer(" x")[0]  # where a space is a token of its own it says nothing
-        plain = self.tokenizer.encode_answer(word)[0]
+        """First token ids of the word, with and without a leading space."""
+        heads = {self._questions.tokenizer.encode_answer(text)[0] for text in (word, f" {word}")}
+        space = self._questions.tokenizer.encode_answer(" x")[0]  # a separate space token has no meaning
+        plain = self._questions.tokenizer.encode_answer(word)[0]
         return sorted(head for head in heads if head == plain or head != space)
 
-    async def close(self) -> None:
-        """Nothing outlives the process."""
+    def version(self) -> str:
+        """Digest of the model's files and of the question."""
+        return self._questions.version()
 
-    async def score(self, samples: Sequence[RewardSample], done: Done) -> None:
-        """All samples, `concurrency` rows in a forward pass."""
+    async def close(self) -> None: ...
 
-        def ids_of(sample: RewardSample) -> list[int]:
-            return self.ids_of(sample, room=self.table.max_tokens)
+    async def score(self, samples: Sequence[RewardSample], done: Report) -> None:
+        """Score all samples, `concurrency` rows in a forward pass."""
 
-        await in_batches(samples, done, ids_of=ids_of, forward=self._forward, rows=self.table.concurrency)
+        def encode(sample: RewardSample) -> list[int]:
+            return self._questions.encode(sample, limit=self.table.max_tokens)
+
+        await score_batches(samples, done, encode=encode, forward=self._forward, rows=self.table.concurrency)
 
     def _forward(self, rows: list[list[int]]) -> list[Outcome]:
         try:
             logprobs = self._logprobs(rows)
-        except Exception as error:  # whatever torch raises is a failure of these samples
-            return [problem_of(error)] * len(rows)
+        except Exception as error:  # any error of torch is a failure of these samples
+            return [make_problem(error)] * len(rows)
         outcomes: list[Outcome] = []
         for row in logprobs:
             by_word = {word: float(torch.logsumexp(row[tokens], 0)) for word, tokens in self._words.items() if tokens}
@@ -214,7 +211,7 @@ class YesNo(_Asking):
         return outcomes
 
     def _once(self, by_word: dict[str, float]) -> dict[str, float]:
-        """Words that begin with the same tokens count once."""
+        """Words with the same first tokens count once."""
         seen: dict[tuple[int, ...], str] = {}
         for word in by_word:
             seen.setdefault(tuple(self._words[word]), word)

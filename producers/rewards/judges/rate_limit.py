@@ -1,10 +1,9 @@
-"""How often and when a server is asked: a rate, waits after refusals, and the moment for a second request.
+"""Rate limits, retry waits and hedged requests for a judge's server.
 
-Time and randomness are given, so that the tests need no clock. Guarantees:
-1. between any two permits of `Pace` lies at least `1 / per_s`, and none is given while the server wants to be left
-   alone;
-2. `backoff` grows from 0.5 s by doubling up to 30 s, half of it by chance, so that workers do not come back together;
-3. `Slow.after` is the 95th percentile of the calls so far, and None until there are enough of them.
+Time and randomness are injected. Guarantees:
+1. between any two permits of `Pace` lies at least `1 / per_s`, and none is given while the server asked for a pause;
+2. `backoff` grows from 0.5 s by doubling up to 30 s, half of it random, so that workers do not return together;
+3. `Slow.threshold_s` is the 95th percentile of the calls so far, and None until there are enough of them.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 FIRST_S, LONGEST_S = 0.5, 30.0
-ENOUGH = 20  # calls that a percentile needs
-KEPT = 256  # calls that it is of
+ENOUGH = 20  # calls for a percentile
+KEPT = 256  # latest calls of the percentile
 SLOW = 0.95
-LOOK_S = 0.05  # how often a slow call looks whether there is room for a second one
+LOOK_S = 0.05  # how often a slow call checks for room for a second one
 
 
 class Pace:
@@ -46,10 +45,10 @@ class Pace:
         while (left := max(turn, self._until) - self._clock()) > 0:
             await self._sleep(left)
 
-    _until = 0.0  # left alone until then
+    _until = 0.0  # end of a pause that the server asked for
 
-    def leave_alone(self, seconds: float) -> None:
-        """The server wants no request for so long."""
+    def pause_for(self, seconds: float) -> None:
+        """Send no request for this time."""
         self._until = max(self._until, self._clock() + seconds)
 
 
@@ -64,7 +63,7 @@ def backoff(attempt: int, rng: random.Random) -> float:
 
 
 def retry_after(text: str | None, *, now: float) -> float:
-    """Seconds that a `Retry-After` header asks for: a number, or a date (`now`: wall time). 0 without a sense.
+    """Seconds that a `Retry-After` header asks for: a number, or a date (`now`: wall time). 0 for anything else.
 
     >>> retry_after("3", now=0), retry_after("soon", now=0), retry_after("Thu, 01 Jan 1970 00:01:00 GMT", now=50.0)
     (3.0, 0.0, 10.0)
@@ -82,32 +81,31 @@ def retry_after(text: str | None, *, now: float) -> float:
 
 
 class Slow:
-    """How long calls take, to know when one is slow."""
+    """Durations of calls, to find slow ones."""
 
     def __init__(self) -> None:
         self._took: deque[float] = deque(maxlen=KEPT)
 
-    def took(self, seconds: float) -> None:
-        """A call was answered."""
+    def record(self, seconds: float) -> None:
         self._took.append(seconds)
 
-    def after(self) -> float | None:
-        """Seconds after which a call is slower than 95 % of those so far."""
+    def threshold_s(self) -> float | None:
+        """Seconds after which a call is slower than 95 % of the others; None before enough calls."""
         if len(self._took) < ENOUGH:
             return None
         return sorted(self._took)[int(SLOW * len(self._took))]
 
 
-async def hedged(
+async def hedge(
     call: Callable[[], Awaitable[object]],
     *,
     after_s: float | None,
     may: Callable[[], bool],
     counted: Callable[[], None],
 ) -> object:
-    """The first good answer of one call, or of a second one that begins `after_s` later, once `may` says so.
+    """The first good answer of one call, or of a second one that begins `after_s` later, once `may` allows it.
 
-    Where both fail, the error of the first. The one that is not needed is cancelled. `counted` hears of a second one.
+    If both fail, the error of the first. The other call is cancelled. `counted` is called for a second one.
     """
     first = asyncio.ensure_future(call())
     tasks, late = [first], False

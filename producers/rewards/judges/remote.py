@@ -1,19 +1,18 @@
 """A judge behind an OpenAI-compatible server: `POST {url}/chat/completions` for every sample.
 
-Made by `producers.rewards.judges.child`. Needs the extra `http` (aiohttp). Guarantees:
-1. at most `concurrency` requests are under way and `max_requests_per_s` begin in a second, second requests included;
-2. 408, 429, 5xx, no connection, an attempt's time-out and an answer that is no completion are tried again, up to
-   `attempts`; `Retry-After` holds all requests back; what is longer than the sample has left is a failure at once;
-3. any other refusal is a failure at once (`refused`); an answer without a number is `unparsed`, and asked again only
-   where the temperature may give another one. No failure is ever a reward;
-4. with `hedge` a call that is slower than 95 % of those so far is asked a second time: the first answer wins;
-5. the key comes from an environment variable or a file that only its owner reads, and is in no message.
+Needs the extra `http` (aiohttp). Guarantees:
+1. at most `concurrency` requests are under way and `max_requests_per_s` begin in a second, with hedged ones;
+2. 408, 429, 5xx, no connection, a time-out of an attempt and an invalid answer are retried, up to `attempts`;
+   `Retry-After` holds all requests back; a wait longer than the sample's remaining time is a failure at once;
+3. any other refusal is a failure at once (`refused`); an answer without a number is `unparsed`, and retried only if the
+   temperature may give another one. No failure is ever a reward;
+4. with `hedge` a call that is slower than 95 % of the others is sent a second time: the first answer wins;
+5. the key comes from an environment variable or a file that only its owner can read, and is in no message.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import random
 import time
@@ -25,18 +24,18 @@ import msgspec
 
 from asyncrl.errors import UNREADABLE, ConfigError
 from producers.rewards.judges import rate_limit as pace
-from producers.rewards.judges.templates import messages_of, number_in, summed, yes_share
-from producers.rewards.outcome import Asked, Done, Problem, Verdict, checked, each
+from producers.rewards.judges.templates import judge_messages, number_in, question_digest, sum_logprobs, yes_share
+from producers.rewards.outcome import JudgeSettings, Problem, Report, Verdict, require_finite, score_each
 from producers.rewards.sample import RewardSample
 
-AGAIN = frozenset({408, 425, 429})  # and 5xx
+RETRIED = frozenset({408, 425, 429})  # and 5xx
 SHOWN = 200  # characters of a refusal
 LONGEST_ANSWER = 8 << 20
-TOP = 20  # likeliest words that are asked for; the most that the interface allows
+TOP = 20  # likeliest words to request; the maximum of the interface
 
 
-class Again(Exception):
-    """This attempt failed, and another one may not."""
+class RetryLater(Exception):
+    """This attempt failed; a retry may succeed."""
 
     def __init__(self, problem: Problem, wait_s: float = 0.0) -> None:
         super().__init__(problem.detail)
@@ -45,13 +44,13 @@ class Again(Exception):
 
 
 class Remote:
-    def __init__(self, asked: Asked, *, rng: random.Random | None = None) -> None:
-        self.table = asked.table
-        self._timeout_s = asked.timeout_s
-        self._attempt_s = asked.table.attempt_timeout_s or asked.timeout_s
-        self._endpoint = f"{asked.table.url.rstrip('/')}/chat/completions"
-        self._key = key_of(asked)
-        self._pace = pace.Pace(asked.table.max_requests_per_s)
+    def __init__(self, settings: JudgeSettings, *, rng: random.Random | None = None) -> None:
+        self.table = settings.table
+        self._timeout_s = settings.timeout_s
+        self._attempt_s = settings.table.attempt_timeout_s or settings.timeout_s
+        self._endpoint = f"{settings.table.url.rstrip('/')}/chat/completions"
+        self._key = read_api_key(settings)
+        self._pace = pace.Pace(settings.table.max_requests_per_s)
         self._slow = pace.Slow()
         self._rng = rng or random.Random()
         self._http: Any = None
@@ -60,7 +59,7 @@ class Remote:
         self._under_way = 0
 
     async def start(self) -> None:
-        """Make the session; nothing is asked yet: a server may be up later than this."""
+        """Make the session; no request yet: the server may start later."""
         try:
             import aiohttp
         except ImportError:
@@ -74,26 +73,12 @@ class Remote:
             await self._session.close()
 
     def version(self) -> str:
-        """Digest of what is asked, of which model, where."""
-        table = self.table
-        asked = [
-            table.url,
-            table.model,
-            table.system,
-            table.prompt,
-            table.answer,
-            table.pattern,
-            table.range,
-            table.yes,
-            table.no,
-            table.temperature,
-            table.max_new_tokens,
-        ]
-        return hashlib.blake2b(msgspec.json.encode(asked), digest_size=8).hexdigest()
+        """Digest of the question, the model and the server."""
+        return question_digest(self.table, self.table.url, self.table.model)
 
-    async def score(self, samples: Sequence[RewardSample], done: Done) -> None:
-        """All samples, so many at once."""
-        await each(samples, self._one, done, timeout_s=self._timeout_s, at_once=self.table.concurrency)
+    async def score(self, samples: Sequence[RewardSample], done: Report) -> None:
+        """Score all samples, `concurrency` at once."""
+        await score_each(samples, self._one, done, timeout_s=self._timeout_s, at_once=self.table.concurrency)
 
     async def _one(self, sample: RewardSample) -> Verdict:
         body = self._body(sample)
@@ -102,7 +87,7 @@ class Remote:
         for attempt in range(1, self.table.attempts + 1):
             try:
                 return await self._attempt(body)
-            except Again as error:
+            except RetryLater as error:
                 last = error.problem
                 wait_s = max(error.wait_s, pace.backoff(attempt, self._rng))
                 if attempt == self.table.attempts or time.monotonic() + wait_s > deadline:
@@ -112,7 +97,7 @@ class Remote:
         raise Problem(last.reason, f"{last.detail} (attempt {attempt} of {self.table.attempts})")
 
     async def _attempt(self, body: dict[str, Any]) -> Verdict:
-        """One request, or two where it is slow."""
+        """One request, or two if it is slow."""
 
         async def call() -> dict[str, Any]:
             self._under_way += 1
@@ -125,8 +110,8 @@ class Remote:
         def count() -> None:
             self.hedges += 1
 
-        after_s = self._slow.after() if self.table.hedge else None
-        answer: Any = await pace.hedged(
+        after_s = self._slow.threshold_s() if self.table.hedge else None
+        answer: Any = await pace.hedge(
             call, after_s=after_s, may=lambda: self._under_way < self.table.concurrency, counted=count
         )
         return self._verdict(answer)
@@ -145,26 +130,28 @@ class Remote:
                 raw = await response.content.read(LONGEST_ANSWER + 1)
                 status, wait = response.status, response.headers.get("Retry-After")
                 while len(raw) <= LONGEST_ANSWER and (more := await response.content.read(LONGEST_ANSWER)):
-                    raw += more  # bounded: the attempt has its time, an answer its size
+                    raw += more  # bounded: the attempt has its time, the answer its size
         except TimeoutError:
-            raise Again(Problem("timeout", f"{self._endpoint}: no answer within {self._attempt_s:g} s")) from None
+            raise RetryLater(Problem("timeout", f"{self._endpoint}: no answer within {self._attempt_s:g} s")) from None
         except (self._http.ClientError, OSError) as error:
-            raise Again(Problem("unreachable", f"{self._endpoint}: {type(error).__name__}: {error}"[:500])) from None
+            raise RetryLater(
+                Problem("unreachable", f"{self._endpoint}: {type(error).__name__}: {error}"[:500])
+            ) from None
         if status != 200:
-            self._refused(status, raw, wait)
-        self._slow.took(time.monotonic() - started)
-        return self._decoded(raw)
+            self._raise_refusal(status, raw, wait)
+        self._slow.record(time.monotonic() - started)
+        return self._decode(raw)
 
-    def _refused(self, status: int, raw: bytes, wait: str | None) -> None:
+    def _raise_refusal(self, status: int, raw: bytes, wait: str | None) -> None:
         problem = Problem("refused", f"{self._endpoint}: HTTP {status}: {raw[:SHOWN].decode(errors='replace')}")
-        if status not in AGAIN and status < 500:
+        if status not in RETRIED and status < 500:
             raise problem
         wait_s = pace.retry_after(wait, now=time.time())
         if wait_s:
-            self._pace.leave_alone(min(wait_s, self._timeout_s))
-        raise Again(problem, wait_s)
+            self._pace.pause_for(min(wait_s, self._timeout_s))
+        raise RetryLater(problem, wait_s)
 
-    def _decoded(self, raw: bytes) -> dict[str, Any]:
+    def _decode(self, raw: bytes) -> dict[str, Any]:
         try:
             if len(raw) > LONGEST_ANSWER:
                 raise ValueError(f"more than {LONGEST_ANSWER} bytes")
@@ -173,13 +160,13 @@ class Remote:
                 raise ValueError("its content is no text")
         except (KeyError, IndexError, TypeError, *UNREADABLE) as error:
             detail = f"{self._endpoint}: no completion ({type(error).__name__}: {error}): {raw[:SHOWN]!r}"
-            raise Again(Problem("refused", detail)) from None
+            raise RetryLater(Problem("refused", detail)) from None
         found: dict[str, Any] = choice
         return found
 
     def _body(self, sample: RewardSample) -> dict[str, Any]:
         table = self.table
-        messages = messages_of(table, sample)
+        messages = judge_messages(table, sample)
         body = {"model": table.model, "messages": messages, "temperature": table.temperature, "n": 1}
         if table.answer == "yes_no":
             return {**body, "max_tokens": 1, "logprobs": True, "top_logprobs": TOP}
@@ -188,19 +175,19 @@ class Remote:
     def _verdict(self, choice: dict[str, Any]) -> Verdict:
         try:
             if self.table.answer == "yes_no":
-                found = yes_share(self.table, summed(_likeliest(choice)))
+                found = yes_share(self.table, sum_logprobs(_likeliest(choice)))
             else:
                 found = number_in(self.table, choice["message"]["content"])
         except Problem as problem:
             if problem.reason == "unparsed" and self.table.temperature:
-                raise Again(problem) from None
+                raise RetryLater(problem) from None
             raise
-        checked(found.value)
+        require_finite(found.value)
         return found
 
 
 def _likeliest(choice: dict[str, Any]) -> list[tuple[str, float]]:
-    """Words and log-probs of the first token. Raises Problem where the server gave none."""
+    """Words and log-probs of the first token. Raises Problem without them."""
     try:
         first = choice["logprobs"]["content"][0]
         return [(str(item["token"]), float(item["logprob"])) for item in first["top_logprobs"]]
@@ -208,9 +195,9 @@ def _likeliest(choice: dict[str, Any]) -> list[tuple[str, float]]:
         raise Problem("refused", f"the server gives no top_logprobs ({type(error).__name__}: {error})") from None
 
 
-def key_of(asked: Asked) -> str:
+def read_api_key(settings: JudgeSettings) -> str:
     """The key of the server, empty without one. Raises `config.missing` or `config.file`."""
-    table = asked.table
+    table = settings.table
     if table.api_key_env:
         key = os.environ.get(table.api_key_env, "").strip()
         if not key:

@@ -1,8 +1,8 @@
-"""The words between a sample and a judge: what it is asked, and the number in its answer. Pure.
+"""The question for a judge, and the number in its answer. Pure.
 
 Guarantees:
 1. `{prompt}`, `{response}`, `{ground_truth}`, `{columns}` (the row as JSON) and names of columns are replaced; other
-   braces are text, and so is what a response holds: nothing in it is replaced again;
+   braces are text, and so are braces in a response;
 2. an answer without a number, or with one outside of the range, is `unparsed`; it is never 0.
 
 Example: pattern `Score: (\\d+)` in "Score: 3 ... no, Score: 7" gives 7: the last match counts.
@@ -10,6 +10,7 @@ Example: pattern `Score: (\\d+)` in "Score: 3 ... no, Score: 7" gives 7: the las
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,8 @@ from producers.rewards.sample import RewardSample
 SHOWN = 120  # characters of an answer in a failure
 
 
-def rendered(template: str, sample: RewardSample) -> str:
-    """The template with the sample in it. Raises Problem where a column is missing."""
+def render(template: str, sample: RewardSample) -> str:
+    """The template with the sample in it. Raises Problem if a column is missing."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1]
@@ -33,26 +34,26 @@ def rendered(template: str, sample: RewardSample) -> str:
         if name == "prompt":
             return sample.prompt
         if name == "ground_truth":
-            return text_of(sample.ground_truth)
+            return column_text(sample.ground_truth)
         if name == "columns" and name not in sample.row:
-            return text_of(sample.row)
+            return column_text(sample.row)
         if name not in sample.row:
             columns = ", ".join(sorted(sample.row)) or "none"
             raise Problem("raised", f"the judge's prompt names column {name!r}; the row has: {columns}")
-        return text_of(sample.row[name])
+        return column_text(sample.row[name])
 
     return FIELD.sub(value, template)
 
 
-def text_of(value: object) -> str:
+def column_text(value: object) -> str:
     """A column as text: JSON unless it is text."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def messages_of(table: JudgeConfig, sample: RewardSample) -> list[dict[str, str]]:
-    """The chat that a judge is asked with."""
+def judge_messages(table: JudgeConfig, sample: RewardSample) -> list[dict[str, str]]:
+    """The question as chat messages."""
     system = [{"role": "system", "content": table.system}] if table.system else []
-    return [*system, {"role": "user", "content": rendered(table.prompt, sample)}]
+    return [*system, {"role": "user", "content": render(table.prompt, sample)}]
 
 
 def number_in(table: JudgeConfig, text: str) -> Verdict:
@@ -72,7 +73,7 @@ def number_in(table: JudgeConfig, text: str) -> Verdict:
 
 
 def yes_share(table: JudgeConfig, logprobs: Mapping[str, float]) -> Verdict:
-    """P(yes) / (P(yes) + P(no)) from log-probs by word. Raises Problem `unparsed` where neither is there."""
+    """P(yes) / (P(yes) + P(no)) from log-probs by word. Raises Problem `unparsed` without either."""
     yes, no = (sum(math.exp(logprobs[word]) for word in words if word in logprobs) for words in (table.yes, table.no))
     if not yes + no > 0:
         seen = ", ".join(repr(word) for word in list(logprobs)[:8])
@@ -80,16 +81,33 @@ def yes_share(table: JudgeConfig, logprobs: Mapping[str, float]) -> Verdict:
     return Verdict(yes / (yes + no), {"yes": yes, "no": no})
 
 
-def summed(pairs: Sequence[tuple[str, float]]) -> dict[str, float]:
+def sum_logprobs(pairs: Sequence[tuple[str, float]]) -> dict[str, float]:
     """Log-probs by word without the space around it: " yes" and "yes" are the same word.
 
-    >>> {word: round(value, 3) for word, value in summed([(" yes", -1.0), ("yes", -1.0), ("no", -2.0)]).items()}
+    >>> {word: round(value, 3) for word, value in sum_logprobs([(" yes", -1.0), ("yes", -1.0), ("no", -2.0)]).items()}
     {'yes': -0.307, 'no': -2.0}
     """
     found: dict[str, float] = {}
     for word, logprob in pairs:
         name = word.strip()
-        # Not by exp alone: it is 0 for -9999, which servers write for a word without a probability.
+        # Not by exp alone: it is 0 for -9999, which servers send for a word without a probability.
         high, low = max(found.get(name, logprob), logprob), min(found.get(name, logprob), logprob)
         found[name] = high + math.log1p(math.exp(low - high)) if name in found else logprob
     return found
+
+
+def question_digest(table: JudgeConfig, *origin: str) -> str:
+    """Digest of the question and of the origin of the answers (a server and its model, or files)."""
+    question = [
+        *origin,
+        table.system,
+        table.prompt,
+        table.answer,
+        table.pattern,
+        table.range,
+        table.yes,
+        table.no,
+        table.temperature,
+        table.max_new_tokens,
+    ]
+    return hashlib.blake2b(msgspec.json.encode(question), digest_size=8).hexdigest()

@@ -1,7 +1,7 @@
-"""Scorers that ship: `function = "builtin:NAME"`, with options by `args`.
+"""Built-in scorers: `function = "builtin:NAME"`, with options in `args`.
 
-Found by `producers.rewards.loading`; each is a class whose instances are reward functions of our own form. Guarantee: a
-row that a scorer cannot use (no ground truth, one that is no such thing) is an error of that sample, never a 0.
+Each is a class whose instances are reward functions of our own form. Guarantee: a row that a scorer cannot use (no or
+an unsuitable ground truth) is an error of that sample, never a 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 
-#: name: (where, what it gives)
+#: name: (module:class, description)
 SCORERS: dict[str, tuple[str, str]] = {
     "gsm8k": ("mathematics:GSM8K", "1 for the number after `####`, in a box, or last in the text; else 0"),
     "math": ("mathematics:Math", "1 for an expression that equals the ground truth (math-verify), boxed or last"),
@@ -36,7 +36,9 @@ def find(dotted: str) -> Callable[..., Any]:
     if name not in SCORERS:
         near = difflib.get_close_matches(name, SCORERS, n=1)
         hint = f"; did you mean builtin:{near[0]}?" if near else ""
-        raise ConfigError("config.reward", f"no scorer {name!r} ships: one of {', '.join(SCORERS)}{hint}", where=dotted)
+        raise ConfigError(
+            "config.reward", f"{name!r} is not a built-in scorer: one of {', '.join(SCORERS)}{hint}", where=dotted
+        )
     module, _, kind = SCORERS[name][0].partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(f"producers.rewards.scorers.{module}"), kind)
     return found

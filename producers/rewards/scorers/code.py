@@ -1,15 +1,15 @@
-"""`builtin:code`: does the program of the response pass its tests? Run in the sandbox of `[sandbox]`.
+"""`builtin:code`: does the program in the response pass its tests? It runs in the sandbox of `[sandbox]`.
 
 The ground truth (an object, or JSON in a text) is one of
 
     {"inputs": ["1 2"], "outputs": ["3"]}                           programs: standard input and output
     {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}          functions: arguments and result
-    {"asserts": ["assert add(1, 2) == 3"]}, or a list of them       run beside the program
+    {"asserts": ["assert add(1, 2) == 3"]}, or a list of them       run after the program
 
 Guarantees:
-1. of inputs and outputs, the expected ones never enter the sandbox: they are compared here. Asserts do enter it, and a
-   program that looks for them can find them: prefer inputs and outputs;
-2. a program that fails, hangs or takes too much has not passed; a sandbox that fails is a failure of the sample.
+1. expected outputs never enter the sandbox: they are compared here. Asserts do enter it, and a program can find them:
+   prefer inputs and outputs;
+2. a program that fails, hangs or exceeds a limit has not passed; a failure of the sandbox is a failure of the sample.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import UNREADABLE, Unavailable
 from producers.rewards.sample import RewardSample
-from producers.rewards.scorers.extract import fenced
+from producers.rewards.scorers.extract import find_fenced
 from producers.rewards.scorers.ground_truth import json_truth
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LANGUAGES = ("python", "python3", "py")
 INPUTS, OUTPUTS, PROGRAM = "inputs.json", "outputs.jsonl", "program.py"
 
-#: Calls a function of the program with each input; a result per line, so that one endless call costs only what follows.
+#: Calls a function of the program with each input; one result per line, so that an endless call costs only later ones.
 CALLS = """
 import json, runpy, sys
 jobs = json.load(open("inputs.json"))
@@ -64,13 +64,11 @@ with open("outputs.jsonl", "w") as results:
 
 
 class Code:
-    """The share of tests passed, or (with `all_tests`) 1 where it is all of them and else 0.
+    """The share of passed tests, or (with `all_tests`) 1 if all passed and else 0.
 
-    `timeout_s` is for all tests of a program together, so that an endless one costs no more: what it has not passed by
-    then it has failed. None: `sandbox.timeout_s`. `prefix` and `suffix` stand around the response, where it completes
-    something; with `fenced` the program is the last fenced block marked as Python, else the last one with no mark, else
-    the whole response.
-    """
+    `timeout_s` is for all tests of a program together: tests that did not pass by then have failed. None:
+    `sandbox.timeout_s`. `prefix` and `suffix` surround a response that is a completion; with `fenced` the program is
+    the last fenced block marked as Python, else the last one with no mark, else the whole response."""
 
     def __init__(
         self,
@@ -92,17 +90,16 @@ class Code:
 
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
         """The score, and the share of the tests that passed."""
-        passed = self.passed(self.program(sample.response), json_truth(sample))
+        passed = self.run_tests(self.program(sample.response), json_truth(sample))
         share = sum(passed) / len(passed)
         return {"score": float(share == 1.0) if self._all else share, "passed": share}
 
     def program(self, response: str) -> str:
-        """The program of a response."""
-        block = fenced(response, LANGUAGES) if self._fenced else None
+        block = find_fenced(response, LANGUAGES) if self._fenced else None
         return (response if block is None else block).join(self._around)
 
-    def passed(self, program: str, truth: Any) -> list[bool]:
-        """One verdict per test. Raises ValueError where the ground truth holds no tests."""
+    def run_tests(self, program: str, truth: Any) -> list[bool]:
+        """One verdict per test. Raises ValueError if the ground truth has no tests."""
         tests = {"asserts": truth} if isinstance(truth, list) else truth
         if not isinstance(tests, dict) or not (tests.get("asserts") or tests.get("inputs")):
             raise ValueError(f"the ground truth has no inputs and outputs, and no asserts: {truth!r:.100}")
@@ -119,7 +116,7 @@ class Code:
         left = self._sandbox.limits.timeout_s if self._timeout_s is None else self._timeout_s
         passed = [False] * len(inputs)
         for place, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
-            result = usable(self._sandbox.run(program, given, timeout_s=left, memory_bytes=self._memory))
+            result = require_started(self._sandbox.run(program, given, timeout_s=left, memory_bytes=self._memory))
             passed[place] = result.ok and same_text(result.stdout, wanted)
             left -= result.wall_s
             if left <= 0.0:
@@ -127,7 +124,7 @@ class Code:
         return passed
 
     def _calls(self, program: str, name: str, inputs: list[Any], outputs: list[Any]) -> list[bool]:
-        arguments = [decoded(item) for item in inputs]
+        arguments = [decode_json(item) for item in inputs]
         if not all(isinstance(item, list) for item in arguments):
             raise ValueError(f"inputs for {name} are lists of its arguments, not {inputs!r:.80}")
         found = self._harness(CALLS, program, {"name": name, "inputs": arguments})
@@ -143,22 +140,22 @@ class Code:
 
     def _harness(self, code: str, program: str, given: dict[str, Any]) -> list[dict[str, Any]]:
         files = {PROGRAM: program.encode(errors="replace"), INPUTS: json.dumps(given).encode()}
-        result = usable(
+        result = require_started(
             self._sandbox.run(code, "", files, fetch=[OUTPUTS], timeout_s=self._timeout_s, memory_bytes=self._memory)
         )
         lines = result.files.get(OUTPUTS, b"").decode(errors="replace").splitlines()
-        return [item for line in lines if isinstance(item := decoded(line), dict)]
+        return [item for line in lines if isinstance(item := decode_json(line), dict)]
 
 
-def usable(result: SandboxResult) -> SandboxResult:
-    """The result, where the program came to run. Raises `sandbox.failed` where it did not: that is no fault of it."""
+def require_started(result: SandboxResult) -> SandboxResult:
+    """The result, if the program ran. Raises `sandbox.failed` if it did not start, which is not its fault."""
     if result.status == "error":
         raise Unavailable("sandbox.failed", f"the program could not be started: {result.stderr[:200]}")
     return result
 
 
-def decoded(item: Any) -> Any:
-    """JSON in a text as what it holds; anything else as it is."""
+def decode_json(item: Any) -> Any:
+    """The value of JSON text; anything else unchanged."""
     if not isinstance(item, str):
         return item
     try:
@@ -168,8 +165,8 @@ def decoded(item: Any) -> Any:
 
 
 def same_text(said: str, wanted: str) -> bool:
-    """Equal but for white space at the ends of lines and of the text; a line of numbers may write them otherwise (0.50
-    for 0.5), as LiveCodeBench counts."""
+    """Equal except white space at the ends of lines and of the text; numbers in a line may be written differently (0.50
+    for 0.5), as in LiveCodeBench."""
     left, right = ([line.strip() for line in text.strip().splitlines()] for text in (said, wanted))
     return len(left) == len(right) and all(map(same_line, left, right))
 
@@ -181,17 +178,17 @@ def same_line(said: str, wanted: str) -> bool:
     try:
         left, right = ([Decimal(word) for word in line.split()] for line in (said, wanted))
         return left == right
-    except InvalidOperation:  # a word that is no number
+    except InvalidOperation:  # a word that is not a number
         return False
 
 
 def same(value: Any, wanted: Any) -> bool:
-    """Equal, where tuples are lists and floats may differ in their last digits."""
+    """Equal, with tuples as lists and a tolerance for floats."""
     wanted = list(wanted) if isinstance(wanted, tuple) else wanted
     if value == wanted:
         return True
     if isinstance(wanted, str) and not isinstance(value, str):
-        return same(value, decoded(wanted)) if decoded(wanted) != wanted else False
+        return same(value, decode_json(wanted)) if decode_json(wanted) != wanted else False
     if isinstance(value, float) and isinstance(wanted, int | float):
         return math.isclose(value, wanted, rel_tol=1e-9, abs_tol=1e-9)
     if isinstance(value, list) and isinstance(wanted, list) and len(value) == len(wanted):

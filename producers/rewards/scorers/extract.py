@@ -1,7 +1,6 @@
-"""Finding parts of a response: fenced blocks, and what stands between two marks. Pure.
+"""Finds fenced blocks and text between two marks in a response. Pure.
 
-Guarantee: time grows with the length of the text alone, whatever a model wrote; a pattern that
-looks for an end behind every beginning takes the square of it.
+Guarantee: time is linear in the length of the text; a pattern that searches an end for every beginning is quadratic.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from collections.abc import Collection
 FENCE = re.compile(r"```(?:([\w+#.-]++)[^\n`]*+|[ \t]*+)\n(.*?)(```|\Z)", re.DOTALL)
 
 
-def fenced(text: str, languages: Collection[str]) -> str | None:
+def find_fenced(text: str, languages: Collection[str]) -> str | None:
     """The last fenced block in one of these languages (lower case); else the last one of no language; else None.
 
-    A block of another language is none of them, and its end begins none. One with a language may be open at the end.
+    Blocks of other languages are skipped with their ends. The last block may be open if it has a language.
 
-    >>> fenced("```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```", {"python"})
+    >>> find_fenced("```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```", {"python"})
     'print(1)\\n'
     """
     blocks: list[tuple[str, str]] = [(name.lower(), block) for name, block, end in FENCE.findall(text) if name or end]
@@ -29,10 +28,10 @@ def fenced(text: str, languages: Collection[str]) -> str | None:
     return None
 
 
-def between(text: str, start: str, end: str) -> list[str]:
-    """What stands between `start` and the next `end`, from the left.
+def find_between(text: str, start: str, end: str) -> list[str]:
+    """The text between `start` and the next `end`, from the left.
 
-    >>> between("<a>1</a> <a><a>2</a> <a>", "<a>", "</a>")
+    >>> find_between("<a>1</a> <a><a>2</a> <a>", "<a>", "</a>")
     ['1', '<a>2']
     """
     found, at = [], 0

@@ -1,4 +1,4 @@
-"""What scorers share: the ground truth of a sample, as they need it."""
+"""The ground truth of a sample in the forms that scorers need."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from asyncrl.errors import UNREADABLE
 from producers.rewards.sample import RewardSample
 
 
-def truth_of(sample: RewardSample) -> Any:
-    """The ground truth. Raises ValueError where the row has none."""
+def require_truth(sample: RewardSample) -> Any:
+    """The ground truth. Raises ValueError if the row has none."""
     if sample.ground_truth is None:
         columns = ", ".join(sorted(sample.row)) or "none"
         raise ValueError(f"the row has no ground truth (reward_model.ground_truth, ground_truth or answer): {columns}")
     return sample.ground_truth
 
 
-def truths_of(sample: RewardSample) -> list[str]:
-    """The ground truths as texts: of a list each; verl's {"target": [...]} too."""
-    truth = truth_of(sample)
+def require_truths(sample: RewardSample) -> list[str]:
+    """The ground truths as texts: the items of a list, also of verl's {"target": [...]}."""
+    truth = require_truth(sample)
     if isinstance(truth, dict) and "target" in truth:
         truth = truth["target"]
     items = list(truth) if isinstance(truth, list | tuple) else [truth]
@@ -29,8 +29,8 @@ def truths_of(sample: RewardSample) -> list[str]:
 
 
 def json_truth(sample: RewardSample) -> Any:
-    """The ground truth, decoded where it is JSON in a text."""
-    truth = truth_of(sample)
+    """The ground truth, decoded if it is JSON text."""
+    truth = require_truth(sample)
     if isinstance(truth, str):
         try:
             return json.loads(truth)

@@ -1,4 +1,4 @@
-"""How long a response is, in tokens: `builtin:length` and `builtin:overlong`, to add to another reward."""
+"""The length of a response in tokens: `builtin:length` and `builtin:overlong`, to add to another reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of a response: `builtin:json_schema` (needs jsonschema, extra `scorers`) and `builtin:format`."""
+"""The structure of a response: `builtin:json_schema` (needs jsonschema, extra `scorers`) and `builtin:format`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.errors import UNREADABLE, ConfigError
 from producers.rewards.sample import RewardSample
-from producers.rewards.scorers.extract import fenced
+from producers.rewards.scorers.extract import find_fenced
 from producers.rewards.scorers.ground_truth import json_truth
 
 
@@ -33,17 +33,17 @@ class JSONSchema:
     def _validator(self, schema: Any) -> Any:
         kind = self._validators.validator_for(schema) if isinstance(schema, Mapping) else None
         if kind is None:
-            raise ValueError(f"the schema is no object: {schema!r:.80}")
+            raise ValueError(f"the schema is not an object: {schema!r:.80}")
         try:
             kind.check_schema(schema)
         except self._problems as error:
-            raise ValueError(f"it is no JSON schema: {error.message}") from None
+            raise ValueError(f"it is not a JSON schema: {error.message}") from None
         return kind(schema)
 
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
-        """The score, and whether it is JSON at all."""
+        """The score, and whether it is JSON."""
         validator = self._fixed or self._validator(json_truth(sample))
-        block = fenced(sample.response, ("json",))
+        block = find_fenced(sample.response, ("json",))
         try:
             value = json.loads(sample.response if block is None else block, parse_constant=_no_constant)
         except UNREADABLE:
@@ -52,13 +52,13 @@ class JSONSchema:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 class Tags:
-    """1 where the whole response is the `tags` in their order, each once, with text in each; or matches `pattern`.
+    """1 if the whole response is the `tags` in their order, each once, with text in each; or matches `pattern`.
 
-    The answer is what stands in the last tag, or in the pattern's group `answer`.
+    The answer is the text in the last tag, or in the pattern's group `answer`.
     """
 
     def __init__(self, *, tags: tuple[str, ...] | list[str] = ("think", "answer"), pattern: str = "") -> None:
@@ -71,7 +71,7 @@ class Tags:
 
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
         """The score, and the answer."""
-        # Counted first: over a text that repeats its tags the pattern would take time with a power of its length.
+        # Checked first: on a text with repeated tags the pattern would take polynomial time.
         once = all(sample.response.count(f"<{tag}>") == 1 == sample.response.count(f"</{tag}>") for tag in self._tags)
         found = self._pattern.fullmatch(sample.response) if once else None
         if found is None:

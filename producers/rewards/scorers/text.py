@@ -1,4 +1,4 @@
-"""Comparing texts: `builtin:exact`, `builtin:qa`, `builtin:keyword`."""
+"""Text comparison: `builtin:exact`, `builtin:qa`, `builtin:keyword`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from producers.rewards.sample import RewardSample
-from producers.rewards.scorers.extract import between
-from producers.rewards.scorers.ground_truth import truths_of
+from producers.rewards.scorers.extract import find_between
+from producers.rewards.scorers.ground_truth import require_truths
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Exact:
-    """1 where the response is the ground truth, or one of its list; white space at the ends does not count.
+    """1 if the response is the ground truth, or one of a list; white space at the ends is ignored.
 
-    `case`: letters must agree in case. `last_line`: only the last line of the response is compared.
+    `case`: case-sensitive. `last_line`: compare only the last line of the response.
     """
 
     def __init__(self, *, case: bool = True, last_line: bool = False) -> None:
@@ -29,21 +29,21 @@ class Exact:
         """The score; the response is the answer."""
         said = sample.response.strip()
         said = said.rpartition("\n")[2].strip() if self._last_line else said
-        return {"score": float(self._key(said) in map(self._key, truths_of(sample))), "pred": said}
+        return {"score": float(self._key(said) in map(self._key, require_truths(sample))), "pred": said}
 
     def _key(self, text: str) -> str:
         return text.strip() if self._case else text.strip().casefold()
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     """SQuAD: lower case, no punctuation, no articles, single spaces."""
     bare = text.lower().translate(PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
-def f1_of(said: str, truth: str) -> float:
-    """F1 of the words that two texts share; 1 where both have none."""
-    left, right = normalised(said).split(), normalised(truth).split()
+def word_f1(said: str, truth: str) -> float:
+    """F1 of the common words of two texts; 1 if both have none."""
+    left, right = normalise(said).split(), normalise(truth).split()
     if not left or not right:
         return float(left == right)
     shared = sum((Counter(left) & Counter(right)).values())
@@ -54,9 +54,9 @@ def f1_of(said: str, truth: str) -> float:
 
 
 class QA:
-    """F1 (or EM, by `metric`) of the response against the best of the ground truths, as SQuAD counts.
+    """F1 (or EM, by `metric`) of the response against the best of the ground truths, as in SQuAD.
 
-    `tag`: only what stands between <tag> and </tag> counts (the last such), and nothing without it.
+    `tag`: only the text between <tag> and </tag> counts (the last one); without it the score is 0.
     """
 
     def __init__(self, *, metric: Literal["f1", "em"] = "f1", tag: str = "") -> None:
@@ -67,21 +67,21 @@ class QA:
 
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
         """The score, and both figures."""
-        said, truths = sample.response, truths_of(sample)
+        said, truths = sample.response, require_truths(sample)
         if self._tag:
-            found = between(said, f"<{self._tag}>", f"</{self._tag}>")
+            found = find_between(said, f"<{self._tag}>", f"</{self._tag}>")
             if not found:
                 return {"score": 0.0, "f1": 0.0, "em": 0.0}
             said = found[-1]
-        f1 = max(f1_of(said, truth) for truth in truths)
-        em = max(float(normalised(said) == normalised(truth)) for truth in truths)
-        return {"score": em if self._metric == "em" else f1, "f1": f1, "em": em, "pred": normalised(said)}
+        f1 = max(word_f1(said, truth) for truth in truths)
+        em = max(float(normalise(said) == normalise(truth)) for truth in truths)
+        return {"score": em if self._metric == "em" else f1, "f1": f1, "em": em, "pred": normalise(said)}
 
 
 class Keyword:
-    """Share of `words` that the response has; 0 where it has one of `forbidden`. Without `words`: the ground truths.
+    """Share of `words` in the response; 0 if it has one of `forbidden`. Without `words`: the ground truths.
 
-    `whole`: as whole words alone; `case`: letters must agree in case.
+    `whole`: only whole words; `case`: case-sensitive.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class Keyword:
         self._flags = 0 if case else re.IGNORECASE
 
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
-        """The score, and how many forbidden words there are."""
+        """The score, and the number of forbidden words."""
         if not self._words and self._forbidden and sample.ground_truth is None:
             words: list[str] = []
         else:
-            words = self._words or truths_of(sample)
+            words = self._words or require_truths(sample)
         bad = sum(self._has(sample.response, word) for word in self._forbidden)
         share = sum(self._has(sample.response, word) for word in words) / len(words) if words else 1.0
         return {"score": 0.0 if bad else share, "share": share, "forbidden": float(bad)}

@@ -1,0 +1,66 @@
+"""The connection of an asynchronous client to the buffer: handshake and heartbeat.
+
+Guarantees of every client of the buffer:
+1. every call ends: with its answer, with the service's refusal as an error of the catalogue, or with `net.unreachable`
+   after `timeout_s` (plus the time that the service was asked to wait);
+2. a call may be sent twice (the service is idempotent), and is answered once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+
+from asyncrl import wire
+from asyncrl.net.async_requester import AsyncRequester
+from asyncrl.net.keys import Keys
+from asyncrl.wire import Buffer
+
+MAX_BYTES = 1 << 30
+
+
+class AsyncClient:
+    """Base of the clients on an event loop."""
+
+    role = ""
+
+    def __init__(
+        self, address: str, *, name: str, keys: Keys | None = None, max_bytes: int = MAX_BYTES, timeout_s: float = 60.0
+    ) -> None:
+        self.name = name
+        self._timeout_s = timeout_s
+        self._pid, self._host = os.getpid(), socket.gethostname()
+        self._requester = AsyncRequester(address, keys=keys, max_bytes=max_bytes)
+
+    async def _ask(self, message: wire.Message, payloads: Sequence[Buffer] = (), *, wait_s: float = 0.0) -> wire.Packet:
+        return await self._requester.request(message, payloads, timeout_s=self._timeout_s + wait_s, wait_s=wait_s)
+
+    async def hello(
+        self, fingerprint: str = "", role: str = "", run_id: str = "", *, evaluation_rows: int = 0
+    ) -> wire.Welcome:
+        """Introduce this process; must be first. What the name held before is lost."""
+        hello = wire.Hello(
+            role or self.role, self.name, self._pid, self._host, run_id, fingerprint, evaluation_rows=evaluation_rows
+        )
+        welcome: wire.Welcome = (await self._ask(hello)).message
+        return welcome
+
+    async def heartbeat(
+        self,
+        stats: Mapping[str, float],
+        *,
+        waiting_for: str = "",
+        holds: Sequence[wire.Lease | wire.RewardItem] | None = None,
+    ) -> tuple[tuple[int, int], ...]:
+        """This process is alive: its leases are renewed. `holds`: those it works on; others are lost after a while.
+
+        The answer: leases (group, token) whose samples nobody wants any more.
+        """
+        named = None if holds is None else tuple((held.group, held.token) for held in holds)
+        beat = wire.Heartbeat(self.role, self.name, self._pid, self._host, waiting_for, dict(stats), named)
+        answer: wire.Ok = (await self._ask(beat)).message
+        return answer.cancelled
+
+    def close(self) -> None:
+        self._requester.close()

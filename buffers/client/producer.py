@@ -1,0 +1,181 @@
+"""The buffer's client for producers: leases, samples, pieces, returns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncrl import wire
+from asyncrl.engine import GenDelta
+from asyncrl.errors import Unavailable, WireError
+from asyncrl.net.keys import Keys
+from asyncrl.runtime.failpoints import failpoint
+from asyncrl.wire import IntArray
+from buffers.client.connection import MAX_BYTES, AsyncClient
+from buffers.client.partial_samples import BegunSample, PieceData, packed, unpacked
+from buffers.client.place_writer import PlaceWriter
+
+Rows = tuple[tuple[int, int], ...]
+Turns = tuple[tuple[int, float], ...]
+
+
+class ProducerClient(AsyncClient):
+    """For producers: lease, submit, give back. A newer `lease` ends the wait of an older one. `begun`, by (group,
+    token), is what others began of the samples of a lease; who starts the lease takes it out.
+
+    On the service's host payloads of `place_from` bytes and more (None: what the service says) are written to a file
+    that the service reads.
+    """
+
+    role = "producer"
+    place_from: int | None = None
+    _writer: PlaceWriter | None = None
+
+    def __init__(
+        self, address: str, *, name: str, keys: Keys | None = None, max_bytes: int = MAX_BYTES, timeout_s: float = 60.0
+    ) -> None:
+        super().__init__(address, name=name, keys=keys, max_bytes=max_bytes, timeout_s=timeout_s)
+        self.begun: dict[tuple[int, int], tuple[BegunSample, ...]] = {}
+        self._orphans: set[asyncio.Future[None]] = set()
+
+    async def hello(
+        self, fingerprint: str = "", role: str = "", run_id: str = "", *, evaluation_rows: int = 0
+    ) -> wire.Welcome:
+        """Introduce this process; must be first. What the name held before is lost."""
+        welcome = await super().hello(fingerprint, role, run_id, evaluation_rows=evaluation_rows)
+        if self._writer is None:
+            self._writer = PlaceWriter.of(welcome)
+        if self.place_from is None:
+            self.place_from = welcome.place_bytes
+        return welcome
+
+    def close(self) -> None:
+        """Close the socket and the file."""
+        super().close()
+        if self._writer is not None:
+            self._writer.close()
+
+    async def lease(self, *, engine_version: int, max_groups: int, wait_s: float) -> wire.Leases:
+        """Groups to generate, maybe none; waits in the service up to `wait_s`.
+
+        Cancelled while it waits, the request is finished in the background and what it got is given back.
+        """
+        asked = asyncio.ensure_future(
+            self._ask(wire.LeaseRequest(self.name, engine_version, max_groups, wait_s), wait_s=wait_s)
+        )
+        try:
+            packet = await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            orphan = asyncio.ensure_future(self._return_orphans(asked))
+            self._orphans.add(orphan)
+            orphan.add_done_callback(self._orphans.discard)
+            raise
+        leases: wire.Leases = packet.message
+        self.begun |= unpacked(leases, packet.payloads)
+        return leases
+
+    async def keep(
+        self, lease: wire.Lease, pieces: Sequence[PieceData], digests: Mapping[int, str]
+    ) -> wire.PiecesReply:
+        """Checkpoints of samples under way: should this process die, another goes on from there."""
+        message, payload = packed(self.name, lease, pieces, digests)
+        reply: wire.PiecesReply = (await self._ask(message, (payload,))).message
+        return reply
+
+    async def _return_orphans(self, asked: asyncio.Future[wire.Packet]) -> None:
+        try:
+            leases = (await asked).message.leases  # bounded: the request has its timeout
+            await self.give_back(leases, reason="stop")
+        except Unavailable:
+            return  # the service is gone: the leases expire there
+
+    async def submit(
+        self,
+        lease: wire.Lease,
+        *,
+        prompt_ids: IntArray,
+        samples: Sequence[GenDelta],
+        digests: Mapping[int, str],
+        row: Mapping[str, Any],
+        rewards: Mapping[int, float] | None = None,
+        masks: Mapping[int, Any] | None = None,
+        rows: Mapping[int, Rows] | None = None,
+        turns: Mapping[int, Turns] | None = None,
+        parts: Mapping[int, Mapping[str, float]] | None = None,
+    ) -> wire.SamplesReply:
+        """Finished samples of a leased group. `digests`: version -> digest of the weights that the engine loaded.
+
+        `masks` (sample index -> u1 `[T]`) where some tokens were not sampled by the policy; `rows` and `turns` as in
+        `wire.SampleHead`; `parts` of `rewards` by name.
+        """
+        rows, turns = rows or {}, turns or {}
+        arrays: dict[str, tuple[str, list[Any]]] = {
+            "prompt": ("i4", [np.asarray(prompt_ids, wire.DTYPES["i4"])]),
+            "response": ("i4", _joined([sample.token_ids for sample in samples], "i4")),
+            "logprobs": ("f4", _joined([sample.logprobs for sample in samples], "f4")),
+        }
+        if masks:
+            ones = [masks.get(sample.index, np.ones(len(sample.token_ids), np.uint8)) for sample in samples]
+            arrays["mask"] = ("u1", _joined(ones, "u1"))
+        fields, payload = wire.pack_parts(arrays)
+        heads = tuple(
+            wire.SampleHead(
+                item.index,
+                len(item.token_ids),
+                item.finish,
+                item.runs,
+                rows.get(item.index, ()),
+                turns.get(item.index, ()),
+            )
+            for item in samples
+        )
+        used = {version for sample in samples for version, _ in sample.runs}
+        message = wire.Samples(
+            self.name,
+            lease.group,
+            lease.token,
+            heads,
+            {v: digests[v] for v in sorted(used) if v in digests},
+            fields,
+            msgspec.json.encode(row).decode(),
+            fields[0].count,
+            rewards=dict(rewards or {}),
+            parts={index: dict(named) for index, named in (parts or {}).items()},
+        )
+        if self._writer is not None and len(payload) >= (self.place_from or 0):
+            found = await self._by_place(self._writer, message, payload)
+            if found is not None:
+                return found
+        reply: wire.SamplesReply = (await self._ask(message, (payload,))).message
+        return reply
+
+    async def _by_place(self, writer: PlaceWriter, message: wire.Samples, payload: bytes) -> wire.SamplesReply | None:
+        """The answer to samples whose payload lies in a file; None where the service cannot read it there."""
+        place = writer.write(wire.encode_header(message), payload)
+        if place is None:
+            return None
+        failpoint("producer.after_place")
+        try:
+            reply: wire.SamplesReply = (await self._ask(wire.SamplesAt(self.name, place))).message
+        except WireError as error:
+            if error.code != "wire.place":
+                raise
+            writer.refused(place)
+            return None
+        writer.accepted()
+        return reply
+
+    async def give_back(self, leases: Sequence[wire.Lease], *, reason: str, dead: bool = False) -> None:
+        """Return leases; reason "stop" is no fault of the prompt. With `dead` the prompt is not tried again."""
+        if leases:
+            groups = tuple((lease.group, lease.token) for lease in leases)
+            await self._ask(wire.LeaseReturn(self.name, groups, reason, dead))
+
+
+def _joined(parts: Sequence[Any], dtype: str) -> list[Any]:
+    """The arrays in a row, as they are sent."""
+    return [np.concatenate(parts, dtype=wire.DTYPES[dtype], casting="unsafe")] if parts else []

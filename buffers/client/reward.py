@@ -1,0 +1,64 @@
+"""The buffer's client for reward workers: samples to score, scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from asyncrl import wire
+from asyncrl.net.keys import Keys
+from asyncrl.wire import IntArray
+from asyncrl.wire.batch_arrays import decode_row
+from buffers.client.connection import MAX_BYTES, AsyncClient
+
+
+class RewardTask(msgspec.Struct, frozen=True):
+    """One sample to score."""
+
+    item: wire.RewardItem
+    prompt_ids: IntArray
+    response_ids: IntArray
+    row: dict[str, Any]
+    mask: Any = None  # u1 [T]: 1 where the policy sampled the token; None: everywhere
+
+
+class RewardClient(AsyncClient):
+    """For reward workers: work, scores."""
+
+    role = "reward"
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str,
+        judge: str = "",
+        keys: Keys | None = None,
+        max_bytes: int = MAX_BYTES,
+        timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__(address, name=name, keys=keys, max_bytes=max_bytes, timeout_s=timeout_s)
+        self.judge = judge  # for whom it scores
+
+    async def work(self, *, max_samples: int, wait_s: float) -> tuple[list[RewardTask], bool]:
+        """Samples to score, and whether the run is complete."""
+        packet = await self._ask(wire.RewardRequest(self.name, max_samples, wait_s, self.judge), wait_s=wait_s)
+        work: wire.RewardWork = packet.message
+        tasks = []
+        for item, payload in zip(work.items, packet.payloads, strict=True):
+            arrays = wire.unpack_arrays(item.fields, payload)
+            tasks.append(
+                RewardTask(item, arrays["prompt"], arrays["response"], decode_row(item.row), arrays.get("mask"))
+            )
+        return tasks, work.done
+
+    async def submit(
+        self, scores: Sequence[wire.Score], failures: Sequence[wire.RewardFailure] = (), *, reward_version: str = ""
+    ) -> wire.ScoresReply:
+        """Rewards, and failures with their reason."""
+        reply: wire.ScoresReply = (
+            await self._ask(wire.Scores(self.name, tuple(scores), tuple(failures), reward_version, self.judge))
+        ).message
+        return reply

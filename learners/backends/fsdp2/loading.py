@@ -1,0 +1,135 @@
+"""Loading a model for FSDP2, splitting it over the ranks, and the small parts that all of its models share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from asyncrl.config import Config, OptimConfig
+from asyncrl.errors import ConfigError
+from asyncrl.runtime.device import Device
+from learners.backends import start_weights
+from learners.backends.base import DTYPES
+from learners.backends.fsdp2 import mesh as layout
+from learners.backends.optimizers import Optimizers, make_optimizer
+from learners.gang.gang import Gang
+from learners.models import attention, liger
+from learners.models import sequence_parallel as sequence
+from learners.models.policy_model import PolicyModel
+from learners.models.score_model import ScoreModel, load_scorer
+
+
+def load_model(
+    config: Config, device: Device, *, path: str = "", scorer: bool = False, say: Callable[[str], Any] = str
+) -> Any:
+    """The causal language model of `path` (else `model.path`) with float32 weights, on the host or (`learner.load`)
+    yet to be read by `shard`, without a cache.
+
+    `scorer`: its body with a scalar head, as in mode reward_model. `say` is told why it was read whole.
+    """
+    from transformers import AutoModelForCausalLM
+
+    wanted = attention.chosen(config.model.attn_implementation, device, config.model.dtype)
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "attn_implementation": wanted,
+        "use_safetensors": True,
+        "trust_remote_code": config.model.trust_remote_code,
+        "local_files_only": True,
+    }
+    path, scorer = path or config.model.path, scorer or config.learner.mode == "reward_model"
+    try:
+        model = _in_parts(config, path, scorer=scorer, say=say, **options)
+        if model is None and scorer:
+            model = load_scorer(path, seed=config.run.seed, **options)
+        elif model is None:
+            model = AutoModelForCausalLM.from_pretrained(path, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError("config.model", f"{path}: {error}") from error
+    model.config.use_cache = False  # with a cache, packed rows are silently wrong
+    if config.model.attn_implementation == attention.VARLEN_SETTING:
+        attention.install(model, attention.VARLEN)
+    elif config.model.attn_implementation == "auto" and wanted == "sdpa" and not config.learner.compile:
+        attention.install(model)  # lengths of sequences are read from the device: compiled layers have the dense mask
+    if config.learner.liger:
+        liger.install(model, device)
+    if config.learner.gradient_checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    return model
+
+
+def _in_parts(config: Config, path: str, *, scorer: bool, say: Callable[[str], Any], **options: Any) -> Any | None:
+    """The model without its weights, which `shard` reads; None where it must be, or shall be, read whole."""
+    how = config.learner.load
+    if how == "whole" or (config.learner.lora.rank and path == config.model.path):  # adapters go into a whole model
+        return None
+    try:
+        return start_weights.described(path, scorer=scorer, seed=config.run.seed, **options)
+    except start_weights.Unfit as why:
+        if how == "parts":
+            raise ConfigError("config.model", f"{path}: {why}", where="learner.load = 'parts'") from why
+        say(f"learner: every rank reads the whole of {path}: {why}")
+        return None
+
+
+def make_policy(hf: Any, config: Config) -> PolicyModel | ScoreModel:
+    """The root module: log-probs of a language model, or scores of a reward model."""
+    if config.learner.mode == "reward_model":
+        return ScoreModel(hf)
+    return PolicyModel(hf, temperature=config.sampling.temperature, chunk_tokens=config.learner.logprob_chunk_tokens)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: the classes that the model says must not be split, else its longest list of modules."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    found = [module for module in model.modules() if type(module).__name__ in classes]
+    if found:
+        return found
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len, default=[]))
+
+
+def shard(policy: PolicyModel | ScoreModel, config: Config, gang: Gang) -> tuple[list[Any], layout.Split]:
+    """Split as `[learner.parallel]` says, and `fully_shard` every decoder layer and the root; the units, root first."""
+    mesh, device = layout.data_mesh(gang), gang.device
+    dtype = DTYPES[config.model.dtype][1]
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if dtype == torch.float32:
+        precision = MixedPrecisionPolicy()
+    offload: OffloadPolicy = OffloadPolicy()
+    if config.learner.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=device.pin_memory_ok)
+    layers = decoder_layers(policy.model)
+    if config.learner.compile:
+        for layer in layers:
+            layer.compile(dynamic=True)
+    if gang.topology.sequence > 1:
+        policy.split = sequence.install(policy.model, layers, gang)
+    split = layout.split(policy.model, gang)
+    layout.shard_experts(split, gang, mp_policy=precision, offload_policy=offload)
+    for unit in (*layers, policy):
+        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    start_weights.fill(policy.model, torch.device("cpu") if config.learner.cpu_offload else device.torch_device)
+    if not config.learner.cpu_offload:
+        policy.to(device.torch_device)
+    return [policy, *layers], split
+
+
+def build_optimizer(
+    module: nn.Module, units: Sequence[nn.Module], optim: OptimConfig, config: Config, device: Device
+) -> Optimizers:
+    """The optimizer of a sharded module: fused where the device can and the states are on it. `units`: root first."""
+    fused = device.supports("fused_adamw") and not config.learner.cpu_offload
+    return make_optimizer(module, units[1:], optim, fused=fused)
+
+
+def plain_attention(model: Any, config: Config) -> AbstractContextManager[None]:
+    """Single sequences of the check at the start: by a kernel that is not the one under test. Compiled layers stay as
+    they are, since they would be compiled once more."""
+    return nullcontext() if config.learner.compile else attention.plain(model)
