@@ -3,7 +3,7 @@
 Guarantee: a request without a problem has a new id, a non-empty prompt of known tokens, fits the planned lengths, and
 comes after the first weights.
 
-Example: with data.max_prompt_tokens = 24 a prompt of 30 tokens of which 8 were begun elsewhere (22 of its own) has no
+Example: with data.max_prompt_tokens = 24 a prompt of 30 tokens, 8 of them begun elsewhere (22 of its own) has no
 problem; one of 25 tokens has "prompt of 25 tokens, data.max_prompt_tokens = 24".
 """
 

@@ -147,7 +147,7 @@ class ScriptedEngine:
         )
 
     async def abort(self, ids: Any) -> int:
-        """Nothing runs beside `generate`."""
+        """Nothing runs in parallel to `generate`."""
         return 0
 
 

@@ -99,7 +99,7 @@ class Offers:
         if base is not None and not self._staging.pin(base.slot, base.order):
             base = None
         with self.changed:
-            # without its hops: a member that lacks the base needs all of it
+            # without its hops: a member that lacks the base needs the full version
             self.base = replace(base, hops=(), encoded=()) if base is not None else None
         if old is not None and (base is None or old.slot is not base.slot):
             self._staging.unpin(old.slot)
