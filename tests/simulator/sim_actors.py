@@ -15,7 +15,7 @@ from sim_net import Ask, Process, Task
 from asyncrl import wire
 from asyncrl.errors import Unavailable, WireError
 from asyncrl.versions import Runs, joined_runs
-from buffers.client.partial_samples import PieceData
+from buffers.client.partial_samples import PieceData, pack_pieces, unpack_begun
 
 if TYPE_CHECKING:
     from sim_world import World
