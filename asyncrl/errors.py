@@ -39,7 +39,7 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "config.unknown_key": ErrorInfo("unknown configuration key", "remove the key or correct its name", EXIT_CONFIG),
     "config.type": ErrorInfo("wrong type or value", "give a value of the type that the message names", EXIT_CONFIG),
     "config.conflict": ErrorInfo("settings contradict each other", "change one of the named settings", EXIT_CONFIG),
-    "tune.refused": ErrorInfo("a setting cannot be changed so", "give another value", EXIT_CONFIG),
+    "tune.refused": ErrorInfo("a setting cannot be changed to this value", "give another value", EXIT_CONFIG),
     "config.missing": ErrorInfo("a required setting is missing", "add the named key", EXIT_CONFIG),
     "config.model": ErrorInfo("model not found", "set model.path to a folder in Hugging Face format", EXIT_CONFIG),
     "config.data": ErrorInfo("prompts cannot be read", "check data.path, data.source and data.prompt_key", EXIT_CONFIG),
@@ -50,8 +50,8 @@ CATALOGUE: dict[str, ErrorInfo] = {
         "environment or tool cannot be used", "see docs/environments.md; asyncrl test-env runs it alone", EXIT_CONFIG
     ),
     "config.template": ErrorInfo(
-        "chat template cannot show what follows an answer",
-        'use another template, or set environment.template = "tail" where the message says so',
+        "chat template cannot append messages to an answer",
+        'use another template, or set environment.template = "tail" if the message suggests it',
         EXIT_CONFIG,
     ),
     "config.filter": ErrorInfo(
@@ -66,7 +66,7 @@ CATALOGUE: dict[str, ErrorInfo] = {
         "the forecast lacks numbers", "give --from RUN of a run with more steps, or --assume KEY=VALUE", EXIT_CONFIG
     ),
     "plan.stuck": ErrorInfo(
-        "the forecast does not come to its end", "raise buffer.late_timeout_s, or correct what was assumed", EXIT_CONFIG
+        "the forecast run is stuck", "raise buffer.late_timeout_s, or correct the assumptions", EXIT_CONFIG
     ),
     "config.extra": ErrorInfo("an optional package is missing", "install the named extra", EXIT_CONFIG),
     # things outside
@@ -88,26 +88,22 @@ CATALOGUE: dict[str, ErrorInfo] = {
         EXIT_CONFIG,
     ),
     "store.refused": ErrorInfo("the store refused a write", "look at its memory and disk limits", EXIT_UNAVAILABLE),
-    "store.corrupt": ErrorInfo("stored state does not agree", "restart from the last checkpoint", EXIT_INTERNAL),
-    "file.refused": ErrorInfo(
-        "the system refuses a file", "check the path, what lies there, and its permissions", EXIT_CONFIG
-    ),
+    "store.corrupt": ErrorInfo("stored state is inconsistent", "restart from the last checkpoint", EXIT_INTERNAL),
+    "file.refused": ErrorInfo("the system refuses a file", "check the path and its permissions", EXIT_CONFIG),
     "disk.full": ErrorInfo("no space left", "free space in the run folder", EXIT_UNAVAILABLE),
     # protocol
     "wire.prefix": ErrorInfo("not an asyncrl message", "check that the peer speaks this protocol", EXIT_FAILED),
     "wire.schema": ErrorInfo("another schema version", "install the same minor version on both ends", EXIT_HANDSHAKE),
     "wire.checksum": ErrorInfo("corrupt frame", "send it again; look at the network if it repeats", EXIT_FAILED),
     "wire.decode": ErrorInfo("message cannot be decoded", "check the sender's version", EXIT_FAILED),
-    "wire.place": ErrorInfo("payload is not where it was said to be", "none: it is sent instead", EXIT_FAILED),
+    "wire.place": ErrorInfo("payload is not in the named file", "nothing: the payload is sent instead", EXIT_FAILED),
     "wire.size": ErrorInfo("message too large", "raise network.max_message_bytes on both ends", EXIT_FAILED),
-    "wire.unexpected": ErrorInfo(
-        "message not expected here", "check the address: is it the right service?", EXIT_FAILED
-    ),
+    "wire.unexpected": ErrorInfo("message not expected here", "check the address of the service", EXIT_FAILED),
     "handshake.mismatch": ErrorInfo(
         "peer runs another model or run", "start it with the same configuration", EXIT_HANDSHAKE
     ),
     "buffer.lost_state": ErrorInfo(
-        "the buffer lost its state", "nothing: the learner registers again by itself", EXIT_UNAVAILABLE
+        "the buffer lost its state", "nothing: the learner registers again", EXIT_UNAVAILABLE
     ),
     "fenced": ErrorInfo("another process has taken over this role", "do not restart this one", EXIT_FENCED),
     "learner.duplicate": ErrorInfo(
@@ -147,7 +143,9 @@ CATALOGUE: dict[str, ErrorInfo] = {
     ),
     "engine.broken": ErrorInfo("the engine failed", "it is restarted at the last committed version", EXIT_INTERNAL),
     "sync.failed": ErrorInfo("weights did not arrive", "see the weight-sync log for the member", EXIT_UNAVAILABLE),
-    "sync.plan": ErrorInfo("both ends hold other tensor layouts", "load the same model on both ends", EXIT_HANDSHAKE),
+    "sync.plan": ErrorInfo(
+        "the ends have different tensor layouts", "load the same model on both ends", EXIT_HANDSHAKE
+    ),
     "learner.packing": ErrorInfo(
         "packed rows disagree with single rows", "set learner.packing = false for this model", EXIT_CONFIG
     ),
@@ -156,19 +154,19 @@ CATALOGUE: dict[str, ErrorInfo] = {
         "loss or gradient is not finite", "lower the learning rate or look at the data", EXIT_FAILED
     ),
     "hang": ErrorInfo(
-        "no progress within the limit", "see the diagnosis for the role that is waited for", EXIT_INTERNAL
+        "no progress within the limit", "see the diagnosis for the role that the run waits for", EXIT_INTERNAL
     ),
     "internal": ErrorInfo("a bug in asyncrl", "please report it with the log", EXIT_INTERNAL),
     "role.failed": ErrorInfo("a role ended with an error", "see its log", EXIT_FAILED),
     "run.missing": ErrorInfo("not a run folder", "give the folder that holds config.toml", EXIT_CONFIG),
     "replay.missing": ErrorInfo(
-        "the run cannot be replayed so",
+        "the run cannot be replayed",
         "archive batches with log.archive, keep more by learner.checkpoint_keep",
         EXIT_CONFIG,
     ),
-    "fork.step": ErrorInfo("no such checkpoint", "take a step whose checkpoint is kept", EXIT_CONFIG),
+    "fork.step": ErrorInfo("no such checkpoint", "use a step that has a checkpoint", EXIT_CONFIG),
     "trace.unknown": ErrorInfo(
-        "the log does not know it", "asyncrl status RUN shows how many prompts are issued", EXIT_CONFIG
+        "unknown group or step", "asyncrl status RUN shows the number of issued prompts", EXIT_CONFIG
     ),
     "usage": ErrorInfo("wrong command line", "see asyncrl --help", EXIT_CONFIG),
 }

@@ -70,11 +70,6 @@ def cut_runs(runs: Runs, start: int, stop: int) -> Runs:
     return tuple(found)
 
 
-def tokens_in(runs: Sequence[tuple[int, int]]) -> int:
-    """Number of tokens that the runs cover."""
-    return sum(count for _, count in runs)
-
-
 def oldest_version(runs: Iterable[tuple[int, int]]) -> int | None:
     """The smallest version of the runs, None where there are none."""
     return min((version for version, _ in runs), default=None)

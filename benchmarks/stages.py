@@ -160,7 +160,7 @@ def _work(
     producer, learner = ProducerClient.__new__(ProducerClient), LearnerClient.__new__(LearnerClient)
     producer.name, learner.name = "p", "l"
     welcome = ask(wire.Hello("producer", "p", 1, "h")).message
-    producer._writer = PlaceWriter.of(welcome) if how == "place" else None
+    producer._writer = PlaceWriter.open(welcome) if how == "place" else None
     if producer._writer is not None:
         clock.patch("producer: write the place", producer._writer, "write")
         producer.place_from = 0
@@ -176,7 +176,7 @@ def _work(
 
     producer._ask = note  # type: ignore[method-assign]
     registered = ask(wire.Register("l", 1, "h", 0, "")).message
-    reader = PlaceReader.of(registered)
+    reader = PlaceReader.open(registered)
     assert reader is not None
     clock.patch("learner: read and verify", reader, "fill")
     submit = clock.wrap("producer: message", lambda *given, **named: _finish(producer.submit(*given, **named)))

@@ -149,7 +149,7 @@ class EvaluationReader:
             if len(mine) == begun.samples and number not in begun.failed
         }
         if len(whole) != scored:
-            self._bad(f"{who} told {scored} scored prompts, the log has {len(whole)}")
+            self._bad(f"{who} reported {scored} scored prompts, the log has {len(whole)}")
             return
         outcomes = [_outcome(mine) for _, mine in sorted(whole.items())]
         found = figures(outcomes, correct_above=0.5 if correct_above is None else correct_above) if outcomes else {}
@@ -158,7 +158,7 @@ class EvaluationReader:
                 continue
             told = line.get(name)
             if not isinstance(told, int | float) or not math.isclose(told, value, rel_tol=1e-9, abs_tol=1e-9):
-                self._bad(f"{who} told {name} = {line.get(name)}, the scores in the log say {value}")
+                self._bad(f"{who} reported {name} = {line.get(name)}, the scores in the log say {value}")
 
 
 def _outcome(scores: Mapping[int, tuple[float, str, str]]) -> Outcome:

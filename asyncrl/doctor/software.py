@@ -143,7 +143,7 @@ def ascend(root: Path = Path("/usr/local/Ascend")) -> Found:
         return broken_torch(error)
     have = installed("torch")
     if numbers(have)[:2] != numbers(version)[:2]:
-        return Found(WRONG, f"torch_npu {version} beside torch {have}", f"pip install torch=={version}")
+        return Found(WRONG, f"torch_npu {version} does not match torch {have}", f"pip install torch=={version}")
     return Found(OK, f"torch_npu {version}, CANN at {home}")
 
 
@@ -254,7 +254,7 @@ def judged_redis(shown: str, name: str, version: tuple[int, ...]) -> Found:
     return Found(
         WARN,
         f"{shown}: scripts have known holes below {known}, where the distribution has not mended it",
-        "upgrade it; until then let nobody but the buffer reach it",
+        "upgrade it; until then let only the buffer reach it",
     )
 
 

@@ -105,7 +105,9 @@ class HangWatch:
             what = f"the buffer does not answer: {status['error']}"
         else:
             learner = (status.get("learner") or {}).get("waiting_for", "")
-            what = str(status.get("waiting_for") or learner or "the buffer waits for nobody; see the learner's stacks")
+            what = str(
+                status.get("waiting_for") or learner or "the buffer waits for no process; see the learner's stacks"
+            )
         mine = {os.getpid(): "launcher"}
         stopped = [one for one in process_tree(mine, self._names()) if (process_state(one.pid) or "-") in STOPPED]
         told = ", ".join(f"{one.name} (pid {one.pid} on {socket.gethostname()})" for one in stopped)

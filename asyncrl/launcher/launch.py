@@ -389,9 +389,3 @@ def _print_failure(outcome: Outcome, run: RunDir) -> None:
 
 def _print(text: str) -> None:
     print(text, flush=True)
-
-
-def require_target(name: str) -> None:
-    """Raise `usage` for a target that does not exist."""
-    if name not in TARGETS:
-        raise ConfigError("usage", f"{name!r} is none of {', '.join(TARGETS)}")

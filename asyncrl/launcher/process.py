@@ -32,7 +32,7 @@ def format_exit_code(code: int) -> str:
         name = signal.Signals(code - 128).name
     except ValueError:
         return str(code)
-    return f"{code} ({name}{': by hand, or by the system for want of memory' if name == 'SIGKILL' else ''})"
+    return f"{code} ({name}{': by hand, or by the system because memory was full' if name == 'SIGKILL' else ''})"
 
 
 def effective_exit_code(returncode: int, log: bytes, *, gang: bool) -> int:

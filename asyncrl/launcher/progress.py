@@ -160,7 +160,7 @@ class Progress:
                 number(line, "loss", "+.4f"),
                 number(line, "grad_norm", ".3f"),
             )
-        waiting = "; ".join(self.view.waiting(now=time.time())) or "nobody"
+        waiting = "; ".join(self.view.waiting(now=time.time())) or "no worker"
         return Group(
             table,
             Text(f"queue    {self.view.queue_text()}"),

@@ -35,7 +35,7 @@ def the_run_failed(s: Snapshot) -> str:
 
 def the_run_is_complete(s: Snapshot) -> str:
     """The run is over."""
-    return f"the run is over ({s.ended}): `asyncrl report {s.folder}` tells all of it" if s.ended else ""
+    return f"the run is over ({s.ended}): `asyncrl report {s.folder}` shows it" if s.ended else ""
 
 
 def the_buffer_ends_the_run(s: Snapshot) -> str:
@@ -231,7 +231,7 @@ def memory_is_short(s: Snapshot) -> str:
     for one in s.producers:
         thrown = one.stat("preempted_samples") or 0
         if thrown and (one.stat("kv_used") or 0) > FULL_KV:
-            return f"{one.name} has thrown out {thrown:.0f} samples for want of K/V: lower producers.slots ({s.slots})"
+            return f"{one.name} has preempted {thrown:.0f} samples (KV cache full): lower producers.slots ({s.slots})"
     return ""
 
 

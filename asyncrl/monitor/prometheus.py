@@ -44,7 +44,7 @@ FAMILIES = {
     "val-core/": ("val_core", "figure"),
     "val-aux/": ("val_aux", "figure"),
 }
-AGE = Metric("s", "all", "age of the newest line that somebody wrote")
+AGE = Metric("s", "all", "age of the newest line of a process")
 
 Labels = tuple[tuple[str, str], ...]
 

@@ -43,7 +43,7 @@ def prepare_folder(address: str) -> None:
     if path.parent.parent != Path(tempfile.gettempdir()) or not path.parent.name.startswith(short_folder_prefix()):
         return
     if path.parent.stat().st_uid != os.getuid():  # its name is predictable, and the parent folder is shared
-        raise ConfigError("config.network", f"{path.parent} belongs to somebody else", where="network")
+        raise ConfigError("config.network", f"{path.parent} belongs to another user", where="network")
     for other in path.parent.parent.glob(f"{short_folder_prefix()}*"):
         with suppress(OSError):  # its owner may remove it first
             if other != path.parent and time.time() - other.stat().st_mtime > UNUSED_S:

@@ -117,7 +117,7 @@ def worker_file(path: Path) -> Path:
     if read_keys(beside) != read_keys(path).join_keys():
         remedy = f"remove both and make keys with: asyncrl keys {path.parent}"
         raise ConfigError(
-            "config.network", f"{path.name} is of other keys than this one", where=str(beside), remedy=remedy
+            "config.network", f"{path.name} holds other keys than this one", where=str(beside), remedy=remedy
         )
     return beside
 
@@ -136,7 +136,7 @@ def _write(path: Path, keys: Keys) -> None:
     except FileExistsError:
         raise ConfigError(
             "config.network",
-            "a key file is not written over: whoever holds it would be locked out",
+            "a key file is never overwritten: its holders would be locked out",
             where=str(path),
             remedy="remove it first, or choose another folder",
         ) from None

@@ -141,7 +141,7 @@ class Responder:
 
     def _warn(self) -> None:
         """Warn once a minute while the socket is open."""
-        print(f"warning: {self.address} is open to everybody who reaches this host: it has no keys", flush=True)
+        print(f"warning: {self.address} is open to every process that reaches this host: it has no keys", flush=True)
         self._warning = asyncio.get_running_loop().call_later(WARN_S, self._warn)
 
     def _take_known(self, batch: list[list[Buffer]]) -> None:

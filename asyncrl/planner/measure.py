@@ -33,7 +33,6 @@ from asyncrl.trace.history import Event, decode_event, history_lines
 LEAST_STEPS = 8
 SKIPPED = 5  # as in buffers.simulation.simulation
 OTHER_DEMAND = 0.15  # cores of buffer, reward worker, weight sync and launcher together, on a shared machine
-STEP_PARTS = ("wait_s", "fetch_s", "assemble_s", "proximal_s", "train_s", "publish_s", "commit_s", "checkpoint_s")
 
 
 class Observed(NamedTuple):

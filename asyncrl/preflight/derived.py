@@ -105,7 +105,7 @@ def _evaluation_findings(config: Config) -> list[Finding]:
             "evaluations",
             str(times),
             f"{prompts} x {evaluation.samples} samples, {how}, at most "
-            f"{evaluation.timeout_s:g} s each; a producer holds up to {held} beside its training",
+            f"{evaluation.timeout_s:g} s each; a producer holds up to {held} in addition to its training",
         )
     ]
 

@@ -51,7 +51,7 @@ def utilisation(data: RunData) -> str:
         Line("started again", [(0, 0)], "s4"),
     ]
     note = "the height of a column is the share of its time; what is empty was waiting, or not there"
-    return card("Who worked when", legend(keys) + lanes(rows, start=start, end=end), wide=True, note=note)
+    return card("Work over time", legend(keys) + lanes(rows, start=start, end=end), wide=True, note=note)
 
 
 def _learner_lane(data: RunData, start: float, end: float) -> Lane | None:

@@ -39,7 +39,7 @@ class AsyncClient:
     async def hello(
         self, fingerprint: str = "", role: str = "", run_id: str = "", *, evaluation_rows: int = 0
     ) -> wire.Welcome:
-        """Introduce this process; must be first. What the name held before is lost."""
+        """Introduce this process; must come first. Leases of an earlier process of this name are lost."""
         hello = wire.Hello(
             role or self.role, self.name, self._pid, self._host, run_id, fingerprint, evaluation_rows=evaluation_rows
         )
@@ -53,9 +53,9 @@ class AsyncClient:
         waiting_for: str = "",
         holds: Sequence[wire.Lease | wire.RewardItem] | None = None,
     ) -> tuple[tuple[int, int], ...]:
-        """This process is alive: its leases are renewed. `holds`: those it works on; others are lost after a while.
+        """Renew the leases of this process. `holds`: those it works on; others are lost after a while.
 
-        The answer: leases (group, token) whose samples nobody wants any more.
+        Returns leases (group, token) that this process should stop working on.
         """
         named = None if holds is None else tuple((held.group, held.token) for held in holds)
         beat = wire.Heartbeat(self.role, self.name, self._pid, self._host, waiting_for, dict(stats), named)

@@ -74,7 +74,7 @@ class LearnerClient:
         )
         registered: wire.Registered = self._ask(message, wait_s=15.0).message
         self.epoch, self._step = registered.epoch, step
-        self._places = PlaceReader.of(registered)
+        self._places = PlaceReader.open(registered)
         return registered
 
     def claim(self, *, step: int, version: int, wait_s: float) -> ClaimedBatch | wire.NotYet:

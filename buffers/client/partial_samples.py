@@ -1,7 +1,4 @@
-"""Pieces of samples under way, as producers see them: what they send of their own, what they get of others'.
-
-It packs and unpacks and decides nothing.
-"""
+"""Packs and unpacks partial samples: the pieces that a producer sends, and those of others that it continues."""
 
 from __future__ import annotations
 
@@ -38,11 +35,11 @@ class BegunSample(msgspec.Struct, frozen=True):
     digests: dict[int, str]
 
 
-#: What was begun of the samples of a lease, by (group, token).
+#: Partial samples of leases, by (group, token).
 BegunOf = Mapping[tuple[int, int], tuple[BegunSample, ...]]
 
 
-def packed(
+def pack_pieces(
     name: str, lease: wire.Lease, pieces: Sequence[PieceData], digests: Mapping[int, str]
 ) -> tuple[wire.Pieces, bytes]:
     """The message with some pieces of a leased group, and its payload."""
@@ -58,17 +55,17 @@ def packed(
     return wire.Pieces(name, lease.group, lease.token, heads, known, fields), payload
 
 
-def unpacked(answer: wire.Leases, payloads: Sequence[Buffer]) -> BegunOf:
-    """What was begun of the leases of an answer. Raises `WireError` where head and payload disagree."""
+def unpack_begun(answer: wire.Leases, payloads: Sequence[Buffer]) -> BegunOf:
+    """The partial samples in an answer. Raises `WireError` if head and payload disagree."""
     tokens = {lease.group: lease.token for lease in answer.leases}
     if len(payloads) != len(answer.begun) or any(head.group not in tokens for head in answer.begun):
-        raise WireError("wire.decode", f"{len(answer.begun)} samples were begun, {len(payloads)} payloads came")
+        raise WireError("wire.decode", f"{len(answer.begun)} partial samples, {len(payloads)} payloads")
     found: dict[tuple[int, int], tuple[BegunSample, ...]] = {}
     for head, payload in zip(answer.begun, payloads, strict=True):
         arrays = wire.unpack_arrays(head.fields, payload)
         response, logprobs = arrays.get("response"), arrays.get("logprobs")
         if response is None or logprobs is None or not len(response) == len(logprobs) == head.length:
-            raise WireError("wire.decode", f"what was begun of group {head.group} is not {head.length} tokens")
+            raise WireError("wire.decode", f"partial sample of group {head.group}: not {head.length} tokens")
         key = head.group, tokens[head.group]
         sample = BegunSample(head.index, response, logprobs, head.runs, head.digests)
         found[key] = (*found.get(key, ()), sample)

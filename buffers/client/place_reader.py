@@ -1,10 +1,10 @@
-"""Payloads of a claimed batch, read by place from the service's segment files.
+"""Reads the payloads of a claimed batch from the service's segment files, by place.
 
 Guarantees:
-1. the folder is the service's own: its file `nonce` holds what the service said at registration;
-2. bytes are copied and their checksum verified, so that a file written over later harms nobody;
-3. where a file does not agree, an error is raised and the client asks for frames.
-It decides nothing about which records live: the service keeps one until its step is in a durable checkpoint.
+1. the folder is the service's: its file `nonce` holds the text that the service sent at registration;
+2. bytes are copied and their checksum is verified, so a file that is overwritten later does no harm;
+3. a file that does not match raises an error, and the client asks for frames instead.
+The service keeps a record until its step is in a durable checkpoint.
 """
 
 from __future__ import annotations
@@ -23,24 +23,20 @@ from buffers.payloads.record_format import HEAD, same_folder, segment_path
 
 
 class PlaceReader:
-    """Reads the records of a batch from the service's segment files, on the service's host.
-
-    The service keeps a record until its step is in a durable checkpoint. Bytes are copied and verified, so that a file
-    that is written over later harms nobody.
-    """
+    """Reads the records of a batch on the service's host."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[int, int] = {}
 
     @classmethod
-    def of(cls, registered: wire.Registered) -> PlaceReader | None:
-        """A reader where the folder that the service names is the one seen here, else None."""
+    def open(cls, registered: wire.Registered) -> PlaceReader | None:
+        """A reader if this process sees the folder that the service names, else None."""
         folder = same_folder(registered.segments, registered.nonce)
         return None if folder is None else cls(folder)
 
     def fill(self, batch: wire.Batch) -> tuple[wire.Batch, list[Buffer]]:
-        """The batch with its records, and their payloads. Raises OSError or WireError where a file does not agree."""
+        """The batch with its records, and their payloads. Raises OSError or WireError if a file does not match."""
         headers: list[bytes] = []
         payloads: list[Buffer] = []
         # One allocation for the batch: numpy asks for huge pages, which spares most of the page faults.
@@ -65,7 +61,7 @@ class PlaceReader:
             self._files[place.segment] = os.open(segment_path(self._folder, place.segment), os.O_RDONLY)
         size = os.preadv(self._files[place.segment], [into], place.offset + HEAD.size)
         if size != into.nbytes or xxhash.xxh3_64_intdigest(into) != place.checksum:
-            raise WireError("wire.checksum", f"segment {place.segment} at {place.offset} does not agree")
+            raise WireError("wire.checksum", f"segment {place.segment} at {place.offset} does not match its checksum")
 
     def _forget(self, used: set[int]) -> None:
         for segment in [number for number in self._files if number not in used]:

@@ -1,12 +1,11 @@
-"""A producer's own payload files, on the host of the buffer: it writes a payload once and names its place.
+"""Writes a producer's payloads to files on the buffer's host, so that they cross no socket.
 
-The service
-verifies and validates what it reads there (`buffers.payloads.producer_files`), so that a payload crosses no socket.
-Guarantees:
-1. one writer per file, every file is new or this writer's own and freed by the service; records are only appended;
-2. a record is written whole before its place is named: a kill of either process loses nothing that was answered;
-3. what cannot be written (a full disk, a folder that has gone) is None: the payload travels as a frame instead;
-4. after `FAILURES` refusals in a row it gives up: the folder is not what it seemed.
+The producer writes a payload once and names its place; the service verifies and validates the bytes that it reads there
+(`buffers.payloads.producer_files`). Guarantees:
+1. a file has one writer and is new, or was freed by the service; records are only appended;
+2. a record is complete before its place is named: a kill of either process loses nothing that was answered;
+3. a payload that cannot be written (full disk, missing folder) travels as a frame instead;
+4. after `FAILURES` refusals in a row the writer stops: the folder is not usable.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FAILURES = 3
 
 
 class PlaceWriter:
-    """See the module. One per life of a producer; used on one thread."""
+    """One per life of a producer; used on one thread."""
 
     def __init__(self, folder: Path, *, file_bytes: int) -> None:
         self._folder = folder
@@ -36,8 +35,8 @@ class PlaceWriter:
         self._failures = 0
 
     @classmethod
-    def of(cls, welcome: Welcome) -> PlaceWriter | None:
-        """A writer where the folder that the service names is the one seen here, else None."""
+    def open(cls, welcome: Welcome) -> PlaceWriter | None:
+        """A writer if this process sees the folder that the service names, else None."""
         folder = same_folder(welcome.segments, welcome.nonce)
         return None if folder is None else cls(folder, file_bytes=welcome.segment_bytes)
 
@@ -70,7 +69,7 @@ class PlaceWriter:
         self._failures = 0
 
     def refused(self, place: Place) -> None:
-        """The service cannot read it: the next record goes to a new file. All that were under way count as one."""
+        """The service cannot read the record: use a new file. All records in flight count as one refusal."""
         if place.segment == self._number and self._file >= 0:
             self._give_up()
 
@@ -79,7 +78,7 @@ class PlaceWriter:
         self.close()
 
     def _begin(self) -> None:
-        """A new file, made of one that the service has freed where there is one: its pages need not be found anew."""
+        """Begin a new file; reuse one that the service has freed, because its pages are allocated."""
         self.close()
         number, self._allocated = self._number + 1, 0
         path = segment_path(self._folder, number)
@@ -92,7 +91,7 @@ class PlaceWriter:
         self._number, self._offset = number, 0
 
     def close(self) -> None:
-        """Close the file; the service frees it when nothing of it lives."""
+        """Close the file; the service frees it when none of its records is needed."""
         if self._file >= 0:
             os.close(self._file)
             self._full.append(self._number)

@@ -16,7 +16,7 @@ from asyncrl.net.keys import Keys
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import IntArray
 from buffers.client.connection import MAX_BYTES, AsyncClient
-from buffers.client.partial_samples import BegunSample, PieceData, packed, unpacked
+from buffers.client.partial_samples import BegunSample, PieceData, pack_pieces, unpack_begun
 from buffers.client.place_writer import PlaceWriter
 
 Rows = tuple[tuple[int, int], ...]
@@ -24,11 +24,11 @@ Turns = tuple[tuple[int, float], ...]
 
 
 class ProducerClient(AsyncClient):
-    """For producers: lease, submit, give back. A newer `lease` ends the wait of an older one. `begun`, by (group,
-    token), is what others began of the samples of a lease; who starts the lease takes it out.
+    """Leases groups, submits samples, returns leases. A newer `lease` ends the wait of an older one.
 
-    On the service's host payloads of `place_from` bytes and more (None: what the service says) are written to a file
-    that the service reads.
+    `begun` holds the partial samples of other producers by (group, token), until the lease is started. On the service's
+    host, payloads of at least `place_from` bytes (None: as the service says) are written to a file that the service
+    reads.
     """
 
     role = "producer"
@@ -45,10 +45,10 @@ class ProducerClient(AsyncClient):
     async def hello(
         self, fingerprint: str = "", role: str = "", run_id: str = "", *, evaluation_rows: int = 0
     ) -> wire.Welcome:
-        """Introduce this process; must be first. What the name held before is lost."""
+        """Introduce this process; must come first. Leases of an earlier process of this name are lost."""
         welcome = await super().hello(fingerprint, role, run_id, evaluation_rows=evaluation_rows)
         if self._writer is None:
-            self._writer = PlaceWriter.of(welcome)
+            self._writer = PlaceWriter.open(welcome)
         if self.place_from is None:
             self.place_from = welcome.place_bytes
         return welcome
@@ -62,7 +62,7 @@ class ProducerClient(AsyncClient):
     async def lease(self, *, engine_version: int, max_groups: int, wait_s: float) -> wire.Leases:
         """Groups to generate, maybe none; waits in the service up to `wait_s`.
 
-        Cancelled while it waits, the request is finished in the background and what it got is given back.
+        If the call is cancelled, the request is finished in the background and its leases are returned.
         """
         asked = asyncio.ensure_future(
             self._ask(wire.LeaseRequest(self.name, engine_version, max_groups, wait_s), wait_s=wait_s)
@@ -75,14 +75,14 @@ class ProducerClient(AsyncClient):
             orphan.add_done_callback(self._orphans.discard)
             raise
         leases: wire.Leases = packet.message
-        self.begun |= unpacked(leases, packet.payloads)
+        self.begun |= unpack_begun(leases, packet.payloads)
         return leases
 
     async def keep(
         self, lease: wire.Lease, pieces: Sequence[PieceData], digests: Mapping[int, str]
     ) -> wire.PiecesReply:
-        """Checkpoints of samples under way: should this process die, another goes on from there."""
-        message, payload = packed(self.name, lease, pieces, digests)
+        """Send pieces of unfinished samples: if this process dies, another producer continues them."""
+        message, payload = pack_pieces(self.name, lease, pieces, digests)
         reply: wire.PiecesReply = (await self._ask(message, (payload,))).message
         return reply
 
@@ -107,20 +107,20 @@ class ProducerClient(AsyncClient):
         turns: Mapping[int, Turns] | None = None,
         parts: Mapping[int, Mapping[str, float]] | None = None,
     ) -> wire.SamplesReply:
-        """Finished samples of a leased group. `digests`: version -> digest of the weights that the engine loaded.
+        """Submit finished samples of a leased group. `digests`: version -> digest of the weights in the engine.
 
-        `masks` (sample index -> u1 `[T]`) where some tokens were not sampled by the policy; `rows` and `turns` as in
-        `wire.SampleHead`; `parts` of `rewards` by name.
+        `masks` (sample index -> u1 `[T]`) are 0 at tokens that the policy did not sample; `rows` and `turns` are as in
+        `wire.SampleHead`; `parts` are the parts of `rewards` by name.
         """
         rows, turns = rows or {}, turns or {}
         arrays: dict[str, tuple[str, list[Any]]] = {
             "prompt": ("i4", [np.asarray(prompt_ids, wire.DTYPES["i4"])]),
-            "response": ("i4", _joined([sample.token_ids for sample in samples], "i4")),
-            "logprobs": ("f4", _joined([sample.logprobs for sample in samples], "f4")),
+            "response": ("i4", _concatenate([sample.token_ids for sample in samples], "i4")),
+            "logprobs": ("f4", _concatenate([sample.logprobs for sample in samples], "f4")),
         }
         if masks:
             ones = [masks.get(sample.index, np.ones(len(sample.token_ids), np.uint8)) for sample in samples]
-            arrays["mask"] = ("u1", _joined(ones, "u1"))
+            arrays["mask"] = ("u1", _concatenate(ones, "u1"))
         fields, payload = wire.pack_parts(arrays)
         heads = tuple(
             wire.SampleHead(
@@ -147,14 +147,16 @@ class ProducerClient(AsyncClient):
             parts={index: dict(named) for index, named in (parts or {}).items()},
         )
         if self._writer is not None and len(payload) >= (self.place_from or 0):
-            found = await self._by_place(self._writer, message, payload)
+            found = await self._submit_place(self._writer, message, payload)
             if found is not None:
                 return found
         reply: wire.SamplesReply = (await self._ask(message, (payload,))).message
         return reply
 
-    async def _by_place(self, writer: PlaceWriter, message: wire.Samples, payload: bytes) -> wire.SamplesReply | None:
-        """The answer to samples whose payload lies in a file; None where the service cannot read it there."""
+    async def _submit_place(
+        self, writer: PlaceWriter, message: wire.Samples, payload: bytes
+    ) -> wire.SamplesReply | None:
+        """Submit samples with their payload in a file; None if the service cannot read it."""
         place = writer.write(wire.encode_header(message), payload)
         if place is None:
             return None
@@ -170,12 +172,12 @@ class ProducerClient(AsyncClient):
         return reply
 
     async def give_back(self, leases: Sequence[wire.Lease], *, reason: str, dead: bool = False) -> None:
-        """Return leases; reason "stop" is no fault of the prompt. With `dead` the prompt is not tried again."""
+        """Return leases; with the reason "stop" the attempt does not count. With `dead` the prompt is not retried."""
         if leases:
             groups = tuple((lease.group, lease.token) for lease in leases)
             await self._ask(wire.LeaseReturn(self.name, groups, reason, dead))
 
 
-def _joined(parts: Sequence[Any], dtype: str) -> list[Any]:
-    """The arrays in a row, as they are sent."""
+def _concatenate(parts: Sequence[Any], dtype: str) -> list[Any]:
+    """One array, in the type in which it is sent."""
     return [np.concatenate(parts, dtype=wire.DTYPES[dtype], casting="unsafe")] if parts else []

@@ -25,7 +25,7 @@ class RewardTask(msgspec.Struct, frozen=True):
 
 
 class RewardClient(AsyncClient):
-    """For reward workers: work, scores."""
+    """Leases samples and submits scores."""
 
     role = "reward"
 
@@ -40,7 +40,7 @@ class RewardClient(AsyncClient):
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(address, name=name, keys=keys, max_bytes=max_bytes, timeout_s=timeout_s)
-        self.judge = judge  # for whom it scores
+        self.judge = judge  # judge that this worker scores for
 
     async def work(self, *, max_samples: int, wait_s: float) -> tuple[list[RewardTask], bool]:
         """Samples to score, and whether the run is complete."""
@@ -57,7 +57,7 @@ class RewardClient(AsyncClient):
     async def submit(
         self, scores: Sequence[wire.Score], failures: Sequence[wire.RewardFailure] = (), *, reward_version: str = ""
     ) -> wire.ScoresReply:
-        """Rewards, and failures with their reason."""
+        """Submit rewards, and failures with their reason."""
         reply: wire.ScoresReply = (
             await self._ask(wire.Scores(self.name, tuple(scores), tuple(failures), reward_version, self.judge))
         ).message

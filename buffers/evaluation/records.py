@@ -224,7 +224,7 @@ class PromptTable:
                 self.queue.remove((prompt.id, index, judge))
 
     def fail(self, prompt: Prompt, reason: str, detail: str = "") -> None:
-        """The prompt will not be scored; its holder is told to stop."""
+        """The prompt will not be scored; its holder is asked to stop."""
         self.cancel(prompt)
         with self.edit(prompt):
             self.free(prompt)

@@ -68,7 +68,7 @@ class PromptLeases:
         """The prompts that this producer generates next, maybe none. The same request again gets the same leases."""
         workers, now = self.leases.workers, self.table.tx.now
         worker = workers.find("producer", producer, now)
-        again, current = self.leases.granted(producer, request), self.table.meta.round
+        again, current = self.leases.find_granted(producer, request), self.table.meta.round
         if again or request <= worker.answered or current is None:
             return tuple(self._message(prompt) for prompt in again)
         if not current.step <= engine_version <= self.machine.table.meta.newest + 1:

@@ -1,4 +1,4 @@
-"""Why a claim waits, in one sentence: who holds the missing groups, and when that worker was last heard from."""
+"""Why a claim waits, in one sentence: the holders of the missing groups, and when they were last heard from."""
 
 from __future__ import annotations
 

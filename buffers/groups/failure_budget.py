@@ -10,7 +10,7 @@ Guarantees:
    the run (`filter.budget`), as do as many failed rewards (`reward.budget`) or groups whose environment failed at every
    attempt (`environment.budget`);
 4. all counts are persisted: a restart of the service grants no new budget. A run that ended by one of them starts with
-   a fresh one, because the user who starts it again has changed something.
+   a fresh one, because something was changed before it was started again.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ class GroupTable:
             self.tx.event("cancel", g=group.id, token=group.token, why=why)
 
     def end(self, group: Group, state: State, reason: str, detail: str = "", *, cancel: bool = True) -> None:
-        """Move a group to DROPPED or DEAD; with `cancel` its holder is told to stop."""
+        """Move a group to DROPPED or DEAD; with `cancel` its holder is asked to stop."""
         if cancel:
             self.cancel(group, reason)
         self._remove(group)

@@ -179,7 +179,7 @@ class ScoreQueue:
         if queue is not None:
             queue.pop(key[:2], None)
 
-    def granted(self, worker: str, request: int) -> list[Key]:
+    def find_granted(self, worker: str, request: int) -> list[Key]:
         """The samples that this request of the worker got before."""
         return [key for key in sorted(self.held.get(worker, ())) if self.leases[key].request == request]
 

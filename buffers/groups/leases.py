@@ -3,7 +3,7 @@
 Guarantees:
 1. a lost lease keeps the samples that arrived; only the missing ones are leased again, at most `max_reissue` times;
 2. the same request gets the same leases; an answer under an old token is refused;
-3. the holder of a lost lease is told to stop, at every heartbeat for a while;
+3. the holder of a lost lease is asked to stop, at every heartbeat for a while;
 4. a training group is leased only if (F) holds with it and, for a new prompt, (D) and the run's total allow it. It
    keeps the bound of its first lease, and its deadline while it holds samples; with none left it gets a new one;
 5. nothing is leased from an emptied store before a learner has registered: its ledger says which groups are trained;
@@ -30,7 +30,7 @@ from buffers.groups.workers import Worker, Workers
 
 #: Reasons of a return that are not the prompt's fault: the attempt does not count.
 GRACEFUL = frozenset({"stop", "stopping", "shutdown", "superseded"})
-#: Reasons of a loss that the holder may not know of: it is told if it returns.
+#: Reasons of a loss that the holder may not know of: it is asked to stop if it returns.
 UNKNOWN_TO_HOLDER = frozenset({"silent"})
 #: Prefix of the reasons of environments (`asyncrl.environment.EnvironmentFailure`).
 ENVIRONMENT = "environment."
@@ -104,7 +104,7 @@ class Leases:
         self.live = live
         self.outcome = outcome
 
-    def granted(self, producer: str, request: int) -> list[Any]:
+    def find_granted(self, producer: str, request: int) -> list[Any]:
         """The items that this request of the producer got before."""
         held = sorted(self.table.indexes.held.get(producer, ()))
         return [item for number in held if (item := self.table.get(number)).request == request]
@@ -217,7 +217,7 @@ class GroupLeases:
     def lease(self, producer: str, *, engine_version: int, max_groups: int, request: int) -> tuple[Lease, ...]:
         """The groups that this producer generates next, maybe none."""
         worker = self.workers.find("producer", producer, self.tx.now)
-        again = self.leases.granted(producer, request)
+        again = self.leases.find_granted(producer, request)
         if again or request <= worker.answered:
             return tuple(self._message(group) for group in again)
         if self.workers.is_barred(producer, engine_version, self.tx.now):

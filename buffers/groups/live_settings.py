@@ -90,7 +90,7 @@ class LiveSettings:
         return self._change(dict(self.tuning.past[number]), author=author, undo=True)
 
     def _change(self, values: dict[str, Any], *, author: str, undo: bool = False) -> tuple[int, Changed, str]:
-        before, after = self._in_force(self.tuning.values), self._in_force(values)
+        before, after = self._values_in_force(self.tuning.values), self._values_in_force(values)
         keys = sorted({*self.tuning.values, *values})
         changed = {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
         if not changed:
@@ -138,9 +138,9 @@ class LiveSettings:
 
     def tunable(self) -> dict[str, Any]:
         """Every setting that can be tuned, with its value in force."""
-        return self._in_force(self.tuning.values)
+        return self._values_in_force(self.tuning.values)
 
-    def _in_force(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _values_in_force(self, values: Mapping[str, Any]) -> dict[str, Any]:
         base = self.base
         depth = base.depth if base.depth_rule == "fixed" else base.depth_rule
         known = {
@@ -152,7 +152,7 @@ class LiveSettings:
 
     def _put_in_force(self) -> None:
         """Derive `current` and `plan` from the configuration and the overrides."""
-        base, tuning, values = self.base, self.tuning, self._in_force(self.tuning.values)
+        base, tuning, values = self.base, self.tuning, self._values_in_force(self.tuning.values)
         bound, depth = values["buffer.max_staleness"], values["buffer.pipeline_depth"]
         rule = depth if isinstance(depth, str) else "fixed"
         steps, total = base.steps or -(-base.total_groups // base.batch_groups), base.total_groups

@@ -163,7 +163,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     id: int
     state: int = State.LEASED
     attempt: int = 0
-    token: int = 0  # 0: nobody holds it
+    token: int = 0  # 0: it has no holder
     holder: str = ""
     pid: int = 0
     request: int = 0  # request number of the lease: a request sent again gets the same leases

@@ -53,7 +53,7 @@ class Schedule:
 
     @property
     def untouched(self) -> int:
-        """Groups that wait for another attempt and of which nothing has arrived."""
+        """Groups that wait for another attempt and have no samples yet."""
         order = self.table.indexes.pending_order
         return len(order) - bisect.bisect_left(order, (math.inf, -1))
 
@@ -93,7 +93,7 @@ class Schedule:
         return Group(meta.cursor, bound=self.bound, max_uses=settings.max_reuse)
 
     def _next_pending(self, engine_version: int, lag: int) -> Group | None:
-        """The first group that waits for another attempt and may have it. Groups of which nothing has arrived differ by
+        """The first group that waits for another attempt and may have it. Groups without samples differ by
         their bounds alone, so each bound is looked at once."""
         order, groups = self.table.indexes.pending_order, self.table.groups
         first = len(order) - self.untouched

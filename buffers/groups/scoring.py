@@ -130,7 +130,7 @@ class Scoring:
         """Samples for this worker, oldest first. The same request again gets the same samples."""
         worker = self.workers.find("reward", name, self.tx.now)
         worker.judge = judge
-        again = self.queue.granted(name, request)
+        again = self.queue.find_granted(name, request)
         if again or request <= worker.answered:
             return [self._item(key) for key in again]
         if not self.queue.count_waiting(judge):

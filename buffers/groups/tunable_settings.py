@@ -20,7 +20,7 @@ from asyncrl.errors import AsyncRLError
 
 ALGORITHM = "learner.algorithm."
 _BUFFER = ("max_staleness", "pipeline_depth", "on_late", "late_timeout_s", "batch_groups", "max_reuse")
-#: Short form -> dotted key of what can be changed; beside these everything under `learner.algorithm.`.
+#: Short form -> dotted key of the settings that can be changed, in addition to all of `learner.algorithm`.
 SHORT = {**{name: f"buffer.{name}" for name in _BUFFER}, "max_groups_in_flight": "producers.max_groups_in_flight"}
 KEPT_CHANGES = 256  # that can be undone
 

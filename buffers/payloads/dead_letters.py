@@ -1,8 +1,7 @@
-"""Dead letters: what was refused as poison, kept as it came, one file each, for `asyncrl trace`.
+"""Dead letters: messages that were refused as poison, one file each, for `asyncrl trace`.
 
-A file
-`g<group>-t<token>.frames` holds the length of the header frame (8 bytes, little endian), the header and the payload,
-byte for byte. Guarantees:
+A file `g<group>-t<token>.frames` holds the length of the header frame (8 bytes, little endian), the header and the
+payload, byte for byte. Guarantees:
 1. at most `KEEP` files of at most `LIMIT_BYTES` each: poison cannot fill the disk; the oldest are removed;
 2. a failure to write one never ends the service: the group is dead either way, its reason is in the store and the log.
 """
@@ -19,7 +18,7 @@ LIMIT_BYTES = 16 << 20
 
 
 class DeadLetters:
-    """The folder of dead letters; made at the first one."""
+    """The folder of dead letters; created at the first one."""
 
     def __init__(self, folder: Path, *, keep: int = KEEP) -> None:
         self._folder = folder
@@ -31,7 +30,7 @@ class DeadLetters:
         """Keep one message. A second one of the same lease replaces the first."""
         head, body = memoryview(header).cast("B"), memoryview(payload).cast("B")
         try:
-            files = self._known()
+            files = self._list_files()
             path = self._folder / f"g{group}-t{token}.frames"
             with path.open("wb") as file:
                 file.write(head.nbytes.to_bytes(8, "little"))
@@ -46,7 +45,7 @@ class DeadLetters:
             if self.failed == 1:
                 print(f"buffer: warning: a dead letter was not kept: {error}", flush=True)
 
-    def _known(self) -> deque[Path]:
+    def _list_files(self) -> deque[Path]:
         if self._files is None:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             found = sorted(self._folder.glob("g*-t*.frames"), key=lambda path: (path.stat().st_mtime, path.name))

@@ -94,7 +94,7 @@ def load(
             if found.length * 8 > room:
                 continue
             try:
-                fields, payload = _joined(found, segments)
+                fields, payload = _join_pieces(found, segments)
             except AsyncRLError:
                 damaged.update(found.pieces)
                 continue
@@ -104,7 +104,7 @@ def load(
     return tuple(heads), payloads, damaged
 
 
-def _joined(found: Underway, segments: Segments) -> tuple[tuple[wire.Field, ...], bytes]:
+def _join_pieces(found: Underway, segments: Segments) -> tuple[tuple[wire.Field, ...], bytes]:
     parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _WANTED}
     for record in found.pieces:
         header, payload = segments.read(record)

@@ -1,16 +1,15 @@
-"""Payload files that producers of this host write themselves, as the service sees them.
+"""Payload files that producers on this host write, as the service reads them.
 
-A producer appends records (`buffers.payloads.record_format`) to files of its own in the
-run's segment folder (`buffers.client.place_writer`) and names their places (`SamplesAt`). The number of such a file is
-`writer << 32 | index`: the writer is random and stands for one life of one producer, the index counts its files.
-Guarantees:
-1. nothing is believed: the path comes from the number, only plain files are opened, sizes are limited, and bytes are
-   copied before they are verified and validated (a mapping could be cut under its reader);
-2. what does not agree is `wire.place`, and nothing was changed: the producer sends the payload itself instead;
+A producer appends records (`buffers.payloads.record_format`) to its own files in the run's segment folder
+(`buffers.client.place_writer`) and names their places (`SamplesAt`). The number of such a file is `writer << 32 |
+index`: the writer is random and stands for one life of one producer, the index counts its files. Guarantees:
+1. nothing is trusted: the path follows from the number, only plain files are opened, sizes are limited, and bytes are
+   copied before they are verified and validated (a mapped file could be truncated during the read);
+2. a place that does not match is refused with `wire.place` and changes nothing: the producer sends the payload instead;
 3. fsync as for the service's own files: always = before the index, everysec = by `sync`, never;
-4. a file goes when its last live record was released and its writer has begun another, or writes no more (a new life of
-   that producer, silence, a restart of the service). A writer that lives gets some of its files back to write over.
-What a producer changes after its record was accepted is found by the checksum, as damage is.
+4. a file is removed when its last needed record was released and its writer uses another file, or writes no more (a new
+   life of that producer, silence, a restart of the service). A living writer gets some of its files back to overwrite.
+A change that a producer makes after its record was accepted is detected by the checksum.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ STRANGE_S = 60.0  # a younger file of an unknown writer may belong to one that i
 _NAME = re.compile(r"(\d{10,19})\.(seg|free)")
 
 
-def writer_of(segment: int) -> int:
-    """Which life of a producer writes that file; 0: the service."""
+def segment_writer(segment: int) -> int:
+    """The life of a producer that writes the file; 0: the service."""
     return segment // GUEST
 
 
@@ -46,7 +45,7 @@ def is_guest(segment: int) -> bool:
 
 
 class Guests:
-    """See the module. `live` are the records in such files that the index knows."""
+    """The files of producers. `live` are the records in them that the index knows."""
 
     def __init__(self, folder: Path, *, file_bytes: int, fsync: str, live: Iterable[Record] = ()) -> None:
         self._folder = folder
@@ -140,13 +139,13 @@ class Guests:
         self._settle(record.segment)
 
     def keep_only(self, producers: Collection[str]) -> None:
-        """Other producers write no more: what they wrote goes when nothing of it lives."""
+        """Other producers write no more: their files are removed when no record in them is needed."""
         for name in [name for name in self._writers if name not in producers]:
             self._leave(self._writers.pop(name))
 
     def _meet(self, producer: str, segment: int) -> None:
-        """Note who writes what. A writer that is new under a name ends the one before."""
-        writer = writer_of(segment)
+        """Record the writer of a file. A new writer under a name ends the one before."""
+        writer = segment_writer(segment)
         before = self._writers.get(producer)
         if before != writer:
             self._writers[producer] = writer
@@ -165,13 +164,13 @@ class Guests:
         if last:
             self._settle(last)
         for number, path in self._listed():
-            if writer_of(number) == writer and self._live[number] <= 0:
+            if segment_writer(number) == writer and self._live[number] <= 0:
                 self._remove(number, path)
 
     def _sweep(self, *, older_s: float) -> None:
-        """Files of writers that nobody knows, and that hold nothing that lives."""
+        """Remove files of unknown writers without needed records."""
         for number, path in self._listed():
-            if writer_of(number) not in self._newest and self._live[number] <= 0:
+            if segment_writer(number) not in self._newest and self._live[number] <= 0:
                 with suppress(FileNotFoundError):
                     if time.time() - path.stat().st_mtime > older_s:
                         self._remove(number, path)
@@ -183,8 +182,8 @@ class Guests:
                 yield int(found[1]), path
 
     def _settle(self, segment: int) -> None:
-        """Free the file where nothing lives in it and its writer has gone on."""
-        newest = self._newest.get(writer_of(segment))
+        """Free the file if no record in it is needed and its writer uses another."""
+        newest = self._newest.get(segment_writer(segment))
         if self._live[segment] > 0 or newest == segment:
             return
         path = segment_path(self._folder, segment)
@@ -209,7 +208,7 @@ class Guests:
             os.close(file)
 
     def close(self) -> None:
-        """Close the files; what lives stays, the rest goes."""
+        """Close the files and remove those without needed records."""
         for writer in list(self._newest):
             self._leave(writer)
         for file in self._files.values():

@@ -1,15 +1,14 @@
-"""Payloads on disk: append-only segment files, and a bounded cache of what was written last.
+"""Payloads on disk: append-only segment files, and a bounded cache of the newest records.
 
-Records have the form of `buffers.payloads.record_format`; those that producers of this host wrote into files of
-their own are `guests`, and are read and released here like the service's. Guarantees:
-1. `append` gives the place at once, `flush` writes all that was appended with one gathering write, before the index;
-2. a new file begins at `segment_bytes`; a file goes when its last live record was released;
-3. `read` verifies the checksum: damaged bytes raise `store.corrupt`, they are never handed out;
+Records have the form of `buffers.payloads.record_format`. Producers on this host write records into files of their own,
+the `guests`; they are read and released here, too. Guarantees:
+1. `append` returns the place at once; `flush` writes all appended records with one gathering write, before the index;
+2. a new file begins at `segment_bytes`; a file is removed when its last needed record was released;
+3. `read` verifies the checksum: damaged bytes raise `store.corrupt` and are never handed out;
 4. on open, records that the index does not know are cut off the last file, and the cut is reported;
-5. fsync as set: always = on every flush, everysec = by `sync`, never.
-Space is allocated ahead and a free file is written over instead of made anew (measured: a third of the CPU of
-appending);
-the segment number in a record tells it from what an earlier use of the file left.
+5. fsync as configured: always = on every flush, everysec = by `sync`, never. Space is allocated ahead, and a freed
+   file is overwritten instead of a new one being created (measured: a third of the CPU of appending). The segment
+   number in a record distinguishes it from the earlier content of the file.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from asyncrl.errors import AsyncRLError, Unavailable
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Buffer, Place
 from buffers.groups.records import Record
-from buffers.payloads.producer_files import Guests, is_guest, writer_of
+from buffers.payloads.producer_files import Guests, is_guest, segment_writer
 from buffers.payloads.record_format import (
     GUEST,
     GUEST_BYTES,
@@ -41,7 +40,7 @@ IOV_LIMIT = 512
 
 
 class Segments:
-    """See the module. `live` are the records that the index knows."""
+    """The segment files of a run. `live` are the records that the index knows."""
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class Segments:
         """The newest file of each writer may be torn by a loss of power; the rest of what it held is not needed."""
         newest: dict[int, int] = {}
         for record in live:
-            writer = writer_of(record.segment)
+            writer = segment_writer(record.segment)
             newest[writer] = max(newest.get(writer, 0), record.segment)
         sizes = {n: p.stat().st_size for n in {r.segment for r in live} if (p := self._path(n)).exists()}
         torn = [record for record in live if not self._whole(record, sizes)]
@@ -130,7 +129,7 @@ class Segments:
             self._folder, file_bytes=min(self._segment_bytes, GUEST_BYTES), fsync=self._fsync, live=live
         )
         self.damaged += torn
-        last = [record for record in live if record.segment == newest[writer_of(record.segment)]]
+        last = [record for record in live if record.segment == newest[segment_writer(record.segment)]]
         self.damaged += [record for record in last if record not in torn and not self._intact(record)]
 
     @staticmethod
@@ -154,8 +153,8 @@ class Segments:
             return False
         return True
 
-    def shown(self) -> tuple[str, str]:
-        """The folder, and the content of its file `nonce`: a learner that finds it there reads records by place."""
+    def location(self) -> tuple[str, str]:
+        """The folder, and the content of its file `nonce`: a learner that finds it reads records by place."""
         return str(self._folder.resolve()), self._nonce
 
     # ------------------------------------------------------------ write

@@ -1,10 +1,10 @@
-"""The time that the service was awake: a monotonic clock that nearly stands still while the service does.
+"""The time that the service was awake: a monotonic clock that nearly stops while the service does.
 
-Read by `buffers.service.service` at every drain and tick. Guarantees:
+Guarantees:
 1. between two readings at most `LONGEST_S` pass, however long it was really: a service that was stopped, or whose store
-   did not answer, has not listened meanwhile, so nobody was silent and nobody's patience is over;
-2. time passes nevertheless: a service that is only slow still ends leases and polls;
-3. who wants to tell wall time is told of every second that was left out.
+   did not answer, has not listened meanwhile, so no worker was silent and no deadline is over;
+2. time still passes: a service that is only slow ends leases and polls;
+3. every second that was left out is reported, so that wall time stays right.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LONGEST_S = 1.0  # the service looks at the clock five times a second
 
 
 class AwakeClock:
-    """Seconds. `left_out` hears of what a reading left out."""
+    """Seconds. `left_out` is called with the seconds that a reading left out."""
 
     def __init__(self, clock: Callable[[], float], left_out: Callable[[float], None]) -> None:
         self._clock = clock

@@ -87,7 +87,7 @@ def _done(tail: bytes, lines: bytes) -> int:
 
 
 def write_all(file: int, data: bytes) -> None:
-    """Append all of it: the kernel may take a part alone. Raises `disk.full` or `store.refused`: the service then ends
+    """Append the data; the kernel may write it in parts. Raises `disk.full` or `store.refused`: the service then ends
     and starts again."""
     rest = memoryview(data)
     try:

@@ -66,7 +66,7 @@ class LearnerRequests:
         failpoint("buffer.after_reconcile")
         if ask.step == 0 and is_evaluation_due(context.config, 0):
             context.evaluations.due(0, "")
-        folder, nonce = context.segments.shown()
+        folder, nonce = context.segments.location()
         registered = wire.Registered(epoch, run_id(context.config), machine.table.frontier, folder, nonce)
         context.answer(call, registered)
 

@@ -58,7 +58,7 @@ class Session:
         files: tuple[str, str, int, int] = ("", "", 0, 0)
         if hello.role == "producer":  # it may be on this host and write its samples into files of its own
             buffer = context.config.buffer
-            files = (*context.segments.shown(), min(buffer.segment_bytes, GUEST_BYTES), buffer.place_bytes)
+            files = (*context.segments.location(), min(buffer.segment_bytes, GUEST_BYTES), buffer.place_bytes)
         endpoints = {"weightsync": endpoint(context.config, "weightsync")}
         version = machine.table.meta.version
         welcome = wire.Welcome(mine, machine.service_epoch, self._sessions, version, endpoints, *files)

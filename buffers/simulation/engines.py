@@ -3,9 +3,8 @@
 Guarantees:
 1. every live sample gets a token per decode step, of `decode_s + decode_sample_s * live` seconds of work; `slots` are
    decoded at once, the others wait in the order of their leases;
-2. twice as many samples as slots are leased (`producers.rollout.capacity`); a request names the version that the
-   engine holds
-   when it is made; one that waits is made anew when the version changes, and after `POLL_S`;
+2. twice as many samples as slots are leased (`producers.rollout.capacity`); a request names the version that the engine
+   holds; one that waits is repeated when the version changes, and after `POLL_S`;
 3. a sample's oldest version is that of the engine when its first token is made.
 A sample ends when the engine's count of tokens per live sample has grown by its length: one number for all of them, so
 an event costs the logarithm of what is live.
@@ -74,15 +73,15 @@ class Engine:
         if self._asked:
             return
         self._looks += 1
-        groups = self._wanted()
+        groups = self._count_wanted()
         if groups > 0:
             self._asked = True
             self._ask(self.version, groups)
         else:
             mine = self._looks
-            self._clock.at(POLL_S, lambda: self.look() if self._looks == mine else None)
+            self._clock.schedule(POLL_S, lambda: self.look() if self._looks == mine else None)
 
-    def _wanted(self) -> int:
+    def _count_wanted(self) -> int:
         most = round(self._scenario.max_groups_in_flight * self._scenario.engines)
         if most:
             return max(0, most - len(self._open))
@@ -100,7 +99,7 @@ class Engine:
         if leases:
             self._advance()
             self._seat()
-        self._clock.at(self._plant.request_s, self.look)
+        self._clock.schedule(self._plant.request_s, self.look)
 
     # ------------------------------------------------------------ decoding
 
@@ -133,14 +132,14 @@ class Engine:
         if self._live and not self._still:
             mine = self._plan
             left = max(0.0, self._live[0][0] - self._made) * self._step_s
-            self._clock.after(left, lambda: self._end(mine))
+            self._clock.schedule_work(left, lambda: self._end(mine))
 
     def _demand(self, works: bool) -> None:
         cores = self._plant.producer_threads * self._scenario.engines
         self._clock.ask(cores if works else -cores)
 
     def _end(self, plan: int) -> None:
-        """The shortest of the live samples is done (and whoever ends with the same token)."""
+        """The shortest of the live samples is done, and all that end with the same token."""
         if plan != self._plan:
             return
         self._advance()
@@ -179,7 +178,7 @@ class Engine:
         self._advance()
         self._still += 1
         self._plan += 1
-        self._clock.at(self._plant.swap_s, lambda: self._swapped(version))
+        self._clock.schedule(self._plant.swap_s, lambda: self._swapped(version))
 
     def _swapped(self, version: int) -> None:
         self._advance()
@@ -190,4 +189,4 @@ class Engine:
         if first:
             self.look()
         elif self._asked:
-            self._ask(self.version, self._wanted())
+            self._ask(self.version, self._count_wanted())

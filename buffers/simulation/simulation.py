@@ -111,7 +111,7 @@ class Simulation:
         row = known[min(len(known) - 1, group * len(known) // total)]
         return row[index] if index < len(row) else row[self._rng.randrange(len(row))]
 
-    def _of_step(self, measured: tuple[float, ...], step: int) -> float:
+    def _measured_at(self, measured: tuple[float, ...], step: int) -> float:
         """What was measured at the same place of the run: the same for all scenarios, so that they can be compared."""
         return measured[min(len(measured) - 1, step * len(measured) // max(1, self.scenario.steps))]
 
@@ -121,7 +121,7 @@ class Simulation:
         """Look at everything that waits, once, after what happens now."""
         if not self._looking:
             self._looking = True
-            self.clock.at(0.0, self._look)
+            self.clock.schedule(0.0, self._look)
 
     def _look(self) -> None:
         self._looking = False
@@ -142,7 +142,7 @@ class Simulation:
         self._polls[name] = (version, groups, self.clock.now + 0.25, request, self.engines[number])
         self._room = True
         self._soon()
-        self.clock.at(0.25, lambda: self._overdue(name, request))
+        self.clock.schedule(0.25, lambda: self._overdue(name, request))
 
     def _overdue(self, name: str, request: int) -> None:
         poll = self._polls.get(name)
@@ -200,7 +200,7 @@ class Simulation:
             self._idle_rewards.append(name)
             self._soon()
 
-        self.clock.at(2 * self.plant.request_s + len(items) * self.plant.reward_s, done)
+        self.clock.schedule(2 * self.plant.request_s + len(items) * self.plant.reward_s, done)
 
     # ------------------------------------------------------------ the learner
 
@@ -213,7 +213,7 @@ class Simulation:
         """The clock of the service: late groups are given up by time alone."""
         if self._wait_since is not None and len(self.steps) == step:
             self._soon()
-            self.clock.at(TICK_S, lambda: self._tick(step))
+            self.clock.schedule(TICK_S, lambda: self._tick(step))
 
     def _look_at_claim(self) -> None:
         step = len(self.steps) + 1
@@ -228,21 +228,21 @@ class Simulation:
         lags = [step - 1 - min(sample.oldest for sample in group.samples.values()) for group in members]
         self.steps.append(Step(asked, self.clock.now, 0.0, tokens, lags))
         plant = self.plant
-        noise = self._of_step(plant.train_noise, step - 1)
+        noise = self._measured_at(plant.train_noise, step - 1)
         train = (plant.train_s + plant.train_token_s * tokens / self.scenario.learner_speed) * noise
         self.clock.ask(plant.learner_threads)
-        self.clock.after(plant.fetch_s + train + plant.publish_s, lambda: self._publish(step))
+        self.clock.schedule_work(plant.fetch_s + train + plant.publish_s, lambda: self._publish(step))
 
     def _publish(self, step: int) -> None:
         self.clock.ask(-self.plant.learner_threads)
         self._send(step)
-        self.clock.at(self.plant.commit_s, lambda: self._commit(step))
+        self.clock.schedule(self.plant.commit_s, lambda: self._commit(step))
 
     def _send(self, version: int) -> None:
         """A round to every engine."""
-        delay = self._of_step(self.plant.sync_s, version) * self.scenario.sync_factor
+        delay = self._measured_at(self.plant.sync_s, version) * self.scenario.sync_factor
         for engine in self.engines:
-            self.clock.at(delay, lambda engine=engine: engine.swap(version))  # type: ignore[misc]
+            self.clock.schedule(delay, lambda engine=engine: engine.swap(version))  # type: ignore[misc]
 
     def _commit(self, step: int) -> None:
         now = self.clock.now
@@ -255,9 +255,9 @@ class Simulation:
         every = self.scenario.checkpoint_every
         pause = self.plant.checkpoint_s if every and step % every == 0 else 0.0
         if step < self.scenario.steps:
-            self.clock.at(pause, self._claim)
+            self.clock.schedule(pause, self._claim)
 
-    # ------------------------------------------------------------ all of it
+    # ------------------------------------------------------------ the run
 
     def run(self) -> Forecast:
         """Play it to its last step."""

@@ -1,9 +1,9 @@
 """A Redis (or Valkey) server of the run's own: unix socket in the run folder, no port, append-only file.
 
 Guarantees:
-1. nobody but the owner reaches it: no TCP port, socket mode 0600 in a 0700 folder; without a password nothing is
-   answered, and the service's own allows the commands of its two scripts on the keys of asyncrl, nothing else. The
-   owner of the folder has a user `admin`, for looking at it (its password: `redis.admin`);
+1. only the owner can connect: no TCP port, socket mode 0600 in a 0700 folder, no answer without a password. The
+   service's user may run the commands of its two scripts on the keys of asyncrl, nothing else. The owner of the folder
+   has a user `admin` for inspection (its password: `redis.admin`);
 2. it dies with the process that started it, also when that one is killed (Linux);
 3. what it answered is in its append-only file: a kill loses nothing, a loss of power what `fsync` says;
 4. it answers within 10 s of `start`, or the end of its log is the error;
@@ -34,7 +34,7 @@ from buffers.stores.keys import PREFIX
 READY_S = 10.0
 VERSION_S = 5.0
 USER, ADMIN = "asyncrl", "admin"
-#: What the store asks, and what its scripts call: a script may do no more than who runs it.
+#: The commands of the store and of its scripts: a script may do no more than the user that runs it.
 COMMANDS = ("ping", "evalsha", "script|load", "hget", "hset", "hdel", "hgetall", "del")
 PR_SET_PDEATHSIG = 1
 
@@ -92,8 +92,8 @@ class PrivateServer:
     def _write_users(self) -> None:
         allowed = " ".join(f"+{command}" for command in COMMANDS)
         lines = (
-            # Nobody can be this one, and it must be allowed everything: the append-only file is read in its name, and
-            # what it may not do there is left out without an error (seen with 7.0).
+            # No client can log in as this user, and it must be allowed everything: the append-only file is loaded in
+            # its name, and commands that it may not run are skipped without an error (seen with 7.0).
             "user default off resetpass allchannels allkeys +@all",
             f"user {USER} on #{_digest(self._password)} resetchannels resetkeys ~{PREFIX}* -@all {allowed}",
             f"user {ADMIN} on #{_digest(self._admin)} allchannels allkeys +@all",

@@ -1,8 +1,7 @@
 """The Redis store: the only code that talks to Redis. Rows in one hash, written by one script per drain.
 
-Two scripts (`open.lua`, `apply.lua`) do all writing; each is one atomic step that checks the
-epoch.
-Guarantees beside those of `buffers.stores.base`:
+Two scripts (`open.lua`, `apply.lua`) do all writing; each is one atomic step that checks the epoch.
+Guarantees in addition to those of `buffers.stores.base`:
 1. a write whose answer was lost is sent again: the sequence number makes that harmless, so retries are safe;
 2. an outage is waited out with backoff for `redis_max_outage_s`, then `store.unreachable` ends the service (exit code
    69);
@@ -146,7 +145,7 @@ class RedisStore:
             pause = min(2.0, pause * 2)
 
     def sync(self) -> None:
-        """A server at a URL does it as it is set up (appendfsync); a private one is told."""
+        """Flush a private server to disk; a server at a URL follows its own appendfsync."""
         if self._server is not None:
             self._server.sync()
 

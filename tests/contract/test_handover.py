@@ -288,11 +288,11 @@ def test_another_folder_gets_frames(make: base.Make, tmp_path: Path) -> None:
     service = make().start()
     folder = str(service.run.segments.resolve())
     welcome = wire.Welcome("r", 1, 1, 0, {}, folder, (service.run.segments / NONCE).read_text(), 4096)
-    assert PlaceWriter.of(welcome) is not None
+    assert PlaceWriter.open(welcome) is not None
     elsewhere = shutil.copytree(service.run.segments, tmp_path / "mounted")
     (elsewhere / NONCE).write_text("0" * 32)
     for segments, nonce in ((str(elsewhere), welcome.nonce), ("", ""), (folder, ""), ("/nonexistent", "x")):
-        assert PlaceWriter.of(wire.Welcome("r", 1, 1, 0, {}, segments, nonce, 4096)) is None
+        assert PlaceWriter.open(wire.Welcome("r", 1, 1, 0, {}, segments, nonce, 4096)) is None
 
     async def work() -> None:
         producer = base.Producer(service.address)

@@ -45,7 +45,7 @@ def test_the_command_makes_both_files_and_never_writes_over_one(tmp_path: Path) 
     for secret in (server.server_secret, server.owner_secret, server.join_secret, server.run_key):
         assert secret not in done.stdout + done.stderr
     again = warm.run(words, timeout=60, capture_output=True, text=True)
-    assert again.returncode == 2 and "not written over" in again.stderr and "->" in again.stderr
+    assert again.returncode == 2 and "never overwritten" in again.stderr and "->" in again.stderr
     assert (folder / "server.key").read_bytes() == held
 
 

@@ -15,7 +15,7 @@ from sim_net import Ask, Process, Task
 from asyncrl import wire
 from asyncrl.errors import Unavailable, WireError
 from asyncrl.versions import Runs, joined_runs
-from buffers.client.partial_samples import PieceData, packed, unpacked
+from buffers.client.partial_samples import PieceData, pack_pieces, unpack_begun
 
 if TYPE_CHECKING:
     from sim_world import World
@@ -181,7 +181,7 @@ class Producer:
 
     def take_over(self, lease: wire.Lease, packet: Any) -> None:
         """What other producers began of this lease; now and then it is left alone."""
-        for one in unpacked(packet.message, packet.payloads).get((lease.group, lease.token), ()):
+        for one in unpack_begun(packet.message, packet.payloads).get((lease.group, lease.token), ()):
             tokens = tuple(one.token_ids.tolist())
             if (lease.group, one.index, tokens) not in self.world.sent_pieces:
                 self.world.fail("content", f"nobody began sample {lease.group}:{one.index} with {tokens}")
@@ -205,7 +205,7 @@ class Producer:
                 start = len(there.tokens)
                 pieces.append(PieceData(index, start, np.array([token], np.int32), np.array([-0.5], np.float32), run))
         if pieces:
-            message, payload = packed(self.process.name, lease, pieces, {self.version: self.digest})
+            message, payload = pack_pieces(self.process.name, lease, pieces, {self.version: self.digest})
             yield from patiently(lambda: Ask(message, (payload,)))
 
     def send(self, message: wire.Samples, payload: bytes) -> Any:

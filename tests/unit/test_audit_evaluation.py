@@ -96,7 +96,7 @@ def test_a_good_log() -> None:
         (changed(3, reward=0.0), "val-core/a/reward/mean@2"),
         (changed(3, answer="y"), "val-core/a/reward/maj@2/mean"),
         (changed(-1, evaluation_prompts=3), "3 prompts are not 2 scored"),
-        (changed(-1, evaluation_prompts=1, evaluation_scored=1), "told 1 scored prompts, the log has 2"),
+        (changed(-1, evaluation_prompts=1, evaluation_scored=1), "reported 1 scored prompts, the log has 2"),
         (changed(-1, **{"val-core/a/acc/pass@2/mean": 0.5}), "val-core/a/acc/pass@2/mean"),
         (changed(-1, round=5), "had never begun"),
         (evaluation()[:-1], "that of step 2 has no ending"),

@@ -332,7 +332,7 @@ def pieces(*parts: tuple[int, int, int], version: int = 3, **arrays: Any) -> tup
     ]
     if arrays:
         data = [begun.PieceData(0, 0, arrays["tokens"], arrays["logprobs"], ((version, len(arrays["tokens"])),))]
-    return begun.packed("p", wire.Lease(7, 2, 0, (0, 1), 9, 4), data, {version: f"d{version}", 99: "unused"})
+    return begun.pack_pieces("p", wire.Lease(7, 2, 0, (0, 1), 9, 4), data, {version: f"d{version}", 99: "unused"})
 
 
 def verdict(head: wire.Pieces, payload: bytes) -> str:
@@ -373,7 +373,7 @@ def test_bytes_come_back_joined_and_what_does_not_fit_or_is_damaged_is_left_out(
     segments.flush()
     heads, payloads, damaged = checkpoints.load([lease], book.groups, segments, max_bytes=1 << 20)
     assert not damaged
-    found = begun.unpacked(wire.Leases((lease,), 0, begun=heads), payloads)[lease.group, lease.token]
+    found = begun.unpack_begun(wire.Leases((lease,), 0, begun=heads), payloads)[lease.group, lease.token]
     assert [(one.index, one.runs, one.digests) for one in found] == [
         (0, ((0, 7),), {0: "d0"}),
         (1, ((0, 7),), {0: "d0"}),
@@ -396,7 +396,7 @@ def test_an_answer_whose_parts_disagree_is_refused() -> None:
     lease = wire.Lease(7, 2, 0, (0, 1), 9, 4)
     fields, payload = wire.pack_arrays({"response": np.zeros(4, np.int32), "logprobs": np.zeros(4, np.float32)})
     head = wire.Begun(7, 0, 4, ((0, 4),), {}, fields)
-    assert len(begun.unpacked(wire.Leases((lease,), 0, begun=(head,)), [payload])[7, 2]) == 1
+    assert len(begun.unpack_begun(wire.Leases((lease,), 0, begun=(head,)), [payload])[7, 2]) == 1
     for heads, payloads in (
         ((head,), []),
         ((), [payload]),
@@ -405,7 +405,7 @@ def test_an_answer_whose_parts_disagree_is_refused() -> None:
         ((wire.Begun(7, 0, 4, ((0, 4),), {}, fields[:1]),), [payload]),
     ):
         with pytest.raises(WireError):
-            begun.unpacked(wire.Leases((lease,), 0, begun=heads), payloads)
+            begun.unpack_begun(wire.Leases((lease,), 0, begun=heads), payloads)
 
 
 def test_runs_are_joined_and_cut() -> None:

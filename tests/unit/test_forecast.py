@@ -37,13 +37,13 @@ SWIFT = Plant(0.001, 0.0, 0.01, 0.0, EVEN, sync_s=(0.001,), request_s=0.0001)
 def test_work_shares_cores_and_waiting_does_not() -> None:
     clock, seen = Clock(cores=2.0), list[tuple[str, float]]()
     clock.ask(3.0)  # three that want a core each, of two
-    clock.after(1.0, lambda: seen.append(("work", round(clock.now, 6))))
-    clock.at(1.2, lambda: seen.append(("wait", round(clock.now, 6))))
+    clock.schedule_work(1.0, lambda: seen.append(("work", round(clock.now, 6))))
+    clock.schedule(1.2, lambda: seen.append(("wait", round(clock.now, 6))))
     while clock.step():
         pass
     assert seen == [("wait", 1.2), ("work", 1.5)]
     clock.ask(-1.0)
-    clock.after(1.0, lambda: seen.append(("alone", round(clock.now, 6))))
+    clock.schedule_work(1.0, lambda: seen.append(("alone", round(clock.now, 6))))
     assert clock.step() and not clock.step() and seen[-1] == ("alone", 2.5)
 
 

@@ -61,7 +61,7 @@ SPEAK = {
     "scores_are_late": (view(queue={"leased": 1, "unscored": 9}), "9 of 10 groups under way wait for scores"),
     "engine_and_learner_differ": (view(lines=steps(**{"lag/0/logprob_gap_mean": 0.2})), "differ by 0.2 nats"),
     "memory_is_short": (
-        view(producers=(row(stats={"preempted_samples": 5.0, "kv_used": 0.97}),)), "thrown out 5 samples",
+        view(producers=(row(stats={"preempted_samples": 5.0, "kv_used": 0.97}),)), "preempted 5 samples",
     ),
     "the_learner_waits": (view(learner=Learner(waiting=0.41)), "waits 41% of the time: add producers (1 now)"),
     "the_pipeline_is_shallow": (

@@ -34,7 +34,7 @@ def made(*settings: str, reward: str = REWARD) -> config.Config:
         (["learner.optim.name=muon"], "learner.optim.name = 'muon', which is for whole matrices"),
         (["learner.compile=true"], "with learner.compile is not supported"),
         (["learner.lora.publish=adapter", "producers.engine=vllm"], "engine 'vllm' takes whole weights alone"),
-        (["learner.lora.publish=adapter", "weightsync.in_place=true"], "an adapter needs its base beside it"),
+        (["learner.lora.publish=adapter", "weightsync.in_place=true"], "an adapter needs a second copy"),
         (["learner.lora.alpha=0"], "learner.lora.alpha"),
         (["learner.lora.dropout=1.0"], "learner.lora.dropout"),
     ],

@@ -69,7 +69,7 @@ def test_report_is_whole_and_self_contained(tmp_path: Path) -> None:
     for title in (
         "Reward",
         "Staleness by step",
-        "Who worked when",
+        "Work over time",
         "Queue",
         "Weight sync",
         "Ledger",

@@ -85,7 +85,7 @@ def test_every_chapter_has_an_entry(made: tuple[RunDir, str]) -> None:
 
 def test_a_lane_per_process_and_marks_of_its_ends(made: tuple[RunDir, str]) -> None:
     _, text = made
-    lanes = text[text.index("Who worked when") : text.index("Queue</h3>")]
+    lanes = text[text.index("Work over time") : text.index("Queue</h3>")]
     assert set(re.findall(r'<text class="tick end"[^>]*>([^<]+)<', lanes)) == {
         "learner",
         "producer-0",

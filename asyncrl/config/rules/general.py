@@ -38,7 +38,7 @@ def _time_problems(config: Config) -> Iterator[Conflict]:
         yield (
             "config.conflict",
             f"run.silent_timeout_s = {run.silent_timeout_s:g} is below 2 * log.heartbeat_s = "
-            f"{twice:g}: everybody would be called silent",
+            f"{twice:g}: every process would be called silent",
             ("run", "silent_timeout_s"),
         )
 

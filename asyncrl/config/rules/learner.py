@@ -202,7 +202,7 @@ def _lora_problems(config: Config) -> Iterator[Conflict]:
         if config.producers.engine in TAKE_WHOLE:
             yield code, f"{what}: engine {config.producers.engine!r} takes whole weights alone: use auto", place
         if config.weightsync.in_place:
-            yield code, f"{what} with weightsync.in_place: an adapter needs its base beside it: use auto", place
+            yield code, f"{what} with weightsync.in_place: an adapter needs a second copy, its base: use auto", place
 
 
 def _profile_problems(config: Config) -> Iterator[Conflict]:

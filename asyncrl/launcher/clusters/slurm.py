@@ -147,7 +147,7 @@ def _learner(config: Config, site: Site) -> str:
         "code=0; wait $LEARNER || code=$?",
         "# A trap ends `wait` early: wait for the end itself.",
         "while kill -0 $LEARNER 2>/dev/null; do code=0; wait $LEARNER || code=$?; done",
-        "# The run is complete: nobody has work left.",
+        "# The run is complete: no job has work left.",
         'if [ "$code" = 0 ] && [ -n "${OTHERS:-}" ] && ' + _complete(config) + "; then scancel $OTHERS; fi",
         "exit $code",
     ]
