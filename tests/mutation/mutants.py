@@ -108,7 +108,7 @@ MUTANTS = (
         LOSSES,
     ),
     Mutant(
-        "loss.local_lengths",
+        "loss.ranks_ignored",
         "learners/algorithms/aggregation.py",
         "return values.sum() * ranks / _denominator",
         "return values.sum() / _denominator",
@@ -122,17 +122,17 @@ MUTANTS = (
         ESTIMATES,
     ),
     Mutant(
-        "gae.length_adaptive_sign",
+        "gae.adaptive_lambda_sign",
         "learners/algorithms/gae.py",
         "(1 - 1 / (alpha * lengths.clamp(min=1))).clamp(0, 1)",
         "(1 / (alpha * lengths.clamp(min=1))).clamp(0, 1)",
         ("tests/unit/test_gae.py", "tests/unit/test_reference_cases.py"),
     ),
     Mutant(
-        "correction.mask_forgotten",
+        "correction.ratio_not_clamped",
         "learners/algorithms/corrections.py",
         "return (masked(new, mask) - masked(old, mask)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)",
-        "return (new - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)",
+        "return masked(new, mask) - masked(old, mask)",
         ("tests/unit/test_corrections.py", *LOSSES),
     ),
     Mutant(
@@ -154,14 +154,14 @@ MUTANTS = (
         "learners/checkpoints/checkpoint.py",
         "            if _entry(folder / name) != entry:",
         "            if not (folder / name).exists():",
-        ("tests/unit/test_checkpoints.py",),
+        ("tests/unit/test_export.py",),
     ),
     Mutant(
         "checkpoint.fence_skipped",
         "learners/checkpoints/checkpoint.py",
         "    fence()\n    if target.exists()",
         "    if target.exists()",
-        ("tests/unit/test_checkpoints.py", "tests/unit/test_asynchronous_checkpoints.py"),
+        ("tests/unit/test_asynchronous_checkpoints.py",),
     ),
     Mutant(
         "segments.checksum_ignored",
