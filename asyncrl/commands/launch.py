@@ -81,7 +81,7 @@ def _add_demo(commands: Commands) -> None:
     one.add_argument(
         "--task", choices=("running_sum", "add"), default="running_sum", help="what it learns (default: running_sum)"
     )
-    one.add_argument("--resume", action="store_true", help="go on with the last demo instead of starting anew")
+    one.add_argument("--resume", action="store_true", help="resume the last demo instead of starting a new one")
     one.add_argument("--prepare-only", action="store_true", help="make the model and the prompts, start nothing")
     add_set(one)
     add_output(one)
