@@ -49,7 +49,7 @@ def add(commands: Commands) -> None:
     one = command(
         commands,
         "diff",
-        "compare two configurations by what they come to; exit code 1 where they differ",
+        "compare two resolved configurations; exit code 1 if they differ",
         example="asyncrl diff my.toml runs/my",
     )
     one.add_argument("left", metavar="A", type=Path, help="a TOML file, or the folder of a run")

@@ -75,13 +75,13 @@ def _add_demo(commands: Commands) -> None:
     one = command(
         commands,
         "demo",
-        "train a tiny model here, on the CPU, and check what was promised",
+        "train a tiny model on this CPU and check the guarantees",
         example="asyncrl demo --task add --set buffer.max_staleness=0",
     )
     one.add_argument(
-        "--task", choices=("running_sum", "add"), default="running_sum", help="what it learns (default: running_sum)"
+        "--task", choices=("running_sum", "add"), default="running_sum", help="task of the demo (default: running_sum)"
     )
-    one.add_argument("--resume", action="store_true", help="go on with the last demo instead of starting anew")
+    one.add_argument("--resume", action="store_true", help="resume the last demo instead of starting a new one")
     one.add_argument("--prepare-only", action="store_true", help="make the model and the prompts, start nothing")
     add_set(one)
     add_output(one)

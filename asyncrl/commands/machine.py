@@ -51,10 +51,10 @@ DOCTOR_EXAMPLES = """examples:
 
 
 def add_doctor(commands: Commands) -> None:
-    one = command(
-        commands, "doctor", "what this machine can run, what is wrong with it, and what to do", epilog=DOCTOR_EXAMPLES
+    one = command(commands, "doctor", "check this machine: capabilities, problems and remedies", epilog=DOCTOR_EXAMPLES)
+    one.add_argument(
+        "--only", action="append", default=[], metavar="PROBE", help="run only this probe; may be repeated"
     )
-    one.add_argument("--only", action="append", default=[], metavar="PROBE", help="this probe alone; may be repeated")
     one.add_argument("--json", action="store_true", help="all findings as JSON")
     one.add_argument(
         "--limit", type=seconds(1, 3600), default=90.0, metavar="S", help="seconds for one probe (default: 90)"

@@ -89,7 +89,7 @@ TOP_EXAMPLES = """examples:
 
 
 def add_top(commands: Commands) -> None:
-    one = command(commands, "top", "watch a run: queue, lag, who waits, what to do", epilog=TOP_EXAMPLES)
+    one = command(commands, "top", "watch a run: queue, lag, waiting processes, advice", epilog=TOP_EXAMPLES)
     one.add_argument("folder", metavar="RUN", nargs="?", type=Path, help="folder of the run, running or not")
     one.add_argument("--connect", default="", metavar="URL", help="address of the buffer, instead of a folder")
     one.add_argument("--key", default="", metavar="FILE", help="key file")

@@ -34,7 +34,7 @@ def add(commands: Commands) -> None:
         help="a number that was not measured, or another one; may be repeated",
     )
     one.add_argument(
-        "--gpus", type=_numbers, default=(), metavar="N[,N...]", help="also: the best division of so many devices"
+        "--gpus", type=_numbers, default=(), metavar="N[,N...]", help="also print the best division of N devices"
     )
     one.add_argument(
         "--fixed-batch",

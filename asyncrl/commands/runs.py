@@ -14,10 +14,10 @@ REPLAY_EXAMPLES = """examples:
 """
 RESCORE_EXAMPLES = """examples:
   asyncrl rescore runs/my --reward new_rewards:strict       what would another function have changed?
-  asyncrl rescore runs/my                                   the run's own functions, as they are now
+  asyncrl rescore runs/my                                   the run's own functions, in their current state
   asyncrl rescore runs/my --judge style --reward new_rewards:style     in place of one judge; the others' parts stay
 
-It works on a run that goes on: what is archived so far is scored.
+It also works during a run: it scores the samples archived so far.
 """
 
 
@@ -40,7 +40,7 @@ def _add_trace(commands: Commands) -> None:
     one = command(
         commands,
         "trace",
-        "one group's story: who made it, when, with which weights, what became of it",
+        "history of one group: leases, weight versions, scores, result",
         example="asyncrl trace runs/my 317",
     )
     add_folder(one)
@@ -78,7 +78,7 @@ def _add_rescore(commands: Commands) -> None:
         help="only the part of this judge (`default`: of the "
         "rewards that name none); the others' parts stay as recorded",
     )
-    one.add_argument("--out", type=Path, metavar="FILE", help="where the scores go (default: RUN-scores.jsonl)")
+    one.add_argument("--out", type=Path, metavar="FILE", help="file of the scores (default: RUN-scores.jsonl)")
     one.add_argument("--json", action="store_true", help="the report, as JSON")
     one.set_defaults(run=_rescore)
 
@@ -102,14 +102,14 @@ def _add_replay(commands: Commands) -> None:
     one.add_argument("--to", dest="end", type=int, metavar="STEP", help="last step (default: the last committed one)")
     add_set(one)
     one.add_argument("--rewards", type=Path, metavar="FILE", help="train on the scores that `asyncrl rescore` wrote")
-    one.add_argument("--out", type=Path, metavar="DIR", help="where the results go (default: RUN-replay)")
+    one.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: RUN-replay)")
     one.add_argument("--json", action="store_true", help="the comparison, as JSON")
     one.set_defaults(run=_replay)
 
     one = command(
         commands,
         "fork",
-        "make a run of its own that goes on from a checkpoint of another",
+        "create a new run that continues from a checkpoint of another run",
         example="asyncrl fork runs/my runs/my-2 --step 40 --set learner.optim.lr=1e-5",
     )
     add_folder(one)

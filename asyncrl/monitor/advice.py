@@ -39,7 +39,7 @@ def the_run_is_complete(s: Snapshot) -> str:
 
 
 def the_buffer_ends_the_run(s: Snapshot) -> str:
-    """The buffer has given the run up."""
+    """The buffer has ended the run."""
     return f"the buffer ends the run: {s.fault}" if s.fault else ""
 
 
@@ -61,7 +61,7 @@ def a_process_is_stopped(s: Snapshot) -> str:
 
 
 def a_process_is_silent(s: Snapshot) -> str:
-    """A process gives no sign of life for longer than run.silent_timeout_s."""
+    """A process is silent for longer than run.silent_timeout_s."""
     if s.ended or s.silent:
         return ""
     quiet = [one for one in (*s.producers, *s.rewards) if one.seen_s >= s.silent_timeout_s and one.state != "ended"]
@@ -78,7 +78,7 @@ def checkpoints_fail(s: Snapshot) -> str:
 
 
 def a_process_keeps_ending(s: Snapshot) -> str:
-    """The same process has ended with an error three times lately."""
+    """A process has recently ended with an error three times."""
     exits = [event for event in s.troubles if event.what == "exit"]
     for name in sorted({event.text.split(" ")[0] for event in exits}):
         mine = [event for event in exits if event.text.split(" ")[0] == name]
@@ -88,14 +88,14 @@ def a_process_keeps_ending(s: Snapshot) -> str:
 
 
 def nobody_generates(s: Snapshot) -> str:
-    """No producer is there."""
+    """No producer is connected."""
     if s.ended or not s.live or s.producers:
         return ""
     return "no producer is there: asyncrl launch producers CONFIG.toml --connect URL, from any machine"
 
 
 def nobody_scores(s: Snapshot) -> str:
-    """Samples wait for scores and no reward worker is there."""
+    """Samples wait for scores, and no reward worker is connected."""
     waiting = s.queue.get("unscored", 0)
     if s.ended or not s.live or s.rewards or not waiting:
         return ""
@@ -103,7 +103,7 @@ def nobody_scores(s: Snapshot) -> str:
 
 
 def weights_do_not_arrive(s: Snapshot) -> str:
-    """A generator does not get its weights."""
+    """A generator does not receive its weights."""
     for name, member in sorted(s.members.items()):
         reason = member.why or member.said
         behind = s.version - member.version
@@ -131,7 +131,7 @@ def rewards_fail(s: Snapshot) -> str:
 
 
 def a_judge_is_missing(s: Snapshot) -> str:
-    """Samples wait for a judge none of whose workers is there."""
+    """Samples wait for a judge without a connected worker."""
     for one in s.judges:
         if not s.ended and one.waiting and not one.workers:
             return f"{one.waiting} samples wait for judge {one.judge} and none of its workers is there: start one"
@@ -139,7 +139,7 @@ def a_judge_is_missing(s: Snapshot) -> str:
 
 
 def scores_are_late(s: Snapshot) -> str:
-    """More than half of the work under way waits for scores."""
+    """More than half of the groups in flight wait for scores."""
     waiting = s.queue.get("unscored", 0)
     if s.ended or not s.rewards or waiting <= max(1, s.outstanding / 2):
         return ""
@@ -168,7 +168,7 @@ def the_learner_waits(s: Snapshot) -> str:
 
 
 def the_pipeline_is_shallow(s: Snapshot) -> str:
-    """Learner and producers wait for each other: too little may be under way."""
+    """Learner and producers wait for each other: the limit on groups in flight is too low."""
     waits, busy = s.learner.waiting, _mean_busy(s.producers)
     if s.ended or waits is None or waits < WAITS or busy is None or busy >= 0.6:
         return ""
@@ -186,7 +186,7 @@ def updates_are_skipped(s: Snapshot) -> str:
 
 
 def engine_and_learner_differ(s: Snapshot) -> str:
-    """Engine and learner give other log-probs under the same weights."""
+    """Engine and learner compute different log-probs with the same weights."""
     gap = s.recent("lag/0/logprob_gap_mean")
     if gap is None or gap < GAP:
         return ""
@@ -194,7 +194,7 @@ def engine_and_learner_differ(s: Snapshot) -> str:
 
 
 def weights_count_for_little(s: Snapshot) -> str:
-    """Importance weights leave less than half of the samples' worth."""
+    """The effective sample size is below half of the samples."""
     ess = s.recent("ess")
     if ess is None or ess >= LOW_ESS or len(s.lines) < FEW_STEPS:
         return ""
@@ -219,7 +219,7 @@ def answers_are_cut(s: Snapshot) -> str:
 
 
 def short_answers_win(s: Snapshot) -> str:
-    """What is trained is shorter than what is made."""
+    """Trained samples are shorter than generated samples."""
     bias = s.recent("length_bias")
     if bias is None or bias > BIAS or len(s.lines) < FEW_STEPS:
         return ""
@@ -245,7 +245,7 @@ def weights_take_long(s: Snapshot) -> str:
 
 
 def producers_wait(s: Snapshot) -> str:
-    """Producers wait for work: the learner is the slow part."""
+    """Producers wait for work: the learner is the bottleneck."""
     busy = _mean_busy(s.producers)
     if s.ended or busy is None or busy >= 0.5 or (s.learner.waiting or 0.0) >= WAITS:
         return ""

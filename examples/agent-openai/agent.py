@@ -1,7 +1,7 @@
-"""An agent that knows nothing of training: the OpenAI client as it is, two turns, a score of its own.
+"""An agent without training code: the plain OpenAI client, two turns, and its own score.
 
-Started by a producer (`environment.agent.command`, `sessions` above 1): a line of JSON on standard input for every
-session, a line with the reward on standard output. The task: answer in digits below 5, twice.
+A producer starts it (`environment.agent.command`, `sessions` above 1). It reads one line of JSON per session from
+standard input and writes one line with the reward to standard output. The task: answer twice in digits below 5.
 """
 
 import json
@@ -13,7 +13,7 @@ WANTED = set("01234")
 
 
 def play(client: OpenAI, job: dict) -> float:
-    """One session; its reward: the share of letters that are wanted."""
+    """Play one session and return its reward: the share of wanted letters."""
     messages = [{"role": "user", "content": job["row"]["prompt"]}]
     shares = []
     for follow_up in ("+", ""):
@@ -25,7 +25,7 @@ def play(client: OpenAI, job: dict) -> float:
 
 
 def main() -> None:
-    """Session after session, until standard input ends."""
+    """Play sessions until standard input ends."""
     client = None
     for line in sys.stdin:
         job = json.loads(line)

@@ -1,12 +1,12 @@
-// Asks one service over a DEALER socket: a request is sent again until it is answered or its deadline passes.
-// Services are idempotent, so sending twice is safe; an answer is joined to its request by the number.
+// Client of one service over a DEALER socket. It repeats a request until an answer arrives or its deadline passes.
+// Services are idempotent, so repeated requests are safe. The number of a request identifies its answer.
 import { readFileSync } from "node:fs";
 import { Dealer } from "zeromq";
 import { REPLY, TAGS, WireError, decode, encode } from "./wire.mjs";
 
 const RESEND_MS = 3000;
 const DAMAGED = new Set(["wire.prefix", "wire.schema", "wire.size", "wire.checksum"]);
-const BELIEVED = 3; // a service that says so often that a request is damaged is right
+const BELIEVED = 3; // accept the refusal of a damaged request after this many
 
 export class Refused extends Error {
   constructor([, code, message, where]) {
@@ -15,7 +15,7 @@ export class Refused extends Error {
   }
 }
 
-// The options of a socket for the run's key file (network.key_file); none without one.
+// Socket options for the run's key file (network.key_file); none without a key file.
 export function curve(path) {
   if (!path) return {};
   const keys = JSON.parse(readFileSync(path, "utf8"));
@@ -47,18 +47,18 @@ export class Client {
     try {
       packet = decode(frames);
     } catch (error) {
-      if (error instanceof WireError) return; // damaged under way: the request is sent again
+      if (error instanceof WireError) return; // damaged in transit: the request is repeated
       throw error;
     }
     const asked = this.waiting.get(packet.request);
-    if (asked === undefined || packet.kind !== REPLY) return; // the second answer to a request that was sent twice
+    if (asked === undefined || packet.kind !== REPLY) return; // second answer to a repeated request
     const refused = packet.header[0] === TAGS.Refused[0];
     if (refused && DAMAGED.has(packet.header[1]) && ++asked.refusals < BELIEVED) asked.send();
     else if (refused) asked.reject(new Refused(packet.header));
     else asked.resolve(packet);
   }
 
-  // The answer to a message; `waitMs` is how long the service may hold it before it answers.
+  // Returns the answer to a message. `waitMs` is the longest time that the service may delay it.
   async ask(header, { waitMs = 0 } = {}) {
     const request = ++this.number;
     const frames = encode(header, { request });

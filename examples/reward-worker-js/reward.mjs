@@ -1,4 +1,4 @@
-// The example's reward: 1 for the right answer. A number, or an object with `score` and further numbers.
+// The example's reward: 1 for the right answer. Returns a number, or an object with `score` and other numbers.
 // `sample` has prompt, response, promptIds, responseIds, row, truth and finish (stop | length).
 export async function reward(sample) {
   return { score: Number(sample.response.trim() === String(sample.truth)), length: sample.responseIds.length };

@@ -1,4 +1,4 @@
-// The conformance vectors of the protocol: what Python writes is read here, and the other way round.
+// The conformance vectors of the protocol: JavaScript decodes Python's frames and encodes the same bytes.
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import test from "node:test";
@@ -6,7 +6,7 @@ import { TAGS, WireError, arraysOf, decode, encode, named, xxh3 } from "./wire.m
 
 const vectors = JSON.parse(readFileSync(new URL("../../tests/vectors/wire.json", import.meta.url), "utf8"));
 const framesOf = (item) => item.frames.map((frame) => Buffer.from(frame, "hex"));
-const LENIENT = /surplus|another type|UTF-8/; // this side takes them: it reads from a service that checks what it sends
+const LENIENT = /surplus|another type|UTF-8/; // accepted here: the service checks its own messages
 const CODES = new Set(["wire.prefix", "wire.schema", "wire.size", "wire.checksum"]);
 
 // A decoded value in the form of the file.
@@ -21,7 +21,7 @@ function plain(value) {
   return value;
 }
 
-// Keys of an object are text in JavaScript, whatever they were.
+// JavaScript converts keys of an object to text.
 function textKeys(value) {
   if (Array.isArray(value)) return value.map(textKeys);
   if (value !== null && typeof value === "object" && value.map) return { map: value.map.map(([key, item]) => [String(key), textKeys(item)]) };

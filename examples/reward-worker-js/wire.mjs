@@ -11,7 +11,7 @@ const PREFIX_BYTES = 32;
 const CHECK_AT = 24;
 const KINDS = 3;
 
-// name -> [tag, number of fields that must be there]: what a reward worker sends and hears.
+// name -> [tag, number of required fields]: the messages of a reward worker.
 export const TAGS = {
   Hello: [1, 4], Welcome: [2, 4], Refused: [3, 2], Ok: [4, 0], Heartbeat: [5, 5],
   RewardRequest: [30, 3], RewardWork: [31, 1], Scores: [32, 2], ScoresReply: [33, 1],
@@ -28,7 +28,7 @@ export class WireError extends Error {
   }
 }
 
-// xxh3_64 of some buffers one after the other, as a BigInt.
+// xxh3_64 of concatenated buffers, as a BigInt.
 export function xxh3(buffers) {
   hasher.init();
   for (const buffer of buffers) hasher.update(buffer);
@@ -75,8 +75,8 @@ function headerOf(body) {
   return header;
 }
 
-// One message as an object by the names that are given; a field that was left out is undefined. `fields`, where the
-// sender may know more of them than this worker, are taken as far as they are named.
+// Converts a message to an object with the given names; an omitted field is undefined. Fields beyond these names,
+// which a newer sender may add, are ignored.
 export function named(header, names) {
   const [tag, least] = TAGS[names.message];
   if (header[0] !== tag) throw new WireError("wire.unexpected", `tag ${header[0]}, not ${names.message}`);

@@ -3,7 +3,7 @@
 //   node worker.mjs --connect ADDRESS --model FOLDER [--reward ./reward.mjs] [--name js-0] [--key FILE] [--samples 16]
 //                   [--judge NAME] [--timeout-s 30]
 //
-// A reward that cannot be computed is a failure with its reason, never a reward of 0: the buffer has it tried elsewhere.
+// A reward that cannot be computed is a failure with a reason, never a reward of 0. Another worker retries it.
 import { createHash } from "node:crypto";
 import { readFileSync } from "node:fs";
 import { hostname } from "node:os";
@@ -22,13 +22,13 @@ const ITEM = ["group", "index", "token", "attempt", "row", "finish", "fields", "
 export function sampleOf(fields, payload, tokenizer) {
   const item = Object.fromEntries(ITEM.map((name, place) => [name, fields[place]]));
   const { prompt, response, mask } = arraysOf(item.fields, payload);
-  // A session of several contexts: [start, length] of prompts within the response, which are no answer.
+  // A session of several contexts: [start, length] of prompts within the response; they are not part of the answer.
   const inside = (item.rows ?? []).map(([start, length]) => [start, start + length]);
   const shown = response.filter((_, place) => !inside.some(([start, stop]) => place >= start && place < stop));
   const text = (ids) => (ids.length ? tokenizer.decode(ids, { skip_special_tokens: true }) : "");
   const row = JSON.parse(item.row);
   const truth = row.reward_model?.ground_truth ?? row.ground_truth ?? row.answer;
-  // mask: 1 where the policy said it, 0 where it was shown to it; undefined: it said all of it
+  // mask: 1 for sampled tokens, 0 for observations; undefined: all tokens were sampled
   return { ...item, row, truth, promptIds: prompt, responseIds: response, mask, prompt: text(prompt), response: text(shown) };
 }
 
