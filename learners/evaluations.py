@@ -54,12 +54,12 @@ class LastEvaluations:
             self._seen = max(self._seen, int(line["round"]))
             self.last = line
             self.figures[int(line["step"])] = numbers(line)
-            print(f"learner: {told(line)}", flush=True)
+            print(f"learner: {describe(line)}", flush=True)
             if self._track is not None:
                 self._track(numbers(line), step=int(line["step"]))
         return running
 
-    def between_steps(self) -> None:
+    def poll(self) -> None:
         """`look`, where nothing may go wrong."""
         try:
             self.look()
@@ -68,7 +68,7 @@ class LastEvaluations:
         except AsyncRLError as error:
             print(f"learner: warning: evaluations cannot be looked at: {error.message}", flush=True)
 
-    def awaited(self) -> str:
+    def pending(self) -> str:
         """At the end of the run: what is waited for, after half a second; empty where nothing is any more."""
         if not self.enabled:
             return ""
@@ -93,7 +93,7 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def told(line: Mapping[str, Any]) -> str:
+def describe(line: Mapping[str, Any]) -> str:
     """`evaluation of step 20: gsm8k mean@1 0.532 (se 0.031); 64 of 64 prompts, versions 20 to 21, 4.1 s`."""
     k = int(line["evaluation_samples"])
     means = []

@@ -34,7 +34,7 @@ from asyncrl.metrics import read_lines
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.run_dir import RunDir, write_atomic
 from learners.backends.base import Backend
-from learners.batch import sample_log as shown
+from learners.batch import sample_log
 from learners.checkpoints import checkpoint
 from learners.checkpoints.saving import Checkpoints
 from learners.gang.gang import Gang
@@ -42,7 +42,7 @@ from learners.profiling.metered_backend import Meter
 from learners.profiling.profiler import Profiler
 from learners.rank_zero import Services, Weights
 from learners.step.coefficients import Coefficients
-from learners.step.resilient_step import Trial
+from learners.step.resilient_step import StepRunner
 from learners.step.timing import StepTimes
 from learners.step.update import StepResult
 
@@ -88,18 +88,18 @@ class Learner:
         self._run = RunDir(config.run_dir)
         lead_says: Callable[[str], None] = _say if gang.lead else (lambda _: None)
         self._meter = Meter(config, gang, say=lead_says)
-        self._backend = backend = self._meter.around(backend)
+        self._backend = backend = self._meter.wrap(backend)
         self._times = StepTimes()
         self._profiler = Profiler(
             config.learner.profile, rank=gang.rank, device=gang.device, root=self._run.root, say=_say
         )
         self._services = services
         self._saver = Checkpoints(config, gang=gang, backend=backend, durable=self._durable, say=_say)
-        self._trial = Trial(
+        self._runner = StepRunner(
             config.learner,
             gang=gang,
             backend=backend,
-            bury=self._bury,
+            quarantine=self._quarantine,
             say=_say,
             seed=config.run.seed,
             group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
@@ -119,7 +119,7 @@ class Learner:
         step = self._restore()
         self._times.take()
         while True:
-            self._profiler.before(step + 1)
+            self._profiler.start_step(step + 1)
             order, batch, data = self._next(step)
             if order.what in ("end", "leave"):
                 break
@@ -127,9 +127,9 @@ class Learner:
                 self._start_again(step)
                 self._times.lap("checkpoint")
                 continue
-            self._trial.retune(order.tuning)
+            self._runner.retune(order.tuning)
             self._times.lap("assemble")
-            result, batch = self._trial.train(data, step=order.step, batch=batch)
+            result, batch = self._runner.train(data, step=order.step, batch=batch)
             step = order.step
             self._check(result, step)
             if self._services is not None and batch is not None:
@@ -149,7 +149,7 @@ class Learner:
             if step < self._config.learner.steps and step % self._config.learner.checkpoint_every == 0:
                 self._checkpoint(step)
                 self._times.lap("checkpoint")
-            self._profiler.after(step)
+            self._profiler.end_step(step)
             self._progress()
         self._profiler.close(step)
         self._saver.settle()
@@ -177,8 +177,8 @@ class Learner:
         start = Order(state.step, publish, coefficients=state.coefficients, critic_warm=state.critic_warm)
         order = self._share(start if self._services is not None else None)
         if order.coefficients is not None:
-            self._trial.coefficients = order.coefficients
-        self._trial.critic_warm = order.critic_warm
+            self._runner.coefficients = order.coefficients
+        self._runner.critic_warm = order.critic_warm
         self._saver.restored(order.step)
         if order.publish:
             self._publish(order.step)
@@ -220,8 +220,8 @@ class Learner:
             if batch is None:
                 return Order(done, what="end", reason="asked to stop"), None, None
             failpoint("learner.after_claim")
-            self._trial.retune(batch.tuning)
-            batch, shares = self._trial.cut(batch)
+            self._runner.retune(batch.tuning)
+            batch, shares = self._runner.cut(batch)
         except StateLost as error:
             services.trouble = error
             _say(f"warning: {error.message}; registering again with what the weights of step {done} hold")
@@ -257,7 +257,7 @@ class Learner:
         if version:
             _out(adapters.iter_weights(), partial(services.publish_adapter, version) if services else None)
 
-    def _bury(self, step: int, group: int, reason: str) -> None:
+    def _quarantine(self, step: int, group: int, reason: str) -> None:
         if self._services is not None:
             self._services.quarantine(step, group, reason)
 
@@ -272,11 +272,11 @@ class Learner:
         kept: dict[int, list[float]] = {}
         if count := self._config.log.samples_per_step:
             mine = result.log.logprobs() if result.log is not None else {}
-            kept = shown.gather(self._gang, mine, batch, count)
+            kept = sample_log.gather(self._gang, mine, batch, count)
         if self._services is None or batch is None:
             return
         values = (
-            self._trial.stats
+            self._runner.stats
             | result.metrics
             | self._saver.stats
             | values
@@ -285,11 +285,11 @@ class Learner:
                 "version": batch.step,
                 "replayed": int(batch.replayed),
                 "checkpoint_failures": float(self._saver.failures),
-                "tokens_per_s": self._trial.stats["tokens"] / max(values["step_s"], 1e-9),
+                "tokens_per_s": self._runner.stats["tokens"] / max(values["step_s"], 1e-9),
             }
         )
         self._look_at_gap(values)
-        self._services.record(values, batch, self._trial.groups_log(batch, result), logprobs=kept)
+        self._services.record(values, batch, self._runner.groups_log(batch, result), logprobs=kept)
         self._saver.note(values, self._services.evaluated)
 
     def _look_at_gap(self, values: Mapping[str, float]) -> None:
@@ -316,8 +316,8 @@ class Learner:
                 digests=dict(self._services.digests),
                 ranks=self._gang.size,
                 config=dump(self._config),
-                coefficients=self._trial.coefficients,
-                critic_warm=self._trial.critic_warm,
+                coefficients=self._runner.coefficients,
+                critic_warm=self._runner.critic_warm,
             )
         self._saver.save(step, state, fence=fence, wait=wait, last=last)
 
@@ -349,7 +349,7 @@ class Learner:
         if not reason:  # the buffer's ledger before it hears that the run is over
             ledger = msgspec.json.decode(self._services.ledger(step) or "{}")
             lines = read_lines(self._run.metrics / "learner.jsonl")
-            write_atomic(self._run.result, msgspec.json.encode(result_of(step, lines, ledger)))
+            write_atomic(self._run.result, msgspec.json.encode(run_result(step, lines, ledger)))
         failpoint("learner.at_goodbye")
         self._services.end(step, done=not reason, reason=reason or "all steps are done")
 
@@ -367,7 +367,7 @@ def _no_fence() -> None:
     """The ranks beside rank 0 write what it tells them."""
 
 
-def result_of(step: int, lines: Sequence[Mapping[str, Any]], ledger: Any) -> dict[str, Any]:
+def run_result(step: int, lines: Sequence[Mapping[str, Any]], ledger: Any) -> dict[str, Any]:
     """What `result.json` holds, from the metrics of all processes of the run; of a step trained again the last line."""
     steps = [by_step for _, by_step in sorted({line["step"]: line for line in lines if "step" in line}.items())]
 

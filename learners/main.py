@@ -123,7 +123,7 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
             run_dir=RunDir(config.run_dir).root,
             insecure=network.insecure_no_auth,
         )
-    plan, adapter = plans_of(backend, bucket_bytes=config.weightsync.bucket_bytes)
+    plan, adapter = publish_plans(backend, bucket_bytes=config.weightsync.bucket_bytes)
     return Services(
         config,
         buffer=buffer,
@@ -139,7 +139,7 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     )
 
 
-def plans_of(backend: Any, *, bucket_bytes: int) -> tuple[Any, Any]:
+def publish_plans(backend: Any, *, bucket_bytes: int) -> tuple[Any, Any]:
     """The layouts of a backend's versions: whole weights, and (else None) adapters of them."""
     from learners.rank_zero import AdapterPlan
     from weightsync.encoding.adapter import config_text, plan_adapter

@@ -182,7 +182,7 @@ class Services:
     def awaits_evaluation(self) -> bool:
         """At the end of the run: whether an evaluation is still in progress. Returns within a second."""
         try:
-            waits = "" if self._stop.is_set() or self.trouble is not None else self._evaluations.awaited()
+            waits = "" if self._stop.is_set() or self.trouble is not None else self._evaluations.pending()
         except (StateLost, Unavailable) as error:
             self.trouble, waits = error, ""
         self._set_waiting(waits)
@@ -317,7 +317,7 @@ class Services:
         logprobs: Mapping[int, list[float]] = MappingProxyType({}),
     ) -> None:
         """Write the records of a step. `logprobs` are the learner's, of the samples that are kept, by their place."""
-        self._evaluations.between_steps()
+        self._evaluations.poll()
         stats = self._records.write(values | batch.lengths | self.publisher.stats, batch, groups, logprobs)
         if self._heart is not None:
             self._heart.stats = stats

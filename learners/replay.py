@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData
     from learners.backends.base import Backend
     from learners.gang.gang import Gang
-    from learners.step.resilient_step import Trial
+    from learners.step.resilient_step import StepRunner
     from learners.step.update import StepResult
 
 PREFIX = "learner.algorithm."
@@ -73,7 +73,7 @@ class Replay:
         self._configs: dict[tuple[str, bool], Config] = {}
         self._config: Config | None = None  # in force
         self._backend: Any = None
-        self._trial: Trial | None = None
+        self._runner: StepRunner | None = None
         self._left_out: list[int] = []
         self._scores: dict[tuple[int, int], GroupScores] = {}
 
@@ -100,15 +100,15 @@ class Replay:
         """The step's settings on every rank, its batch on rank 0."""
         batch, text = None, None
         if self._gang.lead:
-            from learners.batch.archive import recorded
+            from learners.batch.archive import read_step
 
-            batch, meta = recorded(self._archive, step.step)
-            batch = self._rescored(self._trained(batch, step))
+            batch, meta = read_step(self._archive, step.step)
+            batch = self._rescored(self._select_trained(batch, step))
             text = msgspec.msgpack.encode(Order(meta.config, batch.tuning))
         return msgspec.msgpack.decode(self._gang.share(text), type=Order), batch
 
     @staticmethod
-    def _trained(batch: ClaimedBatch, step: Step) -> ClaimedBatch:
+    def _select_trained(batch: ClaimedBatch, step: Step) -> ClaimedBatch:
         """The groups that the run trained in this step, in the order of the batch."""
         groups = tuple(group for group in batch.groups if group.group in step.groups)
         missing = sorted(set(step.groups) - {group.group for group in groups})
@@ -128,7 +128,7 @@ class Replay:
         if not self._scores:
             self._scores = {(one.step, one.group): one for one in read_scores(Path(self._plan.rewards))[1]}
         groups = [
-            _with_rewards(group, self._scores[batch.step, group.group]) if group.group in wanted else group
+            _replace_rewards(group, self._scores[batch.step, group.group]) if group.group in wanted else group
             for group in batch.groups
         ]
         return msgspec.structs.replace(batch, groups=tuple(groups))
@@ -137,33 +137,33 @@ class Replay:
         """Put the settings of a step in force."""
         changed = step > self._plan.since
         config = self._settings(order.config, changed)
-        before = self._trial  # its coefficients go on, whatever is built anew
+        before = self._runner  # its coefficients go on, whatever is built anew
         if self._backend is None:
             self._backend = self._build(config, self._plan.checkpoint)
-        elif _of_the_backend(config) != _of_the_backend(self._in_force):
+        elif _backend_settings(config) != _backend_settings(self._in_force):
             self._backend = self._rebuild(config)
-        if self._trial is None or config is not self._config:
-            from learners.checkpoints.checkpoint import state_of
-            from learners.step.resilient_step import Trial
+        if self._runner is None or config is not self._config:
+            from learners.checkpoints.checkpoint import read_state
+            from learners.step.resilient_step import StepRunner
 
-            self._trial = Trial(
+            self._runner = StepRunner(
                 config.learner,
                 gang=self._gang,
                 backend=self._backend,
-                bury=self._bury,
+                quarantine=self._quarantine,
                 say=_say,
                 seed=config.run.seed,
                 group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
             )
             if before is not None:
-                self._trial.coefficients, self._trial.critic_warm = before.coefficients, before.critic_warm
+                self._runner.coefficients, self._runner.critic_warm = before.coefficients, before.critic_warm
             elif self._plan.checkpoint:
-                state = state_of(Path(self._plan.checkpoint))
-                self._trial.critic_warm = state.critic_warm
+                state = read_state(Path(self._plan.checkpoint))
+                self._runner.critic_warm = state.critic_warm
                 if state.coefficients is not None:
-                    self._trial.coefficients = state.coefficients
+                    self._runner.coefficients = state.coefficients
         self._config = config
-        self._trial.retune(without(order.tuning, self._plan.overrides if changed else ()))
+        self._runner.retune(drop_overrides(order.tuning, self._plan.overrides if changed else ()))
 
     @property
     def _in_force(self) -> Config:
@@ -179,13 +179,13 @@ class Replay:
 
     def _build(self, config: Config, checkpoint: str) -> Backend:
         from asyncrl.plugins import find
-        from learners.checkpoints.checkpoint import problem_of
+        from learners.checkpoints.checkpoint import find_problem
 
         self._gang.device.seed_all(config.run.seed + self._gang.topology.share)
         backend: Backend = find("asyncrl.backends", config.learner.backend)(config, self._gang)
         backend.self_check()
         if checkpoint:
-            if why := problem_of(Path(checkpoint)):
+            if why := find_problem(Path(checkpoint)):
                 raise AsyncRLError("learner.checkpoint", why, where=checkpoint)
             backend.load(Path(checkpoint))
         return backend
@@ -196,7 +196,7 @@ class Replay:
             place = Path(self._gang.share(folder.encode()).decode())
             self._backend.save(place)
             self._gang.barrier()  # bounded: the timeout of the group
-            self._trial = self._backend = None
+            self._runner = self._backend = None
             from asyncrl.plugins import find
 
             backend: Backend = find("asyncrl.backends", config.learner.backend)(config, self._gang)
@@ -205,21 +205,21 @@ class Replay:
         return backend
 
     def _step(self, step: Step, batch: ClaimedBatch | None) -> None:
-        trial = self._trial
-        assert trial is not None
+        runner = self._runner
+        assert runner is not None
         self._left_out = []
         shares: Sequence[bytes] | None = None
         if batch is not None:
-            batch, shares = trial.cut(batch)
-        result, _ = trial.train(self._gang.scatter(shares), step=step.step, batch=batch)
+            batch, shares = runner.cut(batch)
+        result, _ = runner.train(self._gang.scatter(shares), step=step.step, batch=batch)
         digest = self._digest(step.step)
         if self._gang.lead:
-            line = Done(step.step, digest, _numbers(trial.stats, result), result.skipped, tuple(self._left_out))
+            line = Done(step.step, digest, _numbers(runner.stats, result), result.skipped, tuple(self._left_out))
             with (self._out / LINES).open("ab", buffering=0) as file:
                 file.write(msgspec.json.encode(line) + b"\n")
             print(f"replay: step {step.step}: {digest}", flush=True)
 
-    def _bury(self, step: int, group: int, reason: str) -> None:
+    def _quarantine(self, step: int, group: int, reason: str) -> None:
         _say(f"warning: group {group} of step {step} breaks here: {reason}")
         self._left_out.append(group)
 
@@ -227,18 +227,18 @@ class Replay:
 
     def _digest(self, version: int) -> str:
         """The digest of a version as weight sync would publish it. Collective; empty beside rank 0."""
-        from learners.main import plans_of
+        from learners.main import publish_plans
 
         backend, adapters = self._backend, self._backend.adapters
-        whole, adapter = plans_of(backend, bucket_bytes=self._in_force.weightsync.bucket_bytes)
+        whole, adapter = publish_plans(backend, bucket_bytes=self._in_force.weightsync.bucket_bytes)
         if adapter is None:
-            return self._digest_of(whole, backend.iter_hf_weights())
-        base = self._digest_of(whole, adapters.iter_base())
+            return self._layout_digest(whole, backend.iter_hf_weights())
+        base = self._layout_digest(whole, adapters.iter_base())
         if not version:
             return base
-        return self._digest_of(adapter.plan, adapters.iter_weights(), base=base, adapter=adapter.text)
+        return self._layout_digest(adapter.plan, adapters.iter_weights(), base=base, adapter=adapter.text)
 
-    def _digest_of(self, layout: Any, weights: Iterator[tuple[str, Any]], **under: str) -> str:
+    def _layout_digest(self, layout: Any, weights: Iterator[tuple[str, Any]], **under: str) -> str:
         from weightsync.plan.digest import Digest, version_digest
 
         place = {tensor.name: tensor.bucket for tensor in layout.tensors}
@@ -264,7 +264,7 @@ class Replay:
             return (distance(_saved(export), _saved(other)) if self._gang.lead else {}), ()
 
 
-def _with_rewards(group: GroupData, scores: GroupScores) -> GroupData:
+def _replace_rewards(group: GroupData, scores: GroupScores) -> GroupData:
     if responses_digest(one.response for one in group.samples) != scores.content:
         raise AsyncRLError(
             "rescore.file",
@@ -299,7 +299,7 @@ def distance(mine: Iterator[tuple[str, Any]], other: Iterator[tuple[str, Any]]) 
     return {"distance": square**0.5, "relative": (square / norm) ** 0.5 if norm else 0.0, "largest": largest}
 
 
-def without(tuning: str, overrides: Sequence[str]) -> str:
+def drop_overrides(tuning: str, overrides: Sequence[str]) -> str:
     """The tuned settings of a step but for those that `--set` names."""
     named = {override.partition("=")[0].strip() for override in overrides}
     if not tuning or not named:
@@ -308,7 +308,7 @@ def without(tuning: str, overrides: Sequence[str]) -> str:
     return msgspec.json.encode(left).decode() if left else ""
 
 
-def _of_the_backend(config: Config) -> tuple[Any, ...]:
+def _backend_settings(config: Config) -> tuple[Any, ...]:
     """Settings that the models and their optimizers are built with."""
     from learners.backends.fsdp2.critic import wants_critic
     from learners.backends.fsdp2.process_reward import wants_process_rewards

@@ -221,7 +221,7 @@ def optimal_token_baseline(
         weights = weights * (2 * gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).exp()
     returns = scan_back(rollouts.rewards, 1.0, mask)
     rows = grouped(rollouts.groups)
-    baselines = _by_place(returns, masked(weights, mask).cumsum(-1), mask, rows, epsilon)
+    baselines = _place_baseline(returns, masked(weights, mask).cumsum(-1), mask, rows, epsilon)
     if handle_zero_tail:
         baselines = torch.where(_alone_at_the_end(mask, rows), torch.zeros_like(baselines), baselines)
     baselines = torch.where(rows.alone()[:, None], torch.zeros_like(baselines), baselines)
@@ -243,7 +243,7 @@ def _normalised(scores: Tensor, rows: Groups, *, norm_by_std: bool, epsilon: flo
     return centred / (deviations + epsilon)
 
 
-def _by_place(returns: Tensor, weights: Tensor, mask: Tensor, rows: Groups, epsilon: float) -> Tensor:
+def _place_baseline(returns: Tensor, weights: Tensor, mask: Tensor, rows: Groups, epsilon: float) -> Tensor:
     """Weighted mean return of the group at the k-th trained token of a row, at every such token, `[S, T]`."""
     places = (mask.long().cumsum(-1) - 1).clamp(min=0)
     slots = rows.of[:, None] * mask.shape[1] + places

@@ -185,7 +185,7 @@ def icepop(
 
 def none(proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor) -> Correction:
     """No correction: weight 1 in the mask. Right where the loss holds the ratio to the behaviour policy itself."""
-    return _kept(proximal, mask)
+    return _keep_correction(proximal, mask)
 
 
 def rejection(
@@ -199,7 +199,7 @@ def rejection(
 ) -> Correction:
     """Rejection alone: weight 1 for what `rejection.rejection_mask` keeps. Raises `config.type`."""
     keep = rejection_mask(proximal, behaviour, mask, sequences, options=options, thresholds=thresholds)
-    return _kept(proximal, keep)
+    return _keep_correction(proximal, keep)
 
 
 def m2po(
@@ -209,7 +209,7 @@ def m2po(
 
     arXiv 2510.01161. The whole batch at once, see `needs_whole_batch`.
     """
-    return _kept(proximal, m2po_keep(proximal, behaviour, mask, threshold=threshold))
+    return _keep_correction(proximal, m2po_keep(proximal, behaviour, mask, threshold=threshold))
 
 
 CORRECTIONS: dict[str, Callable[..., Correction]] = {
@@ -305,6 +305,6 @@ def _weighted(
     return Correction(masked(weights, keep), keep, truncated)
 
 
-def _kept(like: Tensor, keep: Tensor) -> Correction:
+def _keep_correction(like: Tensor, keep: Tensor) -> Correction:
     """Weight 1 where `keep`, else 0."""
     return Correction(masked(torch.ones_like(like.detach()), keep), keep)

@@ -21,7 +21,7 @@ from learners.algorithms.tensors import masked
 from learners.algorithms.types import LossInputs, TokenLoss
 
 
-def trained(inputs: LossInputs) -> Tensor:
+def trained_logprobs(inputs: LossInputs) -> Tensor:
     """Current log-probs, `[N]`, with gradient; 0 outside the mask."""
     return masked(inputs.current, inputs.mask)
 
@@ -33,7 +33,7 @@ def gain(inputs: LossInputs) -> Tensor:
 
 def plain_gap(inputs: LossInputs) -> Tensor:
     """current - proximal, `[N]`, not clamped, with the gradient of current; 0 outside the mask."""
-    return trained(inputs) - masked(inputs.proximal.detach(), inputs.mask)
+    return trained_logprobs(inputs) - masked(inputs.proximal.detach(), inputs.mask)
 
 
 def gap(inputs: LossInputs) -> Tensor:

@@ -116,7 +116,10 @@ def correction_table(
         -1,
     )
     rows = _row_sums(new, old, weights, mask, sequences=sequences, count=lags.numel())
-    return torch.cat((_by(bucket[sequences], tokens), _by(bucket, rows), _histogram(gap, mask, bucket[sequences])), -1)
+    return torch.cat(
+        (_bucket_sums(bucket[sequences], tokens), _bucket_sums(bucket, rows), _histogram(gap, mask, bucket[sequences])),
+        -1,
+    )
 
 
 def _row_sums(new: Tensor, old: Tensor, weights: Tensor, mask: Tensor, *, sequences: Tensor, count: int) -> Tensor:
@@ -140,7 +143,7 @@ def _row_sums(new: Tensor, old: Tensor, weights: Tensor, mask: Tensor, *, sequen
     return masked(torch.stack(columns, -1), valid[:, None])
 
 
-def _by(bucket: Tensor, values: Tensor) -> Tensor:
+def _bucket_sums(bucket: Tensor, values: Tensor) -> Tensor:
     """Sums by bucket: `[n, columns]` to `[buckets, columns]`."""
     return values.new_zeros(len(LAG_BUCKETS), values.shape[-1]).index_add(0, bucket, values)
 
@@ -164,12 +167,12 @@ def table_metrics(table: Tensor) -> dict[str, float]:
     is the numerical difference of engine and learner.
     """
     found = table.detach().double().cpu()
-    overall = metrics_of(found.sum(0))
+    overall = row_metrics(found.sum(0))
     result = dict(overall)
     tokens = float(found[:, 0].sum())
     for number, bucket in enumerate(LAG_BUCKETS):
         if found[number, 0] > 0:
-            part = metrics_of(found[number])
+            part = row_metrics(found[number])
             result[f"lag/{bucket}/tokens_share"] = float(found[number, 0]) / tokens
             result.update({f"lag/{bucket}/{name}": part[name] for name in BY_LAG})
     return result
@@ -190,7 +193,7 @@ BY_LAG = (
 )
 
 
-def metrics_of(sums: Tensor) -> dict[str, float]:
+def row_metrics(sums: Tensor) -> dict[str, float]:
     """Metrics of one row of a table, or of the sum of its rows; all 0 where there is no token.
 
     kl and kl_behaviour: k1 and k3 estimates of KL(behaviour || proximal) per token, with samples of the behaviour

@@ -47,7 +47,7 @@ class Chosen(NamedTuple):
         return functools.partial(self.function, **self.options)
 
 
-def function_of(kind: str, name: str) -> Callable[..., Any]:
+def find_function(kind: str, name: str) -> Callable[..., Any]:
     """The function of that name. Raises `config.type` with the known ones, `config.extra` where it cannot load."""
     where = f"learner.algorithm.{kind}"
     found = algorithms.entry(kind, name)
@@ -73,7 +73,7 @@ def options_in(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
 def choose(algorithm: AlgorithmConfig, kind: Kind) -> Chosen:
     """The function in force of a kind with its options, converted to the types of its signature."""
     name = algorithms.effective_name(algorithm, kind)
-    function = function_of(kind, name)
+    function = find_function(kind, name)
     known = options_in(function)
     options: dict[str, Any] = {}
     for key, value in algorithms.effective_options(algorithm, kind).items():
@@ -94,22 +94,22 @@ def choose(algorithm: AlgorithmConfig, kind: Kind) -> Chosen:
     return Chosen(name, function, options)
 
 
-def advantage_of(algorithm: AlgorithmConfig) -> Callable[[Rollouts], Estimate]:
+def advantage_for(algorithm: AlgorithmConfig) -> Callable[[Rollouts], Estimate]:
     """The estimator in force."""
     return choose(algorithm, "advantage").call
 
 
-def loss_of(algorithm: AlgorithmConfig) -> Callable[[LossInputs], TokenLoss]:
+def loss_for(algorithm: AlgorithmConfig) -> Callable[[LossInputs], TokenLoss]:
     """The loss in force."""
     return choose(algorithm, "loss").call
 
 
-def correction_of(algorithm: AlgorithmConfig) -> Callable[..., Correction]:
+def correction_for(algorithm: AlgorithmConfig) -> Callable[..., Correction]:
     """The correction in force: `(proximal, behaviour, mask, sequences) -> Correction`."""
     return choose(algorithm, "correction").call
 
 
-def chooser_of(algorithm: AlgorithmConfig) -> Callable[..., Any] | None:
+def chooser_for(algorithm: AlgorithmConfig) -> Callable[..., Any] | None:
     """What picks tokens of the whole mini-batch for the loss: `choose_<name>` beside it, or its attribute `choose`."""
     found = choose(algorithm, "loss")
     picker = getattr(found.function, "choose", None)
@@ -122,20 +122,20 @@ def chooser_of(algorithm: AlgorithmConfig) -> Callable[..., Any] | None:
     return functools.partial(picker, **{key: value for key, value in found.options.items() if key in known})
 
 
-def aggregation_of(algorithm: AlgorithmConfig) -> str:
+def aggregation_for(algorithm: AlgorithmConfig) -> str:
     """The aggregation in force: the loss's own where it allows one alone."""
     found = algorithms.entry("loss", algorithm.loss)
     if found is not None:
         return found.aggregation or algorithm.aggregation
-    return str(getattr(function_of("loss", algorithm.loss), "aggregation", "") or algorithm.aggregation)
+    return str(getattr(find_function("loss", algorithm.loss), "aggregation", "") or algorithm.aggregation)
 
 
-def needs_of(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+def needs_for(algorithm: AlgorithmConfig) -> tuple[str, ...]:
     """What the estimator needs beyond rewards, mask and groups."""
     found = algorithms.entry("advantage", algorithm.advantage)
     if found is not None:
         return found.needs
-    return tuple(getattr(function_of("advantage", algorithm.advantage), "needs", ()))
+    return tuple(getattr(find_function("advantage", algorithm.advantage), "needs", ()))
 
 
 # ---------------------------------------------------------------- options as data
@@ -147,19 +147,20 @@ def option_table() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
     for kind, entries in algorithms.TABLES.items():
         table[kind] = {}
         for name in entries:
-            known = options_in(function_of(kind, name))
+            known = options_in(find_function(kind, name))
             table[kind][name] = {
-                key: {"types": types_of(hint), "default": shown(default)} for key, (hint, default) in known.items()
+                key: {"types": type_names(hint), "default": toml_value(default)}
+                for key, (hint, default) in known.items()
             }
     return table
 
 
-def types_of(hint: Any) -> list[Any]:
+def type_names(hint: Any) -> list[Any]:
     """`["float", "off"]` for `float | None`; a list of words for a Literal."""
     if get_origin(hint) is Literal:
         return [list(get_args(hint))]
     if get_origin(hint) in (typing.Union, types.UnionType):
-        return [kind for option in get_args(hint) for kind in types_of(option)]
+        return [kind for option in get_args(hint) for kind in type_names(option)]
     if hint is type(None):
         return ["off"]
     if hint in (float, int, bool, str):
@@ -167,7 +168,7 @@ def types_of(hint: Any) -> list[Any]:
     return ["list"] if get_origin(hint) in (tuple, list, Sequence) else ["any"]
 
 
-def shown(default: Any) -> Any:
+def toml_value(default: Any) -> Any:
     """A default as TOML would have it."""
     if default is None:
         return "off"

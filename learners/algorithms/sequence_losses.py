@@ -23,7 +23,7 @@ from learners.algorithms.loss_terms import (
     gap,
     plain_gap,
     refuse,
-    trained,
+    trained_logprobs,
 )
 from learners.algorithms.tensors import masked, sequence_means, sequence_sums
 from learners.algorithms.types import LossInputs, TokenLoss
@@ -85,7 +85,7 @@ def vespo(
     log_w = sequence_sums(logs, counted, inputs.sequences).clamp(_LEAST, _MOST)[inputs.sequences]
     k, rate = (either(gained >= 0, *pair, log_w) for pair in ((k_pos, k_neg), (lambda_pos, lambda_neg)))
     phi = (rate + k * log_w - rate * log_w.exp()).exp()
-    loss = -phi * gained * masked(trained(inputs), counted)
+    loss = -phi * gained * masked(trained_logprobs(inputs), counted)
     return finished(inputs._replace(weights=None), loss, inputs.mask & ~counted)
 
 
@@ -99,7 +99,7 @@ def topr(inputs: LossInputs) -> TokenLoss:
     logs = sequence_sums(gap(inputs).detach(), inputs.mask, inputs.sequences)[inputs.sequences]
     bad = gained < 0
     taper = torch.where(bad, logs.clamp(min=-20, max=0).exp(), 1.0)
-    return finished(inputs, -taper * gained * trained(inputs), bad & (logs > 0))
+    return finished(inputs, -taper * gained * trained_logprobs(inputs), bad & (logs > 0))
 
 
 def _row_means(inputs: LossInputs, values: Tensor) -> Tensor:

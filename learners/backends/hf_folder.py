@@ -71,7 +71,7 @@ class FolderWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._source, self._dtype = folder, source, dtype
         self._config = config_for(config, source=source, dtype=dtype)
-        self._skeleton = skeleton_of(self._config)
+        self._skeleton = build_skeleton(self._config)
         self._pieces = Pieces(self._skeleton)
         self.files = ShardFiles(folder, max_bytes=max_bytes)
 
@@ -117,7 +117,7 @@ class Pieces:
         if self._skeleton is None:
             return {name: tensor}
         if not self._by_layer:
-            return self._written({name: tensor})
+            return self._revert({name: tensor})
         words = name.split(".")
         number = next((place for place, word in enumerate(words) if word.isdigit()), len(words) - 1)
         layer, ready = ".".join(words[: number + 1]), {}
@@ -128,9 +128,9 @@ class Pieces:
 
     def close(self) -> dict[str, Tensor]:
         held, self._held = self._held, {}
-        return self._written(held) if held else {}
+        return self._revert(held) if held else {}
 
-    def _written(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _revert(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
 
         made: dict[str, Tensor] = revert_weight_conversion(self._skeleton, found)
@@ -163,7 +163,7 @@ def config_for(config: Any, *, source: Path, dtype: torch.dtype) -> Any:
     return own
 
 
-def skeleton_of(config: Any) -> Any:
+def build_skeleton(config: Any) -> Any:
     """The model of a config without memory for its weights; None where its class cannot be made so."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

@@ -113,7 +113,7 @@ def make_optimizer(module: nn.Module, layers: Iterable[nn.Module], optim: OptimC
     if matrices:
         parts.append(
             torch.optim.Muon(
-                list(_by_mesh(matrices)),
+                list(_mesh_groups(matrices)),
                 lr=optim.lr,
                 weight_decay=optim.weight_decay,
                 momentum=optim.momentum,
@@ -127,7 +127,7 @@ def make_optimizer(module: nn.Module, layers: Iterable[nn.Module], optim: OptimC
             kind, options = _adamw_8bit(), {}
         parts.append(
             kind(
-                list(_by_mesh(rest)),
+                list(_mesh_groups(rest)),
                 lr=optim.lr,
                 betas=(optim.beta1, optim.beta2),
                 eps=optim.eps,
@@ -151,7 +151,7 @@ def _adamw_8bit() -> Any:
     return AdamW8bit
 
 
-def _by_mesh(parameters: Iterable[nn.Parameter]) -> Iterator[dict[str, Any]]:
+def _mesh_groups(parameters: Iterable[nn.Parameter]) -> Iterator[dict[str, Any]]:
     found: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)

@@ -46,7 +46,7 @@ class Box(NamedTuple):
     first: bool
 
 
-def box_of(tensor: Tensor) -> Box:
+def local_box(tensor: Tensor) -> Box:
     """This rank's box of a tensor; all of it where the tensor is not distributed.
 
     Raises:
@@ -83,14 +83,14 @@ def _cut(start: list[int], shape: list[int], dim: int, place: int, size: int) ->
     shape[dim] = min(each, length - low)
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def parts_of(tensor: Tensor) -> dict[str, Tensor]:
+def local_parts(tensor: Tensor) -> dict[str, Tensor]:
     """What this rank holds of a tensor, by what comes after its name in a file: numbers, or what stands for them."""
-    local = local_of(tensor)
+    local = local_tensor(tensor)
     return {f"#{part}": getattr(local, part) for part in PARTS} if hasattr(local, "codes") else {"": local}
 
 
@@ -100,7 +100,7 @@ def shard_path(folder: Path, rank: int) -> Path:
 
 
 class HostShard(NamedTuple):
-    """What a rank writes: tensors on the host, where those that are boxes begin, and what they are for (`about_of`)."""
+    """What a rank writes: tensors on the host, the starts of their boxes, and a note about them (`read_about`)."""
 
     rank: int
     tensors: dict[str, Tensor]
@@ -118,7 +118,7 @@ class HostShard(NamedTuple):
         return path
 
 
-def shard_of(
+def host_shard(
     state: Mapping[str, Tensor], *, rank: int, extra: Mapping[str, Tensor], copy: bool, about: str = ""
 ) -> HostShard:
     """This rank's boxes and its own `extra` tensors; `copy`: such as no later update changes."""
@@ -127,16 +127,16 @@ def shard_of(
     for name, value in state.items():
         if not isinstance(value, DTensor) and rank > 0:
             continue
-        box, local = box_of(value), local_of(value)
+        box, local = local_box(value), local_tensor(value)
         if local.numel() and box.first:
-            for part, held in parts_of(value).items():
+            for part, held in local_parts(value).items():
                 tensors[name + part] = held.detach().to("cpu", copy=copy).contiguous()
             starts[name] = box.start if any(box.start[1:]) else (box.start or (0,))[0]
     return HostShard(rank, tensors, starts, about)
 
 
-def about_of(folder: Path) -> str:
-    """What `shard_of` was told that these files are for; empty where nothing was said."""
+def read_about(folder: Path) -> str:
+    """What `host_shard` was told that these files are for; empty where nothing was said."""
     for path in sorted(folder.glob("shard_*.safetensors"))[:1]:
         with safe_open(path, framework="pt") as file:
             return str(file.metadata().get("about", ""))
@@ -146,7 +146,7 @@ def about_of(folder: Path) -> str:
 def load_shards(folder: Path, state: Mapping[str, Tensor], *, rank: int, ranks: int) -> dict[str, Tensor]:
     """Fill the tensors of `state` in place; this rank's extras where the number of files equals `ranks`, else none."""
     paths = sorted(folder.glob("shard_*.safetensors"))
-    boxes = {name: box_of(value) for name, value in state.items()}
+    boxes = {name: local_box(value) for name, value in state.items()}
     missing = {name: math.prod(box.shape) for name, box in boxes.items()}
     extra: dict[str, Tensor] = {}
     numbers: dict[str, Tensor] = {}  # of tensors in 8 bits, where a file has them in other boxes
@@ -162,7 +162,7 @@ def load_shards(folder: Path, state: Mapping[str, Tensor], *, rank: int, ranks: 
     if short := [name for name, elements in missing.items() if elements]:
         raise AsyncRLError("learner.checkpoint", f"{short[0]} and {len(short) - 1} others are not in {folder}")
     for name, values in numbers.items():
-        local_of(state[name]).copy_(values)
+        local_tensor(state[name]).copy_(values)
     return extra
 
 
@@ -170,16 +170,16 @@ def load_shards(folder: Path, state: Mapping[str, Tensor], *, rank: int, ranks: 
 def _fill(target: Tensor, box: Box, file: Any, name: str, start: Start, numbers: dict[str, Tensor]) -> int:  # noqa: PLR0917
     """Copy the elements that the file and this rank have in common; how many. Tensors in 8 bits go to `numbers`, but
     where the file has the very same box."""
-    local = local_of(target)
+    local = local_tensor(target)
     if target.dim() == 0:
         local.copy_(file.get_tensor(name))
         return 1
-    narrow, written = "#codes" in parts_of(target), name + "#codes" in file.keys()  # noqa: SIM118
+    narrow, written = "#codes" in local_parts(target), name + "#codes" in file.keys()  # noqa: SIM118
     piece = file.get_slice(name + "#codes" if written else name)
     shape = tuple(piece.get_shape())
     begin = (start, *[0] * (len(shape) - 1)) if isinstance(start, int) else tuple(start)
     if narrow and written and (begin, shape) == (box.start, box.shape) and _same_blocks(target, file, name):
-        for part, held in parts_of(target).items():
+        for part, held in local_parts(target).items():
             held.copy_(file.get_tensor(name + part))
         return math.prod(shape)
     mine, theirs, count = [], [], 1
@@ -197,7 +197,7 @@ def _fill(target: Tensor, box: Box, file: Any, name: str, start: Start, numbers:
 
 
 def _same_blocks(target: Tensor, file: Any, name: str) -> bool:
-    return tuple(file.get_slice(f"{name}#scale").get_shape()) == tuple(parts_of(target)["#scale"].shape)
+    return tuple(file.get_slice(f"{name}#scale").get_shape()) == tuple(local_parts(target)["#scale"].shape)
 
 
 def _numbers(file: Any, name: str) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import UNREADABLE, AsyncRLError
-from learners.backends.sharded_checkpoint import Box, box_of
+from learners.backends.sharded_checkpoint import Box, local_box
 from learners.models.score_model import new_head, scalar_head
 
 _MARK = "_asyncrl_start"
@@ -60,7 +60,7 @@ class Start:
         """The elements of a box of a tensor, as the file has them.
 
         Raises:
-            AsyncRLError: `internal`, for a name that the model did not have when it was described.
+            AsyncRLError: `internal`, for a name that the model did not have when it was describe_model.
         """
         if name in self._made:
             return self._made[name][_range(box.start, box.shape)]
@@ -70,9 +70,9 @@ class Start:
         if not stacked:
             return self._slice(names[0][0], box.start, box.shape)
         experts = names[box.start[0] : box.start[0] + box.shape[0]]
-        return torch.stack([self._joined(parts, box.start[1:], box.shape[1:]) for parts in experts])
+        return torch.stack([self._join(parts, box.start[1:], box.shape[1:]) for parts in experts])
 
-    def _joined(self, parts: Sequence[str], start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def _join(self, parts: Sequence[str], start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Of matrices below each other a range of rows and columns."""
         found, above = [], 0
         for part in parts:
@@ -110,7 +110,7 @@ def _range(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
 # ---------------------------------------------------------------- before the split
 
 
-def described(path: str, *, scorer: bool, seed: int, **options: Any) -> Any:
+def describe_model(path: str, *, scorer: bool, seed: int, **options: Any) -> Any:
     """The model of a folder as transformers makes it, without its weights: `fill` reads them once it is split.
 
     `scorer`: a classifier with one label; its head is made from `seed` where the folder has none, as in
@@ -241,7 +241,7 @@ def _piece(name: str, pattern: str, converters: Sequence[Any]) -> tuple[int, int
     return int(number[1]), rule.source_patterns.index(pattern)
 
 
-def _wanted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that a folder must hold: parameters, a tied one once, and the buffers that are saved."""
     yield from model.named_parameters()
     real = {name for name, _ in model.named_non_persistent_buffers()}  # type: ignore[operator]
@@ -250,7 +250,7 @@ def _wanted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _check(model: Any, start: Start, sources: Mapping[str, Source], made: Mapping[str, Tensor]) -> None:
     """Raise `Unfit` where a tensor is missing or has another shape, or where both of a tied pair stand in the files."""
-    wanted = dict(_wanted(model))
+    wanted = dict(_stored_tensors(model))
     if doubled := sorted((model.state_dict().keys() - wanted.keys()) & sources.keys()):
         raise Unfit(f"its files hold {doubled[0]}, which is tied to another tensor")
     for name, tensor in wanted.items():
@@ -272,7 +272,7 @@ def _check(model: Any, start: Start, sources: Mapping[str, Source], made: Mappin
 
 @torch.no_grad()
 def fill(model: Any, device: torch.device) -> int:
-    """Give a split model of `described` its weights on a device; how many elements were read. Not collective.
+    """Give a split model of `describe_model` its weights on a device; how many elements were read. Not collective.
 
     A model that is whole already is left as it is: 0.
     """
@@ -288,7 +288,7 @@ def fill(model: Any, device: torch.device) -> int:
                     if old is None or not old.is_meta:
                         continue
                     if id(old) not in known:
-                        box = box_of(old)
+                        box = local_box(old)
                         local = torch.empty(box.shape, dtype=old.dtype, device=device)
                         if local.numel():
                             local.copy_(start.read(f"{prefix}.{own}" if prefix else own, box))

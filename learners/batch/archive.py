@@ -7,7 +7,7 @@ Guarantees:
 2. a batch that comes back after a restart is compared with what is there: the same groups, samples and rewards leave
    the file as it is; others are said aloud, and the file is written anew, as the weights will hold the new ones;
 3. a full disk costs the archive of that step, which is said and counted, and ends nothing;
-4. `recorded` gives a batch as `LearnerClient.claim` gave it, bit by bit.
+4. `read_step` gives a batch as `LearnerClient.claim` gave it, bit by bit.
 What it costs: about 8 bytes per token (ids and log-probs) and one fsync per step; nothing is ever removed.
 """
 
@@ -84,14 +84,14 @@ class Archive:
             self._say(f"warning: {path.name} is written again: {error.message}")
             return False
         out = batch_file.quarantined(self.folder).get(batch.step, {})
-        if why := differs(found, batch, out):
+        if why := find_difference(found, batch, out):
             if batch.replayed:  # else it was made anew: the store had lost it, or an older checkpoint was taken
                 self._say(f"warning: the batch of step {batch.step} came back and is not the one in the archive: {why}")
             return False
         return found.meta.config == self._config
 
 
-def differs(found: BatchFile, batch: ClaimedBatch, out: dict[int, str]) -> str:
+def find_difference(found: BatchFile, batch: ClaimedBatch, out: dict[int, str]) -> str:
     """How a claimed batch is not the recorded one, but for the groups `out` that were quarantined since."""
     assert batch.frames is not None
     recorded, claim = _contents(found.batch, found.payloads), _contents(batch.frames.batch, batch.frames.payloads)
@@ -115,7 +115,7 @@ def _contents(batch: wire.Batch, payloads: tuple[wire.Buffer, ...]) -> dict[int,
     return contents
 
 
-def recorded(folder: Path, step: int) -> tuple[ClaimedBatch, Meta]:
+def read_step(folder: Path, step: int) -> tuple[ClaimedBatch, Meta]:
     """The batch of a step as it was claimed. Raises `WireError` where the file is damaged, OSError without one."""
     found = batch_file.read(batch_file.batch_path(folder, step))
     return decode_batch(found.batch, found.payloads), found.meta

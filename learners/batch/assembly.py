@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 
 def unusable(group: GroupData, *, max_tokens: int, vocabulary: int = 0) -> str:
     """Why the learner cannot train this group; the empty string where it can. Looks at what the wire checks do not."""
-    for cut in estimates.cuts_of(group.samples):
+    for cut in estimates.iter_cuts(group.samples):
         tokens = (cut.prompt or group.prompt_ids.size) + cut.stop - cut.start
         if tokens > max_tokens:
             which = group.samples[cut.sample].index
@@ -66,12 +66,12 @@ def assemble(
 
     `baselines`: score of the greedy response by group. `seed` of PF-PPO's draws.
     """
-    whole = estimates.whole_of(batch, algorithm, baselines)
-    found = estimates.before_the_model(whole, algorithm, seed=seed)
+    whole = estimates.describe_batch(batch, algorithm, baselines)
+    found = estimates.estimate_early(whole, algorithm, seed=seed)
     prompts = [group.prompt_ids for group in batch.groups for _ in group.samples]
     sequences = [_sequence(number, one, prompts, whole, found) for number, one in enumerate(whole.cuts)]
     chunks = _split_groups(
-        [sum(1 for _ in estimates.cuts_of(group.samples)) for group in batch.groups], algorithm.minibatches
+        [sum(1 for _ in estimates.iter_cuts(group.samples)) for group in batch.groups], algorithm.minibatches
     )
     cut = [
         _minibatch(
@@ -115,7 +115,7 @@ def statistics(batch: ClaimedBatch, advantages: Array) -> dict[str, float]:
     """Metrics of the batch by catalogue name."""
     samples = [sample for group in batch.groups for sample in group.samples]
     rewards = np.array([sample.reward for sample in samples] or [0.0])
-    lengths = np.array([estimates.length_of(sample) for sample in samples] or [0])
+    lengths = np.array([estimates.response_length(sample) for sample in samples] or [0])
     lags = np.array([group_lag(group, batch.version) for group in batch.groups] or [0])
     bounds = np.array([group.bound for group in batch.groups] or [0])
     flat = [len({sample.reward for sample in group.samples}) == 1 for group in batch.groups]
@@ -135,7 +135,7 @@ def statistics(batch: ClaimedBatch, advantages: Array) -> dict[str, float]:
     }
     if any(sample.mask is not None for sample in samples):
         stats["observed_share"] = 1 - stats["tokens"] / max(1.0, float(lengths.sum()))
-        stats["rows_mean"] = sum(1 for _ in estimates.cuts_of(samples)) / len(samples)
+        stats["rows_mean"] = sum(1 for _ in estimates.iter_cuts(samples)) / len(samples)
     for name in sorted({name for sample in samples for name in sample.parts}):
         # Over the samples that it applies to (`data_sources`): a 0 for the others would be a reward nobody gave.
         stats[f"reward/{name}"] = float(np.mean([sample.parts[name] for sample in samples if name in sample.parts]))

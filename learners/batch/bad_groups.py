@@ -26,7 +26,7 @@ REASON_LIMIT = 480  # characters; the buffer keeps 500
 PLACES = 3  # innermost frames of a trace
 
 
-def culprits(groups: Sequence[GroupData], ask: Ask) -> dict[int, str]:
+def find_bad_groups(groups: Sequence[GroupData], ask: Ask) -> dict[int, str]:
     """Bad groups and why, of a batch that is known to be broken as a whole."""
     if len(groups) == 1:
         why = ask(groups)
@@ -35,7 +35,7 @@ def culprits(groups: Sequence[GroupData], ask: Ask) -> dict[int, str]:
     found: dict[int, str] = {}
     for half in (groups[:middle], groups[middle:]):
         if len(half) == 1 or ask(half):
-            found.update(culprits(half, ask))
+            found.update(find_bad_groups(half, ask))
     return found
 
 
@@ -53,7 +53,7 @@ def not_finite(cut: StepBatch) -> str:
     return ""
 
 
-def reason_of(place: str, error: BaseException) -> str:
+def describe_error(place: str, error: BaseException) -> str:
     """`loss: ValueError: too long | losses.py:41 in token_loss | ...`, the innermost place first."""
     frames = traceback.extract_tb(error.__traceback__)[-PLACES:]
     places = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]

@@ -5,7 +5,7 @@ Guarantees:
    corrections that look at all rows: no rank or micro-batch has statistics of its own;
 2. float64; the result depends on the batch, the settings and the seed alone;
 3. an estimator that needs the model (values of a critic, proximal log-probs, a KL penalty in the reward) gives zeros
-   before the model has run, and its advantages after it (`after_the_model`);
+   before the model has run, and its advantages after it (`estimate_late`);
 4. rewards of single turns stand at their last tokens, so that estimators that look at places credit them there;
 5. rows cut by the length limit may be left out of the loss; they count in the statistics of their group.
 
@@ -91,18 +91,20 @@ class Late(NamedTuple):
     kl: float | None = None  # mean KL(proximal || reference) where it was a penalty
 
 
-def waits_for_the_model(algorithm: AlgorithmConfig) -> bool:
+def needs_model(algorithm: AlgorithmConfig) -> bool:
     """Whether advantages can be estimated only after forward passes over the whole batch."""
-    from learners.algorithms.registry import needs_of
+    from learners.algorithms.registry import needs_for
 
     late = {"critic", "proximal", "values", "square_sums", "process"}
-    return algorithm.kl.where == "reward" or bool(late & set(needs_of(algorithm)))
+    return algorithm.kl.where == "reward" or bool(late & set(needs_for(algorithm)))
 
 
 # ---------------------------------------------------------------- before the model
 
 
-def whole_of(batch: ClaimedBatch, algorithm: AlgorithmConfig, baselines: Mapping[int, float] | None = None) -> Whole:
+def describe_batch(
+    batch: ClaimedBatch, algorithm: AlgorithmConfig, baselines: Mapping[int, float] | None = None
+) -> Whole:
     """Masks, shaped rewards and groups of the batch."""
     import torch
 
@@ -113,9 +115,9 @@ def whole_of(batch: ClaimedBatch, algorithm: AlgorithmConfig, baselines: Mapping
     samples = [sample for _, sample in pairs]
     numbers = {group.group: number for number, group in enumerate(batch.groups)}
     owners = torch.tensor([numbers[group.group] for group, _ in pairs], dtype=torch.int64)
-    mask = torch.from_numpy(padded([_mask_of(sample).astype(bool) for sample in samples])).bool()
+    mask = torch.from_numpy(padded([_loss_mask(sample).astype(bool) for sample in samples])).bool()
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-    lengths = torch.tensor([length_of(sample) for sample in samples], dtype=torch.int64)
+    lengths = torch.tensor([response_length(sample) for sample in samples], dtype=torch.int64)
     scores = _shaped(rewards, owners, lengths, algorithm)
     parts = None
     if names := sorted({name for sample in samples for name in sample.parts}):
@@ -137,7 +139,7 @@ def whole_of(batch: ClaimedBatch, algorithm: AlgorithmConfig, baselines: Mapping
     )
     lags = tuple(_lags(sample, batch.version) for sample in samples)
     right = rewards > algorithm.shaping.correct_above
-    return Whole(samples, rollouts, scores, right, lags, batch.step, tuple(cuts_of(samples)))
+    return Whole(samples, rollouts, scores, right, lags, batch.step, tuple(iter_cuts(samples)))
 
 
 def rows_in(sample: Any) -> tuple[tuple[int, int], ...]:
@@ -145,7 +147,7 @@ def rows_in(sample: Any) -> tuple[tuple[int, int], ...]:
     return getattr(sample, "rows", ())  # samples of the modes without reward have none
 
 
-def cuts_of(samples: Sequence[Any]) -> Iterator[Cut]:
+def iter_cuts(samples: Sequence[Any]) -> Iterator[Cut]:
     """The sequences of some samples."""
     for number, sample in enumerate(samples):
         rows = rows_in(sample)
@@ -156,12 +158,12 @@ def cuts_of(samples: Sequence[Any]) -> Iterator[Cut]:
             yield Cut(number, start + prompt, end, prompt)
 
 
-def length_of(sample: Any) -> int:
+def response_length(sample: Any) -> int:
     """Tokens of the response, observations among them, without the prompts of later sequences."""
     return int(sample.response.size) - sum(prompt for _, prompt in rows_in(sample))
 
 
-def by_sample(whole: Whole, rows: Sequence[Array] | None) -> list[Array] | None:
+def to_samples(whole: Whole, rows: Sequence[Array] | None) -> list[Array] | None:
     """Rows `[T]` of the samples from those of the sequences: 0 where a prompt stands."""
     if rows is None:
         return None
@@ -171,7 +173,7 @@ def by_sample(whole: Whole, rows: Sequence[Array] | None) -> list[Array] | None:
     return found
 
 
-def by_cut(whole: Whole, rows: Sequence[Array]) -> list[Array]:
+def to_cuts(whole: Whole, rows: Sequence[Array]) -> list[Array]:
     """Rows of the sequences from those of the samples."""
     return [rows[cut.sample][cut.start : cut.stop] for cut in whole.cuts]
 
@@ -210,7 +212,7 @@ def _behaviour(samples: Sequence[Any], mask: Tensor) -> Tensor | None:
     return torch.from_numpy(padded([sample.logprobs.astype(np.float64) for sample in samples])).reshape(mask.shape)
 
 
-def _mask_of(sample: Any) -> Array:
+def _loss_mask(sample: Any) -> Array:
     return np.ones(sample.response.size, np.uint8) if sample.mask is None else sample.mask
 
 
@@ -231,18 +233,18 @@ def padded(rows: Sequence[Array]) -> Array:
     return result
 
 
-def before_the_model(whole: Whole, algorithm: AlgorithmConfig, *, seed: int = 0) -> Found:
+def estimate_early(whole: Whole, algorithm: AlgorithmConfig, *, seed: int = 0) -> Found:
     """Advantages where they need no model, else zeros; weights by lag; how often each row is trained."""
     import torch
 
     from learners.algorithms.filters import overlong_mask
     from learners.algorithms.passk import pass_at_means
-    from learners.algorithms.registry import advantage_of
+    from learners.algorithms.registry import advantage_for
 
     rollouts, mask = whole.rollouts, whole.rollouts.mask
     estimate = None
-    if whole.samples and not waits_for_the_model(algorithm):
-        estimate = advantage_of(algorithm)(rollouts)
+    if whole.samples and not needs_model(algorithm):
+        estimate = advantage_for(algorithm)(rollouts)
     advantages = torch.zeros(mask.shape, dtype=torch.float64) if estimate is None else estimate.advantages
     trained = mask
     if algorithm.shaping.overlong_filter:
@@ -255,9 +257,9 @@ def before_the_model(whole: Whole, algorithm: AlgorithmConfig, *, seed: int = 0)
         assert rollouts.lengths is not None
         stats["overlong_share"] = float((rollouts.lengths > start).double().mean())
     return Found(
-        masks=tuple(row.astype(np.uint8) for row in rows_of(whole, trained)),
-        advantages=tuple(row.astype(np.float32) for row in rows_of(whole, advantages)),
-        first=first_of(advantages, mask),
+        masks=tuple(row.astype(np.uint8) for row in unpad(whole, trained)),
+        advantages=tuple(row.astype(np.float32) for row in unpad(whole, advantages)),
+        first=first_advantages(advantages, mask),
         lags=whole.lags,
         scales=scales,
         right=whole.right.numpy(),
@@ -266,13 +268,13 @@ def before_the_model(whole: Whole, algorithm: AlgorithmConfig, *, seed: int = 0)
     )
 
 
-def rows_of(whole: Whole, values: Tensor) -> list[Array]:
+def unpad(whole: Whole, values: Tensor) -> list[Array]:
     """A row per sample, without the padding."""
     data = values.numpy()
     return [data[number, : sample.response.size] for number, sample in enumerate(whole.samples)]
 
 
-def first_of(advantages: Tensor, mask: Tensor) -> tuple[float, ...]:
+def first_advantages(advantages: Tensor, mask: Tensor) -> tuple[float, ...]:
     """The advantage of each row's first trained token; 0 without any."""
     if not mask.numel():
         return ()
@@ -288,7 +290,7 @@ def _scales(whole: Whole, algorithm: AlgorithmConfig) -> Array:
     lag = algorithm.lag
     if lag.weight == "off":
         return np.ones(len(whole.samples))
-    rows = zip(whole.lags, rows_of(whole, whole.rollouts.mask), strict=True)
+    rows = zip(whole.lags, unpad(whole, whole.rollouts.mask), strict=True)
     ages = torch.tensor([float(lags[mask].mean()) if mask.any() else 0.0 for lags, mask in rows])
     found = staleness_weights(ages, kind=lag.weight, tau=lag.tau, kappa=lag.kappa, normalize=lag.normalize)
     return np.asarray(found.numpy())
@@ -309,7 +311,7 @@ def _repeats(whole: Whole, algorithm: AlgorithmConfig, seed: int) -> list[int]:
 # ---------------------------------------------------------------- after the model
 
 
-def after_the_model(
+def estimate_late(
     whole: Whole,
     numbers: ModelNumbers,
     algorithm: AlgorithmConfig,
@@ -343,17 +345,19 @@ def after_the_model(
         shaped = kl_penalty(rollouts.rewards, proximal, reference, mask, coeff=kl_coeff, kind=kind)
         rollouts, kl = rollouts._replace(rewards=shaped.rewards), float(shaped.kl)
     late = Late(kl=kl)
-    if waits_for_the_model(algorithm):
-        from learners.algorithms.registry import advantage_of
+    if needs_model(algorithm):
+        from learners.algorithms.registry import advantage_for
 
-        estimate: Estimate = advantage_of(algorithm)(rollouts)
+        estimate: Estimate = advantage_for(algorithm)(rollouts)
         returns = None if estimate.returns is None else _floats(whole, estimate.returns)
         late = late._replace(
-            advantages=_floats(whole, estimate.advantages), returns=returns, first=first_of(estimate.advantages, mask)
+            advantages=_floats(whole, estimate.advantages),
+            returns=returns,
+            first=first_advantages(estimate.advantages, mask),
         )
     if correct:
         weights, keep = _corrected(rollouts, algorithm)
-        late = late._replace(weights=_floats(whole, weights), keep=rows_of(whole, keep))
+        late = late._replace(weights=_floats(whole, weights), keep=unpad(whole, keep))
     return late
 
 
@@ -370,12 +374,12 @@ def _corrected(rollouts: Rollouts, algorithm: AlgorithmConfig) -> tuple[Tensor, 
     """Weights and kept tokens `[S, T]` of a correction that looks at all rows."""
     import torch
 
-    from learners.algorithms.registry import correction_of
+    from learners.algorithms.registry import correction_for
 
     mask, places = rollouts.mask, rollouts.mask.nonzero()
     assert rollouts.proximal is not None and rollouts.behaviour is not None
     flat = mask[mask]
-    found = correction_of(algorithm)(rollouts.proximal[mask], rollouts.behaviour[mask], flat, places[:, 0])
+    found = correction_for(algorithm)(rollouts.proximal[mask], rollouts.behaviour[mask], flat, places[:, 0])
     weights, keep = torch.zeros(mask.shape, dtype=torch.float64), torch.zeros(mask.shape, dtype=torch.bool)
     weights[mask], keep[mask] = found.weights.double(), found.keep
     return weights, keep
@@ -390,4 +394,4 @@ def _padded(rows: Sequence[Array] | None, mask: torch.Tensor) -> Tensor | None:
 
 
 def _floats(whole: Whole, values: Tensor) -> list[Array]:
-    return [row.astype(np.float32) for row in rows_of(whole, values)]
+    return [row.astype(np.float32) for row in unpad(whole, values)]

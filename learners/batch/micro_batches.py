@@ -172,7 +172,7 @@ def padded_rows(sequences: Sequence[Sample]) -> MicroBatch:
 def _micro(
     sequences: Sequence[Sample], tokens: Array, position_ids: Array, *, starts: Sequence[int], width: int, end: int
 ) -> MicroBatch:
-    def joined(parts: list[Array], dtype: str) -> Array:
+    def concatenate(parts: list[Array], dtype: str) -> Array:
         return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
 
     counts = [sequence.mask.size for sequence in sequences]
@@ -182,20 +182,20 @@ def _micro(
         input_ids=tokens,
         position_ids=position_ids,
         cu_seqlens=np.array([*starts, end], np.int32),
-        positions=joined([np.arange(low, low + n) for low, n in zip(first, counts, strict=True)], "i4"),
-        targets=joined([sequence.tokens[sequence.prompt_tokens :] for sequence in sequences], "i4"),
+        positions=concatenate([np.arange(low, low + n) for low, n in zip(first, counts, strict=True)], "i4"),
+        targets=concatenate([sequence.tokens[sequence.prompt_tokens :] for sequence in sequences], "i4"),
         sequences=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
-        behaviour=joined([sequence.behaviour for sequence in sequences], "f4"),
-        mask=joined([sequence.mask for sequence in sequences], "u1"),
-        advantages=joined([_of_tokens(s.advantages, s.advantage, s.mask.size) for s in sequences], "f4"),
-        lags=joined([_of_tokens(s.lags, 0, s.mask.size) for s in sequences], "i4"),
+        behaviour=concatenate([sequence.behaviour for sequence in sequences], "f4"),
+        mask=concatenate([sequence.mask for sequence in sequences], "u1"),
+        advantages=concatenate([_expand(s.advantages, s.advantage, s.mask.size) for s in sequences], "f4"),
+        lags=concatenate([_expand(s.lags, 0, s.mask.size) for s in sequences], "i4"),
         scales=np.array([s.scale for s in sequences], np.float32),
         right=np.array([s.right for s in sequences], np.uint8),
         samples=np.array([sequence.number for sequence in sequences], np.int32),
     )
 
 
-def _of_tokens(values: Array | None, otherwise: float, count: int) -> Array:
+def _expand(values: Array | None, otherwise: float, count: int) -> Array:
     return np.full(count, otherwise) if values is None else values
 
 

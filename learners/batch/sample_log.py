@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from learners.batch.assembly import group_lag
-from learners.batch.estimates import Cut, cuts_of
+from learners.batch.estimates import Cut, iter_cuts
 
 if TYPE_CHECKING:
     from asyncrl.wire.batch_arrays import ClaimedBatch
@@ -53,7 +53,9 @@ def gather(gang: Gang, mine: Mapping[int, Array], batch: ClaimedBatch | None, co
     if batch is not None:
         samples, kept = [sample for group in batch.groups for sample in group.samples], set(places(batch, count))
         cuts = {
-            number: cut for number, cut in enumerate(cuts_of(samples)) if cut.sample in kept and cut.start < MAX_TOKENS
+            number: cut
+            for number, cut in enumerate(iter_cuts(samples))
+            if cut.sample in kept and cut.start < MAX_TOKENS
         }
     chosen = msgspec.msgpack.decode(gang.share(None if batch is None else _encode(list(cuts))), type=list[int])
     part = {place: mine[place][:MAX_TOKENS].astype(np.float32).tobytes() for place in chosen if place in mine}

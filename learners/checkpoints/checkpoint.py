@@ -59,7 +59,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blake2b: str
 
 
-def folder_of(root: Path, step: int) -> Path:
+def step_folder(root: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
     return root / f"step_{step:06d}"
 
@@ -87,7 +87,7 @@ def save(
     on rank 0 right before the checkpoint becomes visible, and raises where another learner took over.
     Raises `disk.full` on every rank where one of them could not write; earlier checkpoints are as they were.
     """
-    target = folder_of(root, step)
+    target = step_folder(root, step)
     temporary = root / f".{target.name}.tmp"
 
     def agree(error: str) -> None:
@@ -134,7 +134,7 @@ def _begin(root: Path, temporary: Path) -> None:
     """An empty hidden folder, where there is room for a checkpoint as large as the last one."""
     shutil.rmtree(temporary, ignore_errors=True)
     root.mkdir(parents=True, exist_ok=True)
-    needed = next((size_of(folder_of(root, known)) for known in steps_in(root)), 0)
+    needed = next((folder_size(step_folder(root, known)) for known in steps_in(root)), 0)
     free = shutil.disk_usage(root).free
     if free < needed + SPARE_BYTES:
         raise OSError(errno.ENOSPC, f"{free} bytes are free, the last checkpoint has {needed}")
@@ -151,7 +151,7 @@ def _shard(temporary: Path, backend: Snapshot) -> dict[str, FileEntry]:
     return found
 
 
-def size_of(folder: Path) -> int:
+def folder_size(folder: Path) -> int:
     """Bytes of the files of a checkpoint."""
     return sum(path.stat().st_size for path in folder.iterdir())
 
@@ -181,8 +181,8 @@ def newest(root: Path, *, say: Callable[[str], None] = print) -> tuple[State, Pa
     """
     problems = []
     for step in steps_in(root):
-        folder = folder_of(root, step)
-        why = problem_of(folder)
+        folder = step_folder(root, step)
+        why = find_problem(folder)
         if not why:
             return msgspec.json.decode((folder / STATE).read_bytes(), type=State), folder
         problems.append(f"{folder.name}: {why}")
@@ -192,12 +192,12 @@ def newest(root: Path, *, say: Callable[[str], None] = print) -> tuple[State, Pa
     return None
 
 
-def state_of(folder: Path) -> State:
+def read_state(folder: Path) -> State:
     """The state of one checkpoint."""
     return msgspec.json.decode((folder / STATE).read_bytes(), type=State)
 
 
-def problem_of(folder: Path) -> str:
+def find_problem(folder: Path) -> str:
     """What is wrong with a checkpoint; the empty string where it is whole."""
     try:
         entries = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=dict[str, FileEntry])
@@ -230,7 +230,7 @@ def clean(root: Path, *, step: int, keep: int, ranking: retention.Ranking | None
     """Keep the newest `keep` up to the step just written, and the best. Later ones were found damaged when this run was
     restored. No checkpoint may be under way."""
     known = steps_in(root)
-    kept = retention.kept(known, newest=step, keep=keep, ranking=ranking)
+    kept = retention.select(known, newest=step, keep=keep, ranking=ranking)
     if ranking is not None:
         with contextlib.suppress(OSError):  # a full disk: it is written again with the next checkpoint
             retention.write(root, kept, ranking)
@@ -238,6 +238,6 @@ def clean(root: Path, *, step: int, keep: int, ranking: retention.Ranking | None
         (root / retention.BEST).unlink(missing_ok=True)
     for number in known:
         if number not in kept:
-            shutil.rmtree(folder_of(root, number), ignore_errors=True)
+            shutil.rmtree(step_folder(root, number), ignore_errors=True)
     for path in root.glob(".step_*.tmp"):
         shutil.rmtree(path, ignore_errors=True)

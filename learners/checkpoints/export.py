@@ -37,7 +37,7 @@ from asyncrl.plugins import find
 from asyncrl.runs.export import DTYPES as DTYPE_NAMES
 from asyncrl.runs.export import no_checkpoint, parse_size, refuse_target, size_text
 from asyncrl.runtime.run_dir import RunDir
-from learners.backends.hf_folder import SCORER, FolderWriter, skeleton_of
+from learners.backends.hf_folder import SCORER, FolderWriter, build_skeleton
 from learners.backends.megatron.checkpoint import Store
 from learners.backends.megatron.mapping import Part
 from learners.backends.safetensors_writer import MAX_BYTES
@@ -72,9 +72,9 @@ def export(
     source = _source(run, step, say)
     target = target or refuse_target(run.root / f"export-{source.name}")
     name = config.model.dtype if dtype == "auto" else dtype
-    if not from_files(config, source, target, dtype=DTYPES[name], max_bytes=max_bytes, say=say):
+    if not export_files(config, source, target, dtype=DTYPES[name], max_bytes=max_bytes, say=say):
         say("its tensors are not those of the model: the backend loads it, with optimizer states")
-        _by_backend(config, source, target, name, gang)
+        _export_with_backend(config, source, target, name, gang)
     return target
 
 
@@ -91,8 +91,8 @@ def _source(run: RunDir, step: int | None, say: Say) -> Path:
             where=str(run.checkpoints),
             remedy="name one of these, or none for the newest",
         )
-    folder = checkpoint.folder_of(run.checkpoints, step)
-    if why := checkpoint.problem_of(folder):
+    folder = checkpoint.step_folder(run.checkpoints, step)
+    if why := checkpoint.find_problem(folder):
         raise AsyncRLError("learner.checkpoint", why, where=str(folder))
     return folder
 
@@ -100,7 +100,7 @@ def _source(run: RunDir, step: int | None, say: Say) -> Path:
 # ---------------------------------------------------------------- straight from the files
 
 
-def from_files(
+def export_files(
     config: Config,
     source: Path,
     target: Path,
@@ -158,7 +158,7 @@ def _model(config: Config, path: str, folder: str, kind: str, store: Store, *, s
         raise ConfigError("config.model", f"{path}: {error}") from error
     if scorer:
         hf.architectures = [SCORER]
-    skeleton = skeleton_of(hf)
+    skeleton = build_skeleton(hf)
     if skeleton is None:
         return None
     hf.architectures = [type(skeleton).__name__]
@@ -209,7 +209,7 @@ def _filled(target: Path, write: Callable[[Path], None]) -> None:
 # ---------------------------------------------------------------- by the backend
 
 
-def _by_backend(config: Config, source: Path, target: Path, dtype: str, gang: Gang | None) -> None:
+def _export_with_backend(config: Config, source: Path, target: Path, dtype: str, gang: Gang | None) -> None:
     """The backend's own load and export. Collective."""
     model = msgspec.structs.replace(config.model, dtype=dtype)
     own = msgspec.structs.replace(config, model=model)

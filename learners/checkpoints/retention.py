@@ -61,10 +61,10 @@ def best(steps: Iterable[int], ranking: Ranking) -> tuple[int, ...]:
     return tuple(scored[: ranking.count])
 
 
-def kept(steps: Iterable[int], *, newest: int, keep: int, ranking: Ranking | None = None) -> set[int]:
+def select(steps: Iterable[int], *, newest: int, keep: int, ranking: Ranking | None = None) -> set[int]:
     """Which of these steps stay once `newest` is durable; none above it do.
 
-    >>> sorted(kept([20, 40, 60, 80], newest=60, keep=1))
+    >>> sorted(select([20, 40, 60, 80], newest=60, keep=1))
     [60]
     """
     usable = sorted((step for step in steps if step <= newest), reverse=True)
@@ -120,19 +120,19 @@ class Scores:
         """The run goes on from this step: later ones will be made again."""
         self._scores = {number: score for number, score in self._scores.items() if number <= step}
 
-    def trained(self, values: Mapping[str, float]) -> None:
+    def add_metrics(self, values: Mapping[str, float]) -> None:
         """The metrics of a step."""
         value = values.get(self._metric, math.nan)
         if self._count and math.isfinite(value):
             self._window.append(value)
 
-    def reached(self, step: int) -> None:
+    def add_checkpoint(self, step: int) -> None:
         """A regular checkpoint is made of this step."""
         if self._window:
             self._scores[step] = math.fsum(self._window) / len(self._window)
             self._window.clear()
 
-    def evaluated(self, figures: Mapping[int, Mapping[str, float]]) -> bool:
+    def add_evaluations(self, figures: Mapping[int, Mapping[str, float]]) -> bool:
         """Evaluations that have ended, by step; whether they changed a score."""
         if not self._count or not self._metric.startswith(METRICS):
             return False
@@ -148,7 +148,7 @@ class Scores:
         return changed
 
     def ranking(self, steps: Iterable[int]) -> Ranking | None:
-        """For `kept`; None where only the last checkpoints stay."""
+        """For `select`; None where only the last checkpoints stay."""
         if not self._count:
             return None
         awaited: tuple[int, ...] = ()

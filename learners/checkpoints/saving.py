@@ -62,9 +62,9 @@ class Checkpoints:
         self._config = config
         self._root = RunDir(config.run_dir).checkpoints
         self._gang = gang
-        self._beside = gang
+        self._writer_gang = gang
         if config.learner.checkpoint_async:
-            self._beside = gang.beside(timeout_s=waiting_s(config))
+            self._writer_gang = gang.clone(timeout_s=waiting_s(config))
         self._backend = backend
         self._durable = durable
         self._say = say if gang.lead else _silent
@@ -92,7 +92,7 @@ class Checkpoints:
         """
         self.settle()
         if self._scores is not None and step % self._config.learner.checkpoint_every == 0:
-            self._scores.reached(step)
+            self._scores.add_checkpoint(step)
         job, ranking = _Job(step, state), self._ranking(step)
         if not self._config.learner.checkpoint_async or wait or last:
             self._write(job, self._backend, self._gang, fence, ranking)
@@ -101,7 +101,7 @@ class Checkpoints:
         self._job = job
         self._thread = threading.Thread(
             target=self._write,
-            args=(job, self._backend.snapshot(), self._beside, fence, ranking),
+            args=(job, self._backend.snapshot(), self._writer_gang, fence, ranking),
             name="checkpoint",
             daemon=True,
         )
@@ -172,8 +172,8 @@ class Checkpoints:
         """The metrics of a step (empty: of none) and the evaluations that have ended, by step. On rank 0."""
         if self._scores is None:
             return
-        self._scores.trained(values)
-        self._changed = self._scores.evaluated(evaluated) or self._changed
+        self._scores.add_metrics(values)
+        self._changed = self._scores.add_evaluations(evaluated) or self._changed
         if self._changed and self._job is None and self.saved:
             self._changed, keep = False, self._config.learner.checkpoint_keep
             checkpoint.clean(self._root, step=self.saved, keep=keep, ranking=self._ranking(self.saved))

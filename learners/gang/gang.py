@@ -88,13 +88,15 @@ class Gang:
         # Alone and without torchrun there is nobody to meet: no port is opened, and none can be taken.
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         plain = anywhere and size == 1
-        topology = Topology(rank, size) if plain else Topology.of(config.learner.parallel, rank=rank, size=size)
+        topology = (
+            Topology(rank, size) if plain else Topology.from_config(config.learner.parallel, rank=rank, size=size)
+        )
         found = None if "MASTER_PORT" not in os.environ and size > 1 else _store(rank, size, timeout_s=longest)
         store = {"store": found, "rank": rank, "world_size": size} if found is not None else {}
         dist.init_process_group(device.group_string, timeout=timedelta(seconds=longest), **store)
         return Gang(rank, size, device, topology)
 
-    def beside(self, *, timeout_s: float) -> Gang:
+    def clone(self, *, timeout_s: float) -> Gang:
         """The same ranks for another thread: what they share and gather meets nothing of this gang's. Collective."""
         made = Gang(self.rank, self.size, self.device, self.topology)
         if self.size > 1:
@@ -138,7 +140,7 @@ class Gang:
         if self.lead:
             assert shares is not None
             for rank in range(1, self.size):
-                dist.send(_tensor(shares[self.topology.at(rank).share]), rank)
+                dist.send(_tensor(shares[self.topology.peer(rank).share]), rank)
             return shares[self.topology.share]
         content = torch.empty(int(sizes[self.topology.share]), dtype=torch.uint8)
         dist.recv(content, 0)  # bounded: the timeout of the group

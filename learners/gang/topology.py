@@ -32,7 +32,7 @@ class Topology(NamedTuple):
     expert: int = 1
 
     @staticmethod
-    def of(config: ParallelConfig, *, rank: int, size: int) -> Topology:
+    def from_config(config: ParallelConfig, *, rank: int, size: int) -> Topology:
         """The place of a rank.
 
         Raises:
@@ -82,14 +82,14 @@ class Topology(NamedTuple):
         """Whether this rank talks to the services and publishes."""
         return self.rank == 0
 
-    def at(self, rank: int) -> Topology:
+    def peer(self, rank: int) -> Topology:
         """The place of another rank of the same gang."""
         return self._replace(rank=rank)
 
     @property
     def counting(self) -> list[int]:
         """The ranks that count, by share."""
-        found = [place for place in map(self.at, range(self.size)) if place.counts]
+        found = [place for place in map(self.peer, range(self.size)) if place.counts]
         return [place.rank for place in sorted(found, key=lambda place: place.share)]
 
 

@@ -39,7 +39,7 @@ FLASH = "flash_attention_2"
 _LENGTHS = "_asyncrl_lengths"
 
 
-def chosen(wanted: str, device: Device, dtype: str) -> str:
+def select_kernel(wanted: str, device: Device, dtype: str) -> str:
     """The attention that transformers loads a model with. `dtype`: of compute, by the name in the settings.
 
     Raises:
@@ -91,7 +91,7 @@ def attend(
         if positions is None:
             why = f"{type(module).__name__} hands no positions on: set model.attn_implementation = 'sdpa'"
             raise AsyncRLError("learner.packing", why)
-        lengths = _lengths_of(positions)
+        lengths = _cached_lengths(positions)
         if len(lengths) > 1:
             # One split and one cat: slices would each have a gradient of the size of the whole row.
             parts = zip(*(torch.split(heads, lengths, dim=2) for heads in (query, key, value)), strict=True)
@@ -100,7 +100,7 @@ def attend(
     return result
 
 
-def _lengths_of(positions: Tensor) -> list[int]:
+def _cached_lengths(positions: Tensor) -> list[int]:
     """`sequence_lengths`, asked of the device once for all layers that are given the same positions."""
     known: list[int] | None = getattr(positions, _LENGTHS, None)
     if known is None:
@@ -117,7 +117,7 @@ def attend_varlen(
 
     if attention_mask is not None or given.get("position_ids") is None or query.shape[0] > 1 or given.get("dropout"):
         return attend(module, query, key, value, attention_mask, **given)
-    lengths = _lengths_of(given["position_ids"])
+    lengths = _cached_lengths(given["position_ids"])
     ends = torch.tensor([0, *lengths], dtype=torch.int32, device=query.device).cumsum(0, dtype=torch.int32)
     query, key, value = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))  # [W, H, D]
     longest = max(lengths)

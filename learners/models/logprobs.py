@@ -200,7 +200,7 @@ def split_logprobs(
     return result
 
 
-def vocabulary_of(weight: Tensor) -> Vocabulary | None:
+def vocabulary_split(weight: Tensor) -> Vocabulary | None:
     """How the rows of an output head lie on ranks; None where it is whole, or split otherwise."""
     if not isinstance(weight, DTensor) or weight.device_mesh.ndim != 1 or not weight.placements[0].is_shard(0):
         return None
@@ -321,6 +321,6 @@ def token_numbers(
     return TokenNumbers(found.logprobs, found.entropy, found.square_sums)
 
 
-def whole_of(tensor: Tensor) -> Tensor:
+def gather_whole(tensor: Tensor) -> Tensor:
     """A tensor as if it were not split over tensor or expert ranks; with gradient. Collective where it is split."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

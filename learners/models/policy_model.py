@@ -11,12 +11,12 @@ from asyncrl.errors import ConfigError
 from learners.models.logprobs import (
     TokenNumbers,
     chunked_logprobs,
+    gather_whole,
     split_logprobs,
     token_numbers,
-    vocabulary_of,
-    whole_of,
+    vocabulary_split,
 )
-from learners.models.sequence_parallel import Split, states_of
+from learners.models.sequence_parallel import Split, hidden_states_at
 
 
 def check_head(config: Any) -> None:
@@ -66,9 +66,9 @@ class PolicyModel(nn.Module):
                 logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
             logs = (logits.flatten(0, 1)[positions].float() / self.temperature).log_softmax(-1)
             return logs.gather(-1, targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
-        states = states_of(self.model.base_model, input_ids, position_ids, positions, split=self.split)
-        head, hidden, targets = self.model.get_output_embeddings(), states.hidden, states.of(targets)
-        split, bias = vocabulary_of(head.weight), getattr(head, "bias", None)
+        states = hidden_states_at(self.model.base_model, input_ids, position_ids, positions, split=self.split)
+        head, hidden, targets = self.model.get_output_embeddings(), states.hidden, states.select(targets)
+        split, bias = vocabulary_split(head.weight), getattr(head, "bias", None)
         if split is not None and bias is None:
             rows = head.weight.to_local(grad_placements=head.weight.placements)
             return split_logprobs(
@@ -80,7 +80,7 @@ class PolicyModel(nn.Module):
                 chunk_tokens=self.chunk_tokens,
                 squares=squares,
             )
-        weight = whole_of(head.weight)
+        weight = gather_whole(head.weight)
         options: dict[str, Any] = {
             "bias": bias,
             "temperature": self.temperature,

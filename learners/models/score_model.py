@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
-from learners.models.sequence_parallel import Split, states_of
+from learners.models.sequence_parallel import Split, hidden_states_at
 
 
 class ScoreModel(nn.Module):
@@ -40,7 +40,7 @@ class ScoreModel(nn.Module):
             targets: token ids; only their number counts.
             whole: no difference here: there are no logits to leave out.
         """
-        states = states_of(self.model.base_model, input_ids, position_ids, positions + 1, split=self.split)
+        states = hidden_states_at(self.model.base_model, input_ids, position_ids, positions + 1, split=self.split)
         weight = self.model.score.weight
         wide = torch.float64 if states.hidden.dtype == torch.float64 else torch.float32
         scores = states.whole(states.hidden.to(wide) @ weight[0].to(wide))

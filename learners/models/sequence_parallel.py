@@ -74,7 +74,7 @@ class States(NamedTuple):
     asked: int  # N
     split: Split | None
 
-    def of(self, values: Tensor) -> Tensor:
+    def select(self, values: Tensor) -> Tensor:
         """Of values `[N]` those of this rank's places, `[n]`."""
         return values if self.mine is None else values[self.mine]
 
@@ -86,7 +86,9 @@ class States(NamedTuple):
         return result
 
 
-def states_of(body: Any, input_ids: Tensor, position_ids: Tensor, places: Tensor, *, split: Split | None) -> States:
+def hidden_states_at(
+    body: Any, input_ids: Tensor, position_ids: Tensor, places: Tensor, *, split: Split | None
+) -> States:
     """Hidden states at `places` `[N]`, indices into the flattened rows `[R * W]`."""
     if split is None or split.paused:
         hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state

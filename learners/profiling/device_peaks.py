@@ -4,7 +4,7 @@ Pure. Figures are those of the vendors' data sheets for dense bfloat16 and float
 products (half of a figure "with sparsity"), at the power and clock that the sheet assumes. A device that is not here
 has no `mfu` unless `learner.profile.peak_flops` is set, nor has float32: what it can do depends on switches (TF32).
 
-Example: `peak_of("NVIDIA H100 80GB HBM3", "bfloat16")` is 989.4e12; of "NVIDIA H100 PCIe" 756e12.
+Example: `peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")` is 989.4e12; of "NVIDIA H100 PCIe" 756e12.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TABLE = (
 )
 
 
-def peak_of(name: str, dtype: str) -> float:
+def peak_flops(name: str, dtype: str) -> float:
     """Operations per second of a device for products in `dtype` (a name of `model.dtype`); 0 where not known."""
     if dtype not in ("bfloat16", "float16"):
         return 0.0

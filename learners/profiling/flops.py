@@ -61,7 +61,8 @@ class Costs(NamedTuple):
         sizes = list(lengths)
         tokens = sum(sizes)
         pairs = {
-            window: sum(pairs_of(size, window) for size in sizes) for window in {one.window for one in self.layers}
+            window: sum(attention_pairs(size, window) for size in sizes)
+            for window in {one.window for one in self.layers}
         }
         attention = sum(2 * (one.scores + one.values) * pairs[one.window] for one in self.layers)
         return attention + self._products(tokens, predicted)
@@ -76,17 +77,17 @@ class Costs(NamedTuple):
         return 2 * sum(one.weights for one in self.layers) * tokens + 2 * self.head * predicted
 
 
-def pairs_of(length: int, window: int = 0) -> int:
+def attention_pairs(length: int, window: int = 0) -> int:
     """Pairs of a token and a key that it sees, in a causal sample: `sum(min(t, window) for t in 1..length)`.
 
-    >>> pairs_of(4), pairs_of(4, 2)
+    >>> attention_pairs(4), attention_pairs(4, 2)
     (10, 7)
     """
     inside = min(length, window) if window else length
     return inside * (inside + 1) // 2 + (length - inside) * inside
 
 
-def costs_of(config: Mapping[str, Any], *, scorer: bool = False) -> Costs:
+def model_costs(config: Mapping[str, Any], *, scorer: bool = False) -> Costs:
     """The costs of a model by its config.json (as `PretrainedConfig.to_dict` gives it, a text model's or with one).
 
     `scorer`: with a head of one number in the place of the vocabulary.

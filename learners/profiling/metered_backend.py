@@ -25,8 +25,8 @@ import torch
 from asyncrl.config import Config
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.gang import Gang
-from learners.profiling.device_peaks import peak_of
-from learners.profiling.flops import Costs, costs_of
+from learners.profiling.device_peaks import peak_flops
+from learners.profiling.flops import Costs, model_costs
 
 #: Passes without gradient, by the name of the backend's method.
 FORWARD = ("forward_logprobs", "forward_numbers", "reference_logprobs", "values", "forward")
@@ -39,17 +39,17 @@ class Meter:
         self._gang, self._device = gang, gang.device
         self._spans: list[tuple[Any, Any]] = []
         self._operations = 0
-        self._peak = config.learner.profile.peak_flops or peak_of(gang.device.title, config.model.dtype)
+        self._peak = config.learner.profile.peak_flops or peak_flops(gang.device.title, config.model.dtype)
         self.known = True
         self._config, self._say = config, say
         self._costs: dict[tuple[str, bool], Costs | None] = {}
 
-    def around(self, backend: Any) -> Any:
+    def wrap(self, backend: Any) -> Any:
         learner, path = self._config.learner, self._config.model.path
         policy = self.costs(path, scorer=learner.mode == "reward_model")
         return Metered(backend, self, policy, reference=policy, frozen=bool(learner.lora.rank))
 
-    def beside(self, name: str, model: Any) -> Any:
+    def wrap_companion(self, name: str, model: Any) -> Any:
         """A model beside the policy, counted."""
         learner, path = self._config.learner, self._config.model.path
         if name == "critic":
@@ -72,7 +72,7 @@ class Meter:
             config = AutoConfig.from_pretrained(
                 path, local_files_only=True, trust_remote_code=self._config.model.trust_remote_code
             )
-            return costs_of(config.to_dict(), scorer=scorer)
+            return model_costs(config.to_dict(), scorer=scorer)
         except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
             if self.known:
                 self._say(f"no model_flops and no mfu: {path}: {error}")
@@ -91,7 +91,7 @@ class Meter:
         """A forward pass over these micro-batches, with a backward pass to `train`; `frozen`: to adapters alone."""
         for piece in micro if costs is not None else ():
             assert costs is not None
-            lengths, predicted = lengths_of(piece), int(piece.targets.size)
+            lengths, predicted = sample_lengths(piece), int(piece.targets.size)
             forward = costs.forward(lengths, predicted=predicted)
             self._operations += costs.training(lengths, predicted=predicted, frozen=frozen) if train else forward
 
@@ -129,29 +129,29 @@ class Metered:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._model, name)
         if name in ("critic", "process_reward"):
-            return None if found is None else self._meter.beside(name, found)
+            return None if found is None else self._meter.wrap_companion(name, found)
         if name in FORWARD:
-            return self._scored(found, self._reference if name == "reference_logprobs" else self._costs)
-        return self._trained(found) if name == "train" else found
+            return self._count_forward(found, self._reference if name == "reference_logprobs" else self._costs)
+        return self._count_train(found) if name == "train" else found
 
-    def _scored(self, call: Callable[..., Any], costs: Costs | None) -> Callable[..., Any]:
-        def scored(micro: Sequence[MicroBatch], **options: Any) -> Any:
+    def _count_forward(self, call: Callable[..., Any], costs: Costs | None) -> Callable[..., Any]:
+        def forward(micro: Sequence[MicroBatch], **options: Any) -> Any:
             self._meter.count(costs, micro, train=False)
             with self._meter.scoring():
                 return call(micro, **options)
 
-        return scored
+        return forward
 
-    def _trained(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def trained(micro: Sequence[MicroBatch], loss: Any) -> Any:
+    def _count_train(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def train(micro: Sequence[MicroBatch], loss: Any) -> Any:
             self._meter.count(self._costs, micro, train=True, frozen=self._frozen)
             with torch.profiler.record_function("asyncrl: forward and backward"):
                 return call(micro, loss)
 
-        return trained
+        return train
 
 
-def lengths_of(micro: MicroBatch) -> list[int]:
+def sample_lengths(micro: MicroBatch) -> list[int]:
     """Tokens of every sample of a micro-batch, padding left out.
 
     A padded row is as long as its last predicted token; one that predicts nothing counts whole.

@@ -39,7 +39,7 @@ class Profiler:
         self._running: Any = None
         self._first = 0
 
-    def before(self, step: int) -> None:
+    def start_step(self, step: int) -> None:
         if self._running is not None or step not in self._steps:
             return
         from torch.profiler import ProfilerActivity, profile
@@ -56,7 +56,7 @@ class Profiler:
         self._running.start()
         self._first = step
 
-    def after(self, step: int) -> None:
+    def end_step(self, step: int) -> None:
         """The step is done."""
         if self._running is not None and step + 1 not in self._steps:
             self._write(step)

@@ -27,18 +27,18 @@ from torch import Tensor
 from asyncrl.config import ProcessRewardConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from learners.algorithms.corrections import needs_whole_batch
-from learners.algorithms.registry import choose, needs_of
+from learners.algorithms.registry import choose, needs_for
 from learners.backends.base import Backend
-from learners.batch.bad_groups import reason_of
+from learners.batch.bad_groups import describe_error
 from learners.batch.estimates import (
     Array,
     Late,
     ModelNumbers,
     Whole,
-    after_the_model,
-    by_cut,
-    by_sample,
-    waits_for_the_model,
+    estimate_late,
+    needs_model,
+    to_cuts,
+    to_samples,
 )
 from learners.batch.micro_batches import MicroBatch, Minibatch
 from learners.batch.token_selection import keep_high_entropy
@@ -81,12 +81,12 @@ class Needs(NamedTuple):
     process: bool = False  # log-probs of a process reward model
 
 
-def needs_of_step(algorithm: AlgorithmConfig, minibatches: int = 1) -> Needs:
+def step_needs(algorithm: AlgorithmConfig, minibatches: int = 1) -> Needs:
     """From the settings alone."""
-    late = waits_for_the_model(algorithm)
+    late = needs_model(algorithm)
     correction = choose(algorithm, "correction")
     correct = needs_whole_batch(correction.function, correction.options)
-    wanted = set(needs_of(algorithm))
+    wanted = set(needs_for(algorithm))
     recompute = algorithm.proximal == "recompute"
     proximal = (
         correct
@@ -123,7 +123,7 @@ def prepare(
     `bootstrap`: a response cut by the length limit ends with the critic's value after it. `process`: the process reward
     model in this step; it may train here, before it scores.
     """
-    needs = needs_of_step(algorithm, len(share))
+    needs = step_needs(algorithm, len(share))
     critic = backend.critic if needs.values else None
     if not any(needs):
         return Prepared(kl_coeff=kl_coeff)
@@ -167,7 +167,7 @@ def prepare(
     answer = msgspec.msgpack.decode(gang.share(msgspec.msgpack.encode(answer)), type=_Answer)
     if answer.broken:
         return prepared._replace(broken=answer.broken)
-    return _filled(prepared, share, answer, like=_device_of(proximal or reference or values or scored))
+    return _filled(prepared, share, answer, like=_device(proximal or reference or values or scored))
 
 
 def _policy_numbers(
@@ -211,25 +211,25 @@ def _estimate(
     scoring: ProcessRewardConfig | None,
 ) -> _Answer:
     try:
-        late = after_the_model(
-            whole, _of_samples(whole, found), algorithm, kl_coeff=kl_coeff, correct=correct, scoring=scoring
+        late = estimate_late(
+            whole, _sample_numbers(whole, found), algorithm, kl_coeff=kl_coeff, correct=correct, scoring=scoring
         )
     except MemoryError:
         raise
     except Exception as error:  # a plugin's estimator may raise anything; every rank must hear of it
-        return _Answer(broken=reason_of("estimate", error))
-    arrays = {name: [row.astype(np.float32).tobytes() for row in by_cut(whole, rows)] for name, rows in _parts(late)}
+        return _Answer(broken=describe_error("estimate", error))
+    arrays = {name: [row.astype(np.float32).tobytes() for row in to_cuts(whole, rows)] for name, rows in _parts(late)}
     for name, rows in _parts(late):
         if not all(np.isfinite(row).all() for row in rows):
             return _Answer(broken=f"estimate: {name} are not finite")
     return _Answer(arrays, late.first, late.kl)
 
 
-def _of_samples(whole: Whole, found: ModelNumbers) -> ModelNumbers:
+def _sample_numbers(whole: Whole, found: ModelNumbers) -> ModelNumbers:
     """The numbers of samples from those of sequences; the value after a sample is that after its last sequence."""
     last = {cut.sample: place for place, cut in enumerate(whole.cuts)}
     after = None if found.after is None else [found.after[last[number]] for number in range(len(whole.samples))]
-    named = {name: by_sample(whole, getattr(found, name)) for name in ModelNumbers._fields if name != "after"}
+    named = {name: to_samples(whole, getattr(found, name)) for name in ModelNumbers._fields if name != "after"}
     return ModelNumbers(**named, after=after)
 
 
@@ -262,7 +262,7 @@ def _gathered(
 def _filled(prepared: Prepared, share: Sequence[Minibatch], answer: _Answer, *, like: torch.device) -> Prepared:
     """Each micro-batch's own part of what rank 0 handed out."""
     pieces: Mapping[str, Pieces] = {
-        name: [[_of(micro, rows).to(like) for micro in part.micro] for part in share]
+        name: [[_token_rows(micro, rows).to(like) for micro in part.micro] for part in share]
         for name, rows in answer.arrays.items()
     }
     keep = pieces.get("keep")
@@ -276,7 +276,7 @@ def _filled(prepared: Prepared, share: Sequence[Minibatch], answer: _Answer, *, 
     )
 
 
-def _of(micro: MicroBatch, rows: Sequence[bytes]) -> Tensor:
+def _token_rows(micro: MicroBatch, rows: Sequence[bytes]) -> Tensor:
     """The tokens of a micro-batch, `[N]`, from those of every sequence."""
     if not micro.targets.size:
         return torch.zeros(0)
@@ -284,7 +284,7 @@ def _of(micro: MicroBatch, rows: Sequence[bytes]) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.float32)
 
 
-def _device_of(pieces: Pieces | None) -> torch.device:
+def _device(pieces: Pieces | None) -> torch.device:
     for part in pieces or ():
         for piece in part:
             return piece.device

@@ -29,24 +29,24 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     entropy_start: float
 
 
-def coefficients_of(algorithm: AlgorithmConfig) -> Coefficients:
+def start_coefficients(algorithm: AlgorithmConfig) -> Coefficients:
     """Where they start.
 
-    >>> coefficients_of(AlgorithmConfig(entropy_coeff=0.01)).entropy
+    >>> start_coefficients(AlgorithmConfig(entropy_coeff=0.01)).entropy
     0.01
     """
     kl, entropy = algorithm.kl.coeff, algorithm.entropy_coeff
     return Coefficients(kl, kl, entropy, entropy, entropy)
 
 
-def settled(found: Coefficients, algorithm: AlgorithmConfig) -> Coefficients:
+def apply_settings(found: Coefficients, algorithm: AlgorithmConfig) -> Coefficients:
     """With the settings of the step: what is fixed, or has another start than before, is the setting.
 
-    >>> before = coefficients_of(AlgorithmConfig(entropy_coeff=0.01, entropy_target=0.5))
-    >>> settled(before, AlgorithmConfig(entropy_coeff=0.03, entropy_target=0.5)).entropy
+    >>> before = start_coefficients(AlgorithmConfig(entropy_coeff=0.01, entropy_target=0.5))
+    >>> apply_settings(before, AlgorithmConfig(entropy_coeff=0.03, entropy_target=0.5)).entropy
     0.03
     """
-    fresh = coefficients_of(algorithm)
+    fresh = start_coefficients(algorithm)
     if algorithm.kl.controller == "adaptive" and found.kl_start == fresh.kl_start:
         fresh = msgspec.structs.replace(fresh, kl=found.kl)
     if algorithm.entropy_target and found.entropy_start == fresh.entropy_start:
@@ -54,7 +54,7 @@ def settled(found: Coefficients, algorithm: AlgorithmConfig) -> Coefficients:
     return fresh
 
 
-def moved(
+def next_coefficients(
     found: Coefficients, algorithm: AlgorithmConfig, *, kl: float | None, samples: int, entropy: float | None
 ) -> Coefficients:
     """After a step of so many samples with these means per token, in nats; None: not measured, nothing moves."""

@@ -64,7 +64,7 @@ class Companions:
         return {name: value for model in self._parts for name, value in model.metrics().items()}
 
 
-def companions(
+def make_companions(
     ready: Prepared,
     *,
     backend: Backend,
@@ -79,14 +79,14 @@ def companions(
     return Companions([part for part in (critic, ready.process) if part is not None])
 
 
-def update(why: str, *, backend: Backend, beside: Companions, lr: float, max_norm: float) -> UpdateInfo:
+def update(why: str, *, backend: Backend, companions: Companions, lr: float, max_norm: float) -> UpdateInfo:
     """The policy's update and that of the models beside it, all or none; `why`: what broke before. Collective."""
     if why:
         info = UpdateInfo(backend.discard(), True)
-    elif beside.alone:
+    elif companions.alone:
         norm = backend.discard()
         info = UpdateInfo(norm, not math.isfinite(norm))
     else:
         info = backend.step(lr=lr, max_norm=max_norm)
-    beside.end(keep=not info.skipped)
+    companions.end(keep=not info.skipped)
     return info

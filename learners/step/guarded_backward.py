@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from learners.backends.base import LossFunction, Micro
-from learners.batch.bad_groups import reason_of
+from learners.batch.bad_groups import describe_error
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.gang import Gang
 
@@ -44,7 +44,7 @@ class Guard:
         except FATAL:
             raise
         except Exception as error:  # a plugin's loss may raise anything; what it was is told to every rank
-            self.why = self.why or reason_of("loss", error)
+            self.why = self.why or describe_error("loss", error)
             return (logprobs * 0).sum() + (entropy * 0).sum(), {}
 
 
@@ -60,7 +60,7 @@ def backward(
     except Exception as error:  # a group may make the model raise anything (an id outside its embedding): it is told
         if gang.size > 1:  # the others wait in a collective of the model: only a restart of the gang helps
             raise
-        return {}, guard.why or reason_of("model", error)
+        return {}, guard.why or describe_error("model", error)
     why = next(filter(None, (text.decode() for text in gang.gather(guard.why.encode()))), "")
     if why:
         return {}, why

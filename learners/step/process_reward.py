@@ -124,9 +124,9 @@ def process_step(
     share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig, step: int
 ) -> ProcessRewardStep | None:
     """The process reward model in this step; None where the run has none. Collective."""
-    from learners.algorithms.registry import needs_of
+    from learners.algorithms.registry import needs_for
 
-    if "process" not in needs_of(config.algorithm) or backend.process_reward is None:
+    if "process" not in needs_for(config.algorithm) or backend.process_reward is None:
         return None
     settings = config.process_reward
     lr = learning_rate(settings, step=step, steps=config.steps)

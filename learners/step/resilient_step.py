@@ -21,13 +21,13 @@ from asyncrl.config import LearnerConfig
 from asyncrl.errors import AsyncRLError
 from learners.backends.base import Backend
 from learners.batch.assembly import assemble
-from learners.batch.bad_groups import culprits, not_finite, reason_of
+from learners.batch.bad_groups import describe_error, find_bad_groups, not_finite
 from learners.batch.estimates import Whole
 from learners.batch.micro_batches import Minibatch, StepBatch, decode_share, encode_share
 from learners.gang.gang import Gang
 from learners.step import supervised
 from learners.step.batch_passes import Prepared, prepare
-from learners.step.coefficients import coefficients_of, moved, settled
+from learners.step.coefficients import apply_settings, next_coefficients, start_coefficients
 from learners.step.critic import is_warm
 from learners.step.process_reward import process_step
 from learners.step.tuned_settings import tuned
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData
 
 #: Takes a group out of a step: step, group, reason.
-Bury = Callable[[int, int, str], None]
+Quarantine = Callable[[int, int, str], None]
 
 PROBE, TRAIN, SKIP = b"probe", b"train", b"skip"
 
 
-class Trial:
+class StepRunner:
     """The step of one rank. `bury` and `say` are called on rank 0 alone; `stats` are those of its newest batch."""
 
     def __init__(
@@ -51,14 +51,14 @@ class Trial:
         *,
         gang: Gang,
         backend: Backend,
-        bury: Bury,
+        quarantine: Quarantine,
         say: Callable[[str], None],
         group_size: int = 0,
         seed: int = 0,
     ) -> None:
         """`group_size`: samples from there on are greedy baselines (0: there are none). `seed` of PF-PPO's draws."""
         self.stats: dict[str, float] = {}
-        self.coefficients = coefficients_of(config.algorithm)  # of the next step
+        self.coefficients = start_coefficients(config.algorithm)  # of the next step
         self.critic_warm = False  # the critic's warm-up has ended before its last step
         self._now = 0  # the step under way
         self._group_size = group_size
@@ -68,7 +68,7 @@ class Trial:
         self._config = config
         self._gang = gang
         self._backend = backend
-        self._bury = bury
+        self._quarantine = quarantine
         self._say = say
         self._base = config
         self._tuning = ""
@@ -80,7 +80,7 @@ class Trial:
         if tuning != self._tuning:
             self._config, self._tuning = tuned(self._base, tuning), tuning
             self._say(f"tuned settings from this step on: {tuning or 'those of the configuration'}")
-        self.coefficients = settled(self.coefficients, self._config.algorithm)
+        self.coefficients = apply_settings(self.coefficients, self._config.algorithm)
 
     def groups_log(self, batch: ClaimedBatch, result: StepResult) -> dict[str, Any]:
         """What the loss did with each group of the trained batch, as a line of metrics/groups.jsonl."""
@@ -111,18 +111,20 @@ class Trial:
 
     def cut(self, batch: ClaimedBatch) -> tuple[ClaimedBatch, list[bytes]]:
         """The batch as it will be trained and the shares of the ranks. Groups that break the packer are buried."""
-        batch = self._without_greedy(batch)
+        batch = self._drop_greedy(batch)
         why, cut = self._pack(batch)
         if why:
             self._say(f"error: the batch of step {batch.step} cannot be assembled: {why}; looking for the group")
-            batch = self._without(batch, culprits(batch.groups, lambda groups: self._pack(_part(batch, groups))[0]))
+            batch = self._drop_groups(
+                batch, find_bad_groups(batch.groups, lambda groups: self._pack(_select_groups(batch, groups))[0])
+            )
             why, cut = self._pack(batch)
         if why or cut is None:
             raise AsyncRLError("sample.invalid", f"the batch of step {batch.step}: {why}", where="learner")
         self.stats, self._advantages, self._whole = cut.stats, cut.advantages, cut.whole
         return batch, [encode_share(share) for share in cut.shares]
 
-    def _without_greedy(self, batch: ClaimedBatch) -> ClaimedBatch:
+    def _drop_greedy(self, batch: ClaimedBatch) -> ClaimedBatch:
         """The batch without the greedy responses; their scores are kept."""
         if not self._group_size:
             return batch
@@ -156,13 +158,13 @@ class Trial:
         except MemoryError:
             raise
         except Exception as error:  # what a group can break here is not known in advance; it is named and buried
-            return reason_of("packer", error), None
+            return describe_error("packer", error), None
         return not_finite(cut), cut
 
-    def _without(self, batch: ClaimedBatch, bad: Mapping[int, str]) -> ClaimedBatch:
+    def _drop_groups(self, batch: ClaimedBatch, bad: Mapping[int, str]) -> ClaimedBatch:
         for group, why in bad.items():
-            self._bury(batch.step, group, why)
-        return _part(batch, [group for group in batch.groups if group.group not in bad])
+            self._quarantine(batch.step, group, why)
+        return _select_groups(batch, [group for group in batch.groups if group.group not in bad])
 
     # ------------------------------------------------------------ training
 
@@ -212,7 +214,7 @@ class Trial:
         if prepared.kl is not None and self._config.algorithm.kl.controller == "adaptive":
             samples = int(self._gang.total({"samples": float(_samples(share))})["samples"])
         trained = result.metrics["lr"] > 0  # else the policy stood still, and no bonus could have changed it
-        self.coefficients = moved(
+        self.coefficients = next_coefficients(
             self.coefficients,
             self._config.algorithm,
             kl=prepared.kl,
@@ -247,16 +249,16 @@ class Trial:
         """Rank 0: bury the groups that break alone; the rest and its shares, None where the step is to be skipped."""
 
         def ask(groups: Sequence[GroupData]) -> str:
-            why, cut = self._pack(_part(batch, groups))
+            why, cut = self._pack(_select_groups(batch, groups))
             if why or cut is None:
                 return why
             self._gang.share(PROBE)
             return self._probe(self._gang.scatter([encode_share(share) for share in cut.shares]), cut.whole)
 
-        bad = culprits(batch.groups, ask) if batch.groups else {}
+        bad = find_bad_groups(batch.groups, ask) if batch.groups else {}
         if not bad or len(bad) == len(batch.groups):
             return batch, None
-        return self.cut(self._without(batch, bad))
+        return self.cut(self._drop_groups(batch, bad))
 
     def _follow(self) -> bool:
         """The other ranks: take part in probes until rank 0 has decided; whether the step goes on."""
@@ -270,5 +272,5 @@ def _samples(share: Sequence[Minibatch]) -> int:
     return sum(micro.samples.size for part in share for micro in part.micro)
 
 
-def _part(batch: ClaimedBatch, groups: Sequence[GroupData]) -> ClaimedBatch:
+def _select_groups(batch: ClaimedBatch, groups: Sequence[GroupData]) -> ClaimedBatch:
     return msgspec.structs.replace(batch, groups=tuple(groups))

@@ -228,10 +228,10 @@ def probe_step(share: Sequence[Minibatch], *, backend: Backend, gang: Gang, conf
 
 def _gradients(part: Minibatch, *, backend: Backend, gang: Gang, config: LearnerConfig) -> tuple[dict[str, float], str]:
     """Forward and backward of one mini-batch: sums over ranks, and what broke on any of them."""
-    return backward(backend.train, part.micro, _loss_of(part, backend=backend, config=config), gang=gang)
+    return backward(backend.train, part.micro, _mode_loss(part, backend=backend, config=config), gang=gang)
 
 
-def _loss_of(part: Minibatch, *, backend: Backend, config: LearnerConfig) -> LossFunction:
+def _mode_loss(part: Minibatch, *, backend: Backend, config: LearnerConfig) -> LossFunction:
     """The loss of the mode. Collective where it needs the reference."""
     preference = config.preference
     if config.mode == "reward_model":

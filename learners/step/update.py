@@ -25,7 +25,7 @@ from learners.algorithms.aggregation import Denominators, aggregate
 from learners.algorithms.corrections import prox_loglinear
 from learners.algorithms.kl import kl_estimate, kl_importance_weighted
 from learners.algorithms.metrics import step_scale
-from learners.algorithms.registry import aggregation_of, chooser_of, correction_of, loss_of
+from learners.algorithms.registry import aggregation_for, chooser_for, correction_for, loss_for
 from learners.algorithms.rejection import sequence_mask
 from learners.algorithms.supervised import positive_lm
 from learners.algorithms.tensors import masked, sequence_lengths
@@ -35,7 +35,7 @@ from learners.batch.micro_batches import Minibatch
 from learners.batch.token_selection import choose_tokens
 from learners.gang.gang import Gang
 from learners.step.batch_passes import Pieces, Prepared
-from learners.step.companions import companions, update
+from learners.step.companions import make_companions, update
 from learners.step.correction_metrics import StepLog
 from learners.step.guarded_backward import Guard, backward
 from learners.step.lr_schedule import learning_rate
@@ -70,7 +70,7 @@ class Terms(NamedTuple):
     kl_coeff: float = 0.0
     right: int = 0  # trained tokens of right answers in the mini-batch
 
-    def at(self, number: int, name: str) -> Any:
+    def get(self, number: int, name: str) -> Any:
         """One of them for a micro-batch."""
         found = getattr(self, name)
         return None if found is None else found[number]
@@ -83,16 +83,16 @@ def loss_function(
     algorithm: AlgorithmConfig, denominators: Denominators, terms: Terms = NO_TERMS, log: StepLog | None = None
 ) -> LossFunction:
     """The loss of a micro-batch as a backend wants it, from functions of the registry."""
-    token_loss, correct, mode = loss_of(algorithm), correction_of(algorithm), aggregation_of(algorithm)
+    token_loss, correct, mode = loss_for(algorithm), correction_for(algorithm), aggregation_for(algorithm)
 
     def loss(logprobs: Tensor, entropy: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
-        proximal = proximal_of(algorithm, logprobs, micro, terms.at(number, "proximal"))
-        correction = terms.at(number, "corrections")
+        proximal = proximal_logprobs(algorithm, logprobs, micro, terms.get(number, "proximal"))
+        correction = terms.get(number, "corrections")
         if correction is None:
             correction = correct(proximal, micro.behaviour, micro.mask, micro.sequences)
-        given = terms.at(number, "advantages")
+        given = terms.get(number, "advantages")
         advantages = micro.advantages if given is None else given
-        weights, keep = correction.weights, _left(micro, terms, number) & correction.keep
+        weights, keep = correction.weights, _policy_mask(micro, terms, number) & correction.keep
         if algorithm.stale_negatives:
             keep = keep & sequence_mask(
                 logprobs, micro.behaviour, advantages, micro.mask, micro.sequences, delta=algorithm.stale_negatives
@@ -106,7 +106,7 @@ def loss_function(
                 keep,
                 micro.sequences,
                 weights,
-                terms.at(number, "chosen"),
+                terms.get(number, "chosen"),
             )
         )
         if algorithm.lag.weight != "off":
@@ -131,9 +131,9 @@ def loss_function(
             value = value - bonus * reduce(entropy, micro.mask)
         sums: dict[str, Tensor] = {}
         if terms.high is not None:
-            sums["entropy_kept_sum"] = _left(micro, terms, number).sum()
+            sums["entropy_kept_sum"] = _policy_mask(micro, terms, number).sum()
         if algorithm.kl.where == "loss":
-            divergence = kl_of(algorithm, logprobs, proximal, terms.at(number, "reference"), micro.mask)
+            divergence = kl_term(algorithm, logprobs, proximal, terms.get(number, "reference"), micro.mask)
             value = value + terms.kl_coeff * reduce(divergence, micro.mask)
             sums["kl_reference_sum"] = divergence.detach().sum()
         if algorithm.positive_coeff:
@@ -157,13 +157,13 @@ def loss_function(
     return loss
 
 
-def _left(micro: Micro, terms: Terms, number: int) -> Tensor:
+def _policy_mask(micro: Micro, terms: Terms, number: int) -> Tensor:
     """The tokens that the policy loss trains where nothing is rejected, bool `[N]`: all, or those of high entropy."""
-    high = terms.at(number, "high")
+    high = terms.get(number, "high")
     return micro.mask if high is None else micro.mask & high.to(micro.mask.device)
 
 
-def proximal_of(algorithm: AlgorithmConfig, current: Tensor, micro: Micro, known: Tensor | None) -> Tensor:
+def proximal_logprobs(algorithm: AlgorithmConfig, current: Tensor, micro: Micro, known: Tensor | None) -> Tensor:
     """Log-probs of the policy that the loss compares with: without `known` the current ones, detached, serve."""
     if algorithm.proximal == "behaviour":
         return micro.behaviour
@@ -172,7 +172,7 @@ def proximal_of(algorithm: AlgorithmConfig, current: Tensor, micro: Micro, known
     return current.detach() if known is None else known
 
 
-def kl_of(algorithm: AlgorithmConfig, current: Tensor, proximal: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+def kl_term(algorithm: AlgorithmConfig, current: Tensor, proximal: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
     """The KL term per token, `[N]`."""
     if algorithm.kl.importance_weighted:
         return kl_importance_weighted(current, proximal, reference, mask)
@@ -201,8 +201,10 @@ def train_step(
         # Before the first update: afterwards the weights are no longer those of the step's start.
         ready = ready._replace(proximal=[backend.forward_logprobs(part.micro) for part in share])
     rate = learning_rate(config.critic, step=step, steps=config.steps)
-    beside = companions(ready, backend=backend, gang=gang, config=config, lr=rate, step=step, critic_warm=critic_warm)
-    lr = 0.0 if beside.alone else lr
+    companions = make_companions(
+        ready, backend=backend, gang=gang, config=config, lr=rate, step=step, critic_warm=critic_warm
+    )
+    lr = 0.0 if companions.alone else lr
     if len(share) > 1 and (why := _rehearse(share, ready, algorithm, backend=backend, gang=gang)):
         return StepResult({"lr": lr}, 1, why)
     totals: dict[str, float] = {}
@@ -216,8 +218,8 @@ def train_step(
         sums, why = _gradients(part, terms, counts, backend=backend, gang=gang, algorithm=algorithm, log=log)
         if not why and algorithm.lag.step_scale == "sqrt_ess":
             scale = step_scale(log.metrics(gang)["ess_rows"])
-        why = why or beside.gradients(part, place)
-        info = update(why, backend=backend, beside=beside, lr=lr * scale, max_norm=config.optim.max_grad_norm)
+        why = why or companions.gradients(part, place)
+        info = update(why, backend=backend, companions=companions, lr=lr * scale, max_norm=config.optim.max_grad_norm)
         if info.skipped and not updates:  # nothing has changed yet
             why = why or f"loss: the norm of the gradient is {info.grad_norm}"
             return StepResult({"lr": lr, "grad_norm": info.grad_norm}, 1, why)
@@ -231,8 +233,8 @@ def train_step(
     if not updates:
         return StepResult({"lr": lr}, 1)
     metrics = _metrics(totals, tokens=tokens, updates=updates, lr=lr * scale, norm=norm) | kept.metrics(gang)
-    metrics |= beside.metrics()
-    metrics |= _of_the_start(ready, algorithm)
+    metrics |= companions.metrics()
+    metrics |= _start_metrics(ready, algorithm)
     return StepResult(metrics, skipped, weights=kept.weights(gang), log=kept)
 
 
@@ -266,27 +268,27 @@ def _terms(
         pairs = zip(weights, keep, strict=True)
         terms = terms._replace(corrections=[Correction(weight, kept) for weight, kept in pairs])
     current: Sequence[Tensor] | None = None
-    chooser = chooser_of(algorithm)
+    chooser = chooser_for(algorithm)
     if chooser is not None:
         current = backend.forward_logprobs(part.micro)  # at the weights of this update
         terms = terms._replace(chosen=choose_tokens(chooser, part, terms, current, algorithm, gang=gang, seed=seed))
     if algorithm.denominator == "kept":
-        counts = _kept(part, terms, algorithm, gang=gang)
+        counts = _count_kept(part, terms, algorithm, gang=gang)
     return terms, counts
 
 
-def _kept(part: Minibatch, terms: Terms, algorithm: AlgorithmConfig, *, gang: Gang) -> Denominators:
+def _count_kept(part: Minibatch, terms: Terms, algorithm: AlgorithmConfig, *, gang: Gang) -> Denominators:
     """Tokens that the correction keeps, and sequences with one, over all ranks. Collective."""
-    correct, tokens, sequences = correction_of(algorithm), 0, 0
+    correct, tokens, sequences = correction_for(algorithm), 0, 0
     for number, piece in enumerate(part.micro):
-        known = terms.at(number, "proximal")
+        known = terms.get(number, "proximal")
         device = torch.device("cpu") if known is None else known.device
         micro = to_device(piece, device)
-        found = terms.at(number, "corrections")
+        found = terms.get(number, "corrections")
         if found is None:
             proximal = micro.behaviour if known is None else known
             found = correct(proximal, micro.behaviour, micro.mask, micro.sequences)
-        keep = _left(micro, terms, number) & found.keep.to(device)
+        keep = _policy_mask(micro, terms, number) & found.keep.to(device)
         tokens += int(keep.sum())
         sequences += int((sequence_lengths(keep, micro.sequences) > 0).sum())
     total = gang.total({"tokens": float(tokens), "sequences": float(sequences)})
@@ -307,14 +309,14 @@ def probe_step(
         return ready.broken
     # The update's own forward serves as the proximal policy, as in the first mini-batch of a step.
     ready = ready._replace(proximal=None)
-    beside = companions(ready, backend=backend, gang=gang, config=config, lr=0.0, step=0)
+    companions = make_companions(ready, backend=backend, gang=gang, config=config, lr=0.0, step=0)
     for place, part in enumerate(share):
         if part.tokens:
             terms, counts = _terms(part, ready, place, config.algorithm, backend=backend, gang=gang, seed=(0, place))
             _, why = _gradients(part, terms, counts, backend=backend, gang=gang, algorithm=config.algorithm)
             norm = backend.discard()
-            why = why or beside.gradients(part, place)
-            beside.end(keep=False)
+            why = why or companions.gradients(part, place)
+            companions.end(keep=False)
             if why or not math.isfinite(norm):
                 return why or f"loss: the norm of the gradient is {norm}"
     return ""
@@ -353,7 +355,7 @@ def _rehearse(
     return next(filter(None, (text.decode() for text in gang.gather(why.encode()))), "")
 
 
-def _of_the_start(ready: Prepared, algorithm: AlgorithmConfig) -> dict[str, float]:
+def _start_metrics(ready: Prepared, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Metrics that were known before the first update."""
     found: dict[str, float] = {}
     if ready.kl is not None:

@@ -144,7 +144,7 @@ class Tracking:
         self.following.close()
 
 
-def positions_of(path: Path) -> dict[str, Position]:
+def read_positions(path: Path) -> dict[str, Position]:
     """How far an earlier process came; nothing where there was none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Position])
@@ -152,7 +152,7 @@ def positions_of(path: Path) -> dict[str, Position]:
         return {}
 
 
-def id_of(folder: Path) -> str:
+def run_id(folder: Path) -> str:
     """The identity of this run folder at trackers, made once: a folder that is made anew is another run."""
     path = folder / "id"
     try:
@@ -178,7 +178,7 @@ def tracker_run(config: Config, name: str, folder: Path) -> TrackerRun:
     return TrackerRun(
         project=trackers.project,
         name=config.run.name,
-        id=id_of(folder),
+        id=run_id(folder),
         folder=own,
         config=msgspec.to_builtins(config),
         options=trackers.options.get(name, {}),
@@ -198,8 +198,8 @@ def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     given = tracker_run(config, name, folder)
     state = folder / f"{name}.json"
     tracking = Tracking(
-        Following(run, positions=positions_of(state)),
-        make=lambda: _made(made, given, name),
+        Following(run, positions=read_positions(state)),
+        make=lambda: _make_tracker(made, given, name),
         name=name,
         state=state,
         say=lambda text: print(f"{args.name}: {text}", flush=True),
@@ -213,7 +213,7 @@ def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     print(f"{args.name}: {tracking.handed_on} points handed on, {tracking.left_out} left out", flush=True)
 
 
-def _made(make: Callable[[TrackerRun], Tracker], run: TrackerRun, name: str) -> Tracker:
+def _make_tracker(make: Callable[[TrackerRun], Tracker], run: TrackerRun, name: str) -> Tracker:
     try:
         return make(run)
     except ImportError as error:

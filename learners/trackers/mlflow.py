@@ -32,9 +32,9 @@ class MlflowTracker:
             os.environ["MLFLOW_TRACKING_TOKEN"] = run.secret
         place = f"sqlite:///{run.folder}/mlflow.db" if run.offline else run.options.get("tracking_uri")
         self._client = MlflowClient(tracking_uri=place)
-        self._run = self._found(run) or self._created(run)
+        self._run = self._find_run(run) or self._create_run(run)
 
-    def _found(self, run: TrackerRun) -> str:
+    def _find_run(self, run: TrackerRun) -> str:
         experiment = self._client.get_experiment_by_name(run.project)
         if experiment is None:
             return ""
@@ -44,7 +44,7 @@ class MlflowTracker:
             return str(one.info.run_id)
         return ""
 
-    def _created(self, run: TrackerRun) -> str:
+    def _create_run(self, run: TrackerRun) -> str:
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 

@@ -43,7 +43,7 @@ def make(
     out: Path, *, seed: int = 0, stages: Sequence[Stage] = STAGES, report: Callable[[str], None] | None = None
 ) -> Path:
     """Train and save the model in the usual folder layout."""
-    tokenizer = tokenizer_of(out)
+    tokenizer = make_tokenizer_folder(out)
     model = make_tiny_qwen3(len(SPECIAL_TOKENS) + len(calculator.CHARACTERS) + len(calculator.WORDS), seed=seed)
     for number, stage in enumerate(stages, start=1):
         rng = random.Random(f"learners.calculator_start/{seed}/{number}")
@@ -56,7 +56,7 @@ def make(
     return out
 
 
-def tokenizer_of(out: Path) -> PreTrainedTokenizerBase:
+def make_tokenizer_folder(out: Path) -> PreTrainedTokenizerBase:
     """The tokenizer, saved under `out`."""
     return make_tokenizer(
         out, characters=calculator.CHARACTERS, words=calculator.WORDS, chat_template=calculator.TEMPLATE

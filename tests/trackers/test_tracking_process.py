@@ -22,7 +22,7 @@ from asyncrl.plugins import Tracker
 from asyncrl.process_plan.plan import onlookers
 from asyncrl.runtime.metrics_tail import Following
 from asyncrl.runtime.run_dir import RunDir
-from learners.trackers.main import GIVE_UP_S, Tracking, id_of, positions_of
+from learners.trackers.main import GIVE_UP_S, Tracking, read_positions, run_id
 
 ROOT = Path(__file__).parents[2]
 TEXT = """
@@ -86,7 +86,7 @@ class Lab:
         self.tracking = self.start()
 
     def start(self) -> Tracking:
-        following = Following(self.run, positions=positions_of(self.state))
+        following = Following(self.run, positions=read_positions(self.state))
         return Tracking(
             following, make=self.server.make, name="t", state=self.state, say=self.said.append, clock=lambda: self.now
         )
@@ -179,10 +179,10 @@ def test_a_missing_package_is_no_reason_to_try_again(lab: Lab) -> None:
 
 
 def test_the_identity_is_made_once_per_folder(tmp_path: Path) -> None:
-    first = id_of(tmp_path)
-    assert id_of(tmp_path) == first and len(first) == 16
+    first = run_id(tmp_path)
+    assert run_id(tmp_path) == first and len(first) == 16
     (tmp_path / "other").mkdir()
-    assert id_of(tmp_path / "other") != first
+    assert run_id(tmp_path / "other") != first
 
 
 # ---------------------------------------------------------------- real processes

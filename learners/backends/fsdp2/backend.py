@@ -53,7 +53,7 @@ from learners.backends.fsdp2.process_reward import ProcessRewardModel, wants_pro
 from learners.backends.fsdp2.reference import Reference
 from learners.backends.fsdp2.sharded_module import PLAIN, Rests, Sharded, View
 from learners.backends.hf_folder import write_folder
-from learners.backends.sharded_checkpoint import HostShard, about_of, load_shards, shard_of
+from learners.backends.sharded_checkpoint import HostShard, host_shard, load_shards, read_about
 from learners.batch.micro_batches import MicroBatch, packed_row, padded_rows
 from learners.gang.gang import Gang
 from learners.models.logprobs import TokenNumbers
@@ -79,7 +79,7 @@ class FSDP2Backend:
             optimizer,
             ranks=layout.data_mesh(gang).size(),
             split=split,
-            rests=Rests.of(config, gang.device),
+            rests=Rests.from_config(config, gang.device),
         )
         self._adapters = Adapters(self._lora, self._sharded, config, gang) if self._lora is not None else None
         self.adapters = self._adapters if sends_adapters(config) else None
@@ -249,13 +249,13 @@ class FSDP2Backend:
 
     def _shard(self, *, copy: bool) -> HostShard:
         self._device.synchronize()
-        return shard_of(
+        return host_shard(
             self._state(), rank=self._gang.rank, extra=self._device.rng_state(), copy=copy, about=self._identity
         )
 
     def load(self, folder: Path) -> None:
         """Boxes from the files of any number of ranks; generator states where the number is the same."""
-        check(about_of(folder), self._identity)
+        check(read_about(folder), self._identity)
         extra = load_shards(folder, self._state(), rank=self._gang.rank, ranks=self._gang.size)
         if extra:
             self._device.set_rng_state(extra)

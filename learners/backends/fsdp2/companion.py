@@ -25,7 +25,7 @@ from learners.backends.base import LossFunction, Micro, to_device
 from learners.backends.fsdp2.mesh import data_mesh
 from learners.backends.fsdp2.sharded_module import Rests, Sharded
 from learners.backends.hf_folder import write_folder
-from learners.backends.sharded_checkpoint import parts_of
+from learners.backends.sharded_checkpoint import local_parts
 from learners.batch.micro_batches import MicroBatch, packed_row, padded_rows
 from learners.gang.gang import Gang
 
@@ -45,7 +45,12 @@ class Companion:
         units, split = shard(module, config, gang)
         optimizer = build_optimizer(module, units, settings, config, gang.device)
         self._sharded = Sharded(
-            module, units, optimizer, ranks=data_mesh(gang).size(), split=split, rests=Rests.of(config, gang.device)
+            module,
+            units,
+            optimizer,
+            ranks=data_mesh(gang).size(),
+            split=split,
+            rests=Rests.from_config(config, gang.device),
         )
         self._sharded.rest()
         self._memory: dict[str, Tensor] | None = None
@@ -93,7 +98,7 @@ class Companion:
         self._memory = {
             name + part: held.detach().to("cpu", copy=True)
             for name, value in self.state().items()
-            for part, held in parts_of(value).items()
+            for part, held in local_parts(value).items()
         }
 
     @torch.no_grad()
@@ -103,7 +108,7 @@ class Companion:
         if memory is not None:
             self.discard()
             for name, value in self.state().items():
-                for part, held in parts_of(value).items():
+                for part, held in local_parts(value).items():
                     held.copy_(memory[name + part])
 
     def release(self) -> None:
@@ -120,16 +125,16 @@ class Companion:
 
         samples = toy_samples(int(self._model.model.config.vocab_size))
         together = packed_row(samples) if self._config.learner.packing else padded_rows(samples)
-        [rows] = self._said([together])
+        [rows] = self._outputs([together])
         with plain_attention(self._model.model, self._config):
-            said = self._said([packed_row([one]) for one in samples])
+            said = self._outputs([packed_row([one]) for one in samples])
         singles = [torch.cat(parts) for parts in zip(*said, strict=True)]
         worst = max(float((left - right).abs().max()) for left, right in zip(rows, singles, strict=True))
         if not worst <= PACKING_LIMIT[self._config.model.dtype]:
             name = type(self._model.model).__name__
             raise AsyncRLError("learner.packing", f"what {name} says differs by {worst:.3g}")
 
-    def _said(self, micro: Sequence[MicroBatch]) -> Sequence[Sequence[Tensor]]:
+    def _outputs(self, micro: Sequence[MicroBatch]) -> Sequence[Sequence[Tensor]]:
         """All that it says of each micro-batch."""
         return [(found,) for found in self.forward(micro)]
 

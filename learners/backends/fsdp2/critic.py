@@ -69,7 +69,7 @@ class Critic(Companion):
         both, _ = self._model(t.input_ids, t.position_ids, places, places)
         return Values(both[:count], both[count:])
 
-    def _said(self, micro: Sequence[MicroBatch]) -> list[Values]:
+    def _outputs(self, micro: Sequence[MicroBatch]) -> list[Values]:
         return self.values(micro)
 
 
@@ -77,7 +77,7 @@ def wants_critic(config: Config) -> bool:
     """Whether the estimator in force needs values."""
     if config.learner.mode != "rl":
         return False
-    from learners.algorithms.registry import needs_of
+    from learners.algorithms.registry import needs_for
 
-    needs: Any = needs_of(config.learner.algorithm)
+    needs: Any = needs_for(config.learner.algorithm)
     return bool({"critic", "values"} & set(needs))

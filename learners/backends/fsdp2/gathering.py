@@ -53,13 +53,13 @@ def fits(parameters: Sequence[Any], *, device: str) -> bool:
     return len(groups) == 1
 
 
-def rows_of(total: int, *, rank: int, ranks: int) -> tuple[int, int]:
+def share_rows(total: int, *, rank: int, ranks: int) -> tuple[int, int]:
     """First row of this rank's share and the one after its last, as `torch.chunk` cuts."""
     each = -(-total // ranks)
     return min(rank * each, total), min((rank + 1) * each, total)
 
 
-def parts_of(rows: Sequence[Row], *, itemsize: int, part_bytes: int = PART_BYTES) -> list[list[Row]]:
+def group_rows(rows: Sequence[Row], *, itemsize: int, part_bytes: int = PART_BYTES) -> list[list[Row]]:
     """Neighbours together up to `part_bytes`; a larger tensor alone."""
     parts: list[list[Row]] = []
     room = 0
@@ -88,7 +88,7 @@ class Gathering:
         self._asked = self._target == 0
         self._compute, self._sent = compute, sent
         rows = [Row(name, tuple(parameter.shape), parameter.to_local().detach()) for name, parameter in named]
-        self._parts = parts_of(rows, itemsize=sent.itemsize, part_bytes=part_bytes)
+        self._parts = group_rows(rows, itemsize=sent.itemsize, part_bytes=part_bytes)
 
     @torch.no_grad()
     def run(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -150,7 +150,7 @@ class Gathering:
             made.append((row.name, tensor))
             width = row.numel // row.shape[0] if row.numel else 0
             for rank in range(self._ranks):
-                first, end = rows_of(row.shape[0], rank=rank, ranks=self._ranks)
+                first, end = share_rows(row.shape[0], rank=rank, ranks=self._ranks)
                 count = (end - first) * width
                 tensor[first:end].view(-1).copy_(shares[rank, ends[rank] : ends[rank] + count])
                 ends[rank] += count

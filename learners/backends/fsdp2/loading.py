@@ -34,7 +34,7 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    wanted = attention.chosen(config.model.attn_implementation, device, config.model.dtype)
+    wanted = attention.select_kernel(config.model.attn_implementation, device, config.model.dtype)
     options: dict[str, Any] = {
         "dtype": torch.float32,
         "attn_implementation": wanted,
@@ -44,7 +44,7 @@ def load_model(
     }
     path, scorer = path or config.model.path, scorer or config.learner.mode == "reward_model"
     try:
-        model = _in_parts(config, path, scorer=scorer, say=say, **options)
+        model = _load_parts(config, path, scorer=scorer, say=say, **options)
         if model is None and scorer:
             model = load_scorer(path, seed=config.run.seed, **options)
         elif model is None:
@@ -64,13 +64,13 @@ def load_model(
     return model
 
 
-def _in_parts(config: Config, path: str, *, scorer: bool, say: Callable[[str], Any], **options: Any) -> Any | None:
+def _load_parts(config: Config, path: str, *, scorer: bool, say: Callable[[str], Any], **options: Any) -> Any | None:
     """The model without its weights, which `shard` reads; None where it must be, or shall be, read whole."""
     how = config.learner.load
     if how == "whole" or (config.learner.lora.rank and path == config.model.path):  # adapters go into a whole model
         return None
     try:
-        return start_weights.described(path, scorer=scorer, seed=config.run.seed, **options)
+        return start_weights.describe_model(path, scorer=scorer, seed=config.run.seed, **options)
     except start_weights.Unfit as why:
         if how == "parts":
             raise ConfigError("config.model", f"{path}: {why}", where="learner.load = 'parts'") from why

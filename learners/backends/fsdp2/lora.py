@@ -35,7 +35,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from learners.backends.base import WeightSpec
 from learners.backends.fsdp2.sharded_module import OWN, Sharded
 from learners.gang.gang import Gang
-from learners.models.logprobs import whole_of
+from learners.models.logprobs import gather_whole
 from weightsync.encoding.adapter import A, AdapterConfig, B, adapter_product, config_text, peft_name
 
 FOLDER = "adapter"  # below that of the merged export
@@ -53,7 +53,7 @@ class Lora:
             ConfigError: `config.model`, where it has no such layers; `config.extra` without peft.
         """
         wanted = config.learner.lora
-        targets = targets_of(hf, layers, wanted.target_modules)
+        targets = find_targets(hf, layers, wanted.target_modules)
         self.settings = AdapterConfig(wanted.rank, wanted.alpha, targets, wanted.rslora)
         self._peft = _inject(hf, self.settings, dropout=wanted.dropout, seed=config.run.seed)
         found = {name: layer for name, layer in hf.named_modules() if hasattr(layer, A)}
@@ -61,7 +61,7 @@ class Lora:
         self._layers = list(found.values())
         self._freeze(hf, config.model.dtype)
         folder = Path(config.model.path)
-        base = gang.share(digest_of(folder).encode() if gang.lead else None).decode()
+        base = gang.share(weights_digest(folder).encode() if gang.lead else None).decode()
         self.identity = json.dumps({"base": base, "adapter": config_text(self.settings)}, sort_keys=True)
 
     def _freeze(self, hf: Any, dtype: str) -> None:
@@ -153,7 +153,7 @@ class Adapters:
         for name in self._lora.pairs():
             parameter = self._sharded.root.get_parameter(OWN + name).detach()
             # Offloaded ones are on the host, where the group of a mesh may have no transport.
-            yield peft_name(name), whole_of(parameter.to(device=self._gang.device.torch_device, dtype=self._dtype))
+            yield peft_name(name), gather_whole(parameter.to(device=self._gang.device.torch_device, dtype=self._dtype))
 
     def iter_weights(self) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
         """Name and bytes as `specs` says, on rank 0; the others take part and get nothing."""
@@ -198,7 +198,7 @@ def check(said: str, wanted: str) -> None:
     raise AsyncRLError("learner.checkpoint", why, where="learner.lora")
 
 
-def digest_of(folder: Path) -> str:
+def weights_digest(folder: Path) -> str:
     """blake3 of the weight files of a model folder, in the order of their names."""
     from blake3 import blake3
 
@@ -208,7 +208,7 @@ def digest_of(folder: Path) -> str:
     return digest.hexdigest(length=16)
 
 
-def targets_of(hf: Any, layers: Sequence[nn.Module], wanted: Sequence[str]) -> tuple[str, ...]:
+def find_targets(hf: Any, layers: Sequence[nn.Module], wanted: Sequence[str]) -> tuple[str, ...]:
     """Last parts of the names of the linear layers that get an adapter, sorted.
 
     Raises:

@@ -58,6 +58,6 @@ def wants_process_rewards(config: Config) -> bool:
     """Whether the estimator in force needs process rewards."""
     if config.learner.mode != "rl":
         return False
-    from learners.algorithms.registry import needs_of
+    from learners.algorithms.registry import needs_for
 
-    return "process" in needs_of(config.learner.algorithm)
+    return "process" in needs_for(config.learner.algorithm)

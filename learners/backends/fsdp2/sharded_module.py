@@ -30,7 +30,7 @@ from learners.backends.base import LossFunction, Micro
 from learners.backends.fsdp2.mesh import Split, clip_gradients, sum_partial
 from learners.backends.optimizers import Optimizers
 from learners.batch.micro_batches import MicroBatch
-from learners.models.logprobs import whole_of
+from learners.models.logprobs import gather_whole
 
 OWN = "model."  # what the root modules put before the names of Hugging Face
 
@@ -47,7 +47,7 @@ class Rests(NamedTuple):
     host: torch.device = torch.device("cpu")
 
     @staticmethod
-    def of(config: Config, device: Device) -> Rests | None:
+    def from_config(config: Config, device: Device) -> Rests | None:
         """None where nothing rests; with `learner.cpu_offload` all of it lies on the host anyway."""
         learner = config.learner
         if not learner.offload_idle or learner.cpu_offload:
@@ -105,7 +105,7 @@ class Sharded:
             [unit] if unit is root else [part for part in unit.modules() if isinstance(part, FSDPModule)]
             for unit in units
         ]
-        self.names = names_of_units(root, units)  # as the module has them, by unit
+        self.names = unit_names(root, units)  # as the module has them, by unit
         self._ranks = ranks
 
     def wake(self) -> None:
@@ -210,7 +210,7 @@ class Sharded:
                 give_back()
                 held += parts
                 for name in filter(view.name, names):
-                    tensor = whole_of(self.root.get_parameter(name).detach())
+                    tensor = gather_whole(self.root.get_parameter(name).detach())
                     tensor = view.value(name, tensor, self.root.get_parameter)
                     if settle is not None:
                         lent.append(tensor)
@@ -236,7 +236,7 @@ class Sharded:
         return state
 
 
-def names_of_units(root: nn.Module, units: Sequence[nn.Module]) -> list[list[str]]:
+def unit_names(root: nn.Module, units: Sequence[nn.Module]) -> list[list[str]]:
     """The parameter names that each unit owns itself; a tied parameter once."""
     owner: dict[int, int] = {}
     for number, unit in enumerate(units):  # the root comes first, so that a layer's claim overrides it

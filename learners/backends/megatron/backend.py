@@ -43,8 +43,15 @@ from learners.backends.base import (
 from learners.backends.hf_folder import write_folder
 from learners.backends.megatron import model as models
 from learners.backends.megatron.checkpoint import HostShard, Store, pieces
-from learners.backends.megatron.cpu_shim import without_cuda
-from learners.backends.megatron.mapping import Local, check_layout, facts_of, locals_of, shapes_of, sources_of
+from learners.backends.megatron.cpu_shim import cuda_stand_ins
+from learners.backends.megatron.mapping import (
+    Local,
+    check_layout,
+    rank_parameters,
+    read_facts,
+    tensor_shapes,
+    tensor_sources,
+)
 from learners.backends.megatron.optimizer import Optimizer, wrap
 from learners.backends.megatron.stages import Stages
 from learners.backends.megatron.weights import Folder, assembled, leaving
@@ -73,13 +80,13 @@ class MegatronBackend:
         generation = Path(path) / "generation_config.json"
         self._generation = GenerationConfig.from_pretrained(path) if generation.exists() else None
         check_head(self._hf)
-        self._facts = facts_of(self._hf.to_dict())
+        self._facts = read_facts(self._hf.to_dict())
         check_layout(self._facts, self._place)
         self._fused = models.has_engine(self._device)
-        self._locals = {local.name: local for local in locals_of(self._facts, self._place, fused=self._fused)}
+        self._locals = {local.name: local for local in rank_parameters(self._facts, self._place, fused=self._fused)}
         self._sent_name, self._sent_dtype = DTYPES[published_dtype(config)]
         self._reference: Any = None  # made when it is first asked for
-        with without_cuda(self._device):
+        with cuda_stand_ins(self._device):
             minutes = math.ceil(waiting_s(config) / 60)
             models.join_groups(self._place, seed=config.run.seed + models.SEED_OFFSET, minutes=minutes)
             self._settings, self._model = self._build()
@@ -126,7 +133,7 @@ class MegatronBackend:
     def reference_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probs `[N]` of each micro-batch under the frozen start weights, in the same layout."""
         if self._reference is None:
-            with without_cuda(self._device):
+            with cuda_stand_ins(self._device):
                 self._reference = self._build()[1]
             for parameter, whole in self._start(self._reference):
                 parameter.requires_grad_(False).copy_(whole)
@@ -143,12 +150,12 @@ class MegatronBackend:
 
     def step(self, *, lr: float, max_norm: float) -> UpdateInfo:
         """Clip by the global norm and update with AdamW."""
-        with without_cuda(self._device):
+        with cuda_stand_ins(self._device):
             return self._optimizer.step(lr=lr, max_norm=max_norm)
 
     def discard(self) -> float:
         """Forget the gradients; their global norm."""
-        with without_cuda(self._device):
+        with cuda_stand_ins(self._device):
             return self._optimizer.discard()
 
     def self_check(self) -> None:
@@ -164,10 +171,10 @@ class MegatronBackend:
 
     def weight_specs(self) -> list[WeightSpec]:
         """What stands outside of the layers first, then layer by layer: the order of fsdp2."""
-        return [WeightSpec(name, self._sent_name, shape) for name, shape in shapes_of(self._facts).items()]
+        return [WeightSpec(name, self._sent_name, shape) for name, shape in tensor_shapes(self._facts).items()]
 
     def _leaving(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        sources = sources_of(self._facts, self._place, fused=self._fused)
+        sources = tensor_sources(self._facts, self._place, fused=self._fused)
         return leaving(dict(self._model.named_parameters()), sources, rank=self._gang.rank, dtype=dtype)
 
     def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
@@ -206,7 +213,7 @@ class MegatronBackend:
             if not local.copy and number % self._place.shares == self._place.share:  # of those that hold it one writes
                 boxes += pieces(local, states)
         count = torch.tensor(self._optimizer.updates)
-        steps = {f"step/{name}": count.clone() for name in shapes_of(self._facts)}
+        steps = {f"step/{name}": count.clone() for name in tensor_shapes(self._facts)}
         return HostShard(boxes, self._gang.rank, self._device.rng_state(), steps)
 
     def load(self, folder: Path) -> None:
@@ -215,7 +222,7 @@ class MegatronBackend:
         try:
             for name, parameter in self._model.named_parameters():
                 self._optimizer.fill(parameter, partial(_stored, store, self._locals[name]), states=True)
-            self._optimizer.updates = store.step(next(iter(shapes_of(self._facts))))
+            self._optimizer.updates = store.step(next(iter(tensor_shapes(self._facts))))
             extra = store.extra(rank=self._gang.rank, ranks=self._gang.size)
         finally:
             store.close()

@@ -5,7 +5,7 @@ as if they were slabs of an FSDP2 model. Guarantees:
 1. a file holds plain tensors and text: reading it runs no code;
 2. every element is written by one rank, and reading fills every element or raises `learner.checkpoint`;
 3. the same layout reads back the same bits; so do another layout and the backend fsdp2, whose files are read here too:
-   boxes are cut and joined, never computed with;
+   boxes are cut and merge_parts, never computed with;
 4. generator states come back only where the number of ranks is the same.
 It does not make the files durable or complete as a set: `learners.checkpoints.checkpoint` does.
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import UNREADABLE, AsyncRLError
-from learners.backends.megatron.mapping import Local, Part, joined, shared, slices, within
+from learners.backends.megatron.mapping import Local, Part, merge_parts, shared, slices, translate
 from learners.backends.safetensors_writer import open_tensors
 from learners.backends.sharded_checkpoint import Start, shard_path
 from weightsync.plan.buckets import Box, full_box, volume
@@ -34,7 +34,7 @@ _EXTRA, _STARTS = "extra/", "starts"
 def pieces(local: Local, states: Mapping[str, Tensor]) -> list[tuple[str, Box, Tensor]]:
     """What a parameter with its states is to a file: name of the tensor, box in it, elements on the host."""
     found = []
-    for name, box, parts in joined(local):
+    for name, box, parts in merge_parts(local):
         for kind, value in states.items():
             rows = torch.cat([value.detach()[slices(part.local)] for part in parts])
             found.append((f"{kind}/{name}", box, rows.to("cpu", copy=True).contiguous()))
@@ -134,8 +134,8 @@ class Store:
             if common is None:
                 continue
             there = full_box([high - low for low, high in box])
-            elements = self._files[number].get_slice(name)[slices(within(common, box, there))]
-            found[slices(within(common, part.box, full_box(found.shape)))] = elements
+            elements = self._files[number].get_slice(name)[slices(translate(common, box, there))]
+            found[slices(translate(common, part.box, full_box(found.shape)))] = elements
             missing -= volume(common)
         if missing:
             raise AsyncRLError("learner.checkpoint", f"{missing} elements of {name} are not in {self._folder}")

@@ -3,7 +3,7 @@
 Entered by `megatron` around every call into Megatron-core, in the learner's process alone, on devices without CUDA.
 Megatron-core takes a CUDA device for granted in many places that a forward, a backward and an update pass through.
 Guarantees:
-1. outside of `without_cuda` the process is as it was: every name is put back, also after an error;
+1. outside of `cuda_stand_ins` the process is as it was: every name is put back, also after an error;
 2. on a device of type cuda nothing is replaced;
 3. what is replaced is listed in `STAND_INS` and in `_OnHost`, and does nothing that a CPU has no need of: devices named
    "cuda" mean the host, streams and synchronisation are empty, generators are those of the host, and float tensors of
@@ -105,7 +105,7 @@ def _tracker_state(*_: Any, **__: Any) -> torch.Tensor:
 
 
 @contextmanager
-def without_cuda(device: Device) -> Iterator[None]:
+def cuda_stand_ins(device: Device) -> Iterator[None]:
     """Megatron-core may be called inside. May be entered again inside itself."""
     if device.type == "cuda":
         yield

@@ -6,8 +6,8 @@ these parts: whoever holds a parameter knows which boxes of which Hugging Face t
    copies (`Local.copy`): parameters that every tensor place holds whole, and the head of a model with tied embeddings
    on a pipeline's last stage;
 2. the parts of a parameter do not overlap; what they leave free is padding of the vocabulary, which stays zero; those
-   of one tensor follow each other row after row (`joined`);
-3. what cannot be mapped is refused by name (`facts_of`), never mapped wrongly.
+   of one tensor follow each other row after row (`merge_parts`);
+3. what cannot be mapped is refused by name (`read_facts`), never mapped wrongly.
 
 Layouts of Megatron-core: `linear_qkv` interleaves by key-value group (its query heads, its key head, its value head);
 `linear_fc1` of a tensor place is its rows of the gate, then its rows of the other projection; `linear_proj` and
@@ -88,7 +88,7 @@ class Source(NamedTuple):
     part: Part
 
 
-def facts_of(config: Mapping[str, Any]) -> Facts:
+def read_facts(config: Mapping[str, Any]) -> Facts:
     """The facts of a Hugging Face `config.json`.
 
     Raises:
@@ -144,7 +144,7 @@ def _unfit(why: str) -> ConfigError:
     return ConfigError("config.conflict", why, where="learner.parallel")
 
 
-def layers_of(facts: Facts, place: Topology) -> range:
+def stage_layers(facts: Facts, place: Topology) -> range:
     """The layers of a stage: equally many, the first stages one more where they do not divide."""
     each, rest = divmod(facts.layers, place.pipeline)
     start = place.stage * each + min(place.stage, rest)
@@ -154,7 +154,7 @@ def layers_of(facts: Facts, place: Topology) -> range:
 # ---------------------------------------------------------------- one rank
 
 
-def locals_of(facts: Facts, place: Topology, *, fused: bool = False) -> list[Local]:
+def rank_parameters(facts: Facts, place: Topology, *, fused: bool = False) -> list[Local]:
     """The parameters of a rank by the names of Megatron-core.
 
     `fused`: norms are part of the projections behind them, as in the layers of TransformerEngine.
@@ -162,7 +162,7 @@ def locals_of(facts: Facts, place: Topology, *, fused: bool = False) -> list[Loc
     found: list[Local] = []
     if place.stage == 0:
         found.append(_vocabulary(facts, place, "embedding.word_embeddings.weight", "model.embed_tokens.weight"))
-    for number, layer in enumerate(layers_of(facts, place)):
+    for number, layer in enumerate(stage_layers(facts, place)):
         found += _layer(facts, place, f"decoder.layers.{number}.", f"model.layers.{layer}.", fused=fused)
     if place.stage == place.pipeline - 1:
         found.append(_whole(place, "decoder.final_layernorm.weight", "model.norm.weight", (facts.hidden,)))
@@ -242,7 +242,7 @@ def _columns(place: Topology, own: str, theirs: str, shape: tuple[int, int]) -> 
     return Local(own, (rows, each), (Part(theirs, shape, box, full_box((rows, each))),), 1)
 
 
-def joined(local: Local) -> list[tuple[str, Box, list[Part]]]:
+def merge_parts(local: Local) -> list[tuple[str, Box, list[Part]]]:
     """The Hugging Face tensors of a parameter: name, box of all its elements, the parts that fill it row after row."""
     parts: dict[str, list[Part]] = {}
     for part in local.parts:
@@ -253,9 +253,9 @@ def joined(local: Local) -> list[tuple[str, Box, list[Part]]]:
 # ---------------------------------------------------------------- all ranks
 
 
-def shapes_of(facts: Facts) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(facts: Facts) -> dict[str, tuple[int, ...]]:
     """Every Hugging Face tensor and its shape, in the order in which they leave: that of the backend fsdp2."""
-    found = {part.name: part.shape for local in locals_of(facts, Topology()) for part in local.parts}
+    found = {part.name: part.shape for local in rank_parameters(facts, Topology()) for part in local.parts}
     return {name: found[name] for name in sorted(found, key=_place_in_order)}
 
 
@@ -268,13 +268,13 @@ def _place_in_order(name: str) -> tuple[int, int]:
     return int(number), IN_LAYER.index(inner)
 
 
-def sources_of(facts: Facts, topology: Topology, *, fused: bool = False) -> dict[str, list[Source]]:
-    """Who sends which parts of every Hugging Face tensor, in the order of `shapes_of`: the ranks of share 0."""
-    found: dict[str, list[Source]] = {name: [] for name in shapes_of(facts)}
-    for place in map(topology.at, range(topology.size)):
+def tensor_sources(facts: Facts, topology: Topology, *, fused: bool = False) -> dict[str, list[Source]]:
+    """Who sends which parts of every Hugging Face tensor, in the order of `tensor_shapes`: the ranks of share 0."""
+    found: dict[str, list[Source]] = {name: [] for name in tensor_shapes(facts)}
+    for place in map(topology.peer, range(topology.size)):
         if place.share or place.sequence_place:
             continue
-        for local in locals_of(facts, place, fused=fused):
+        for local in rank_parameters(facts, place, fused=fused):
             for part in local.parts if not local.copy else ():
                 found[part.name].append(Source(place.rank, local.name, part))
     return found
@@ -289,7 +289,7 @@ def shared(one: Box, other: Box) -> Box | None:
     return found if all(low < high for low, high in found) else None
 
 
-def within(box: Box, outer: Box, at: Box) -> Box:
+def translate(box: Box, outer: Box, at: Box) -> Box:
     """A box inside `outer`, as it lies in what holds `outer` at `at`."""
     return tuple(
         (low - start + place, high - start + place)

@@ -30,7 +30,7 @@ from asyncrl.config.rules.learner import megatron_problems
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
 from learners.backends.base import Micro
-from learners.backends.megatron.mapping import Facts, layers_of
+from learners.backends.megatron.mapping import Facts, stage_layers
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.topology import Topology
 
@@ -85,7 +85,7 @@ def join_groups(topology: Topology, *, seed: int, minutes: int) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if state.model_parallel_is_initialized():
-        if _joined(state, topology):
+        if _groups_fit(state, topology):
             return
         state.destroy_model_parallel()
     state.initialize_model_parallel(
@@ -94,7 +94,7 @@ def join_groups(topology: Topology, *, seed: int, minutes: int) -> None:
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def _joined(state: Any, topology: Topology) -> bool:
+def _groups_fit(state: Any, topology: Topology) -> bool:
     """Whether the groups there are belong to this layout and are alive."""
     try:
         alive = bool(dist.get_process_group_ranks(state.get_model_parallel_group()))
@@ -112,7 +112,7 @@ def stages_text(facts: Facts, topology: Topology) -> str | None:
     if facts.layers % topology.pipeline == 0:
         return None
     places = (topology._replace(rank=stage, size=topology.pipeline, tensor=1) for stage in range(topology.pipeline))
-    return "E" + "|".join("t" * len(layers_of(facts, place)) for place in places) + "L"
+    return "E" + "|".join("t" * len(stage_layers(facts, place)) for place in places) + "L"
 
 
 def transformer_config(facts: Facts, config: Config, topology: Topology, device: Device, *, eps: float) -> Any:

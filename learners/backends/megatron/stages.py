@@ -23,7 +23,7 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.runtime.device import Device
 from learners.backends.base import LossFunction, Micro, to_device
-from learners.backends.megatron.cpu_shim import without_cuda
+from learners.backends.megatron.cpu_shim import cuda_stand_ins
 from learners.backends.megatron.logprobs import Slice, sliced_logprobs, sliced_numbers
 from learners.backends.megatron.mapping import Facts
 from learners.backends.megatron.model import bounds, hidden_states
@@ -68,7 +68,7 @@ class Stages:
 
             return hidden_states(stage, given[number], bounds(micro[number], multiple=multiple)), last
 
-        with without_cuda(self._device), torch.set_grad_enabled(loss is not None):
+        with cuda_stand_ins(self._device), torch.set_grad_enabled(loss is not None):
             found = get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=iter(range(len(micro))),
@@ -78,7 +78,7 @@ class Stages:
                 micro_batch_size=1,
                 forward_only=loss is None,
             )
-        return found if self._place.pipeline == 1 else self._told(found, given, loss, squares=squares)
+        return found if self._place.pipeline == 1 else self._spread(found, given, loss, squares=squares)
 
     def _numbers(self, model: Any, hidden: Tensor, tensors: Micro, *, squares: bool) -> TokenNumbers:
         """What the last stage says of a micro-batch; with gradients where they are on."""
@@ -101,7 +101,7 @@ class Stages:
         )
 
     @torch.no_grad()
-    def _told(
+    def _spread(
         self, found: list[Found], given: Sequence[Micro], loss: LossFunction | None, *, squares: bool
     ) -> list[Found]:
         """What the last stage found, on all stages."""

@@ -3,7 +3,7 @@
 `megatron_checkpoint` assembles by it too. What lies where says `megatron_mapping`. Guarantees:
 1. a rank reads only the parts of the files that it holds, straight from safetensors: no pickle, no whole copy;
 2. a tensor that is missing or has another shape is `config.model`, by name;
-3. weights leave tensor by tensor in the order of `shapes_of`; rank 0 alone gets data, one tensor is whole at a time;
+3. weights leave one by one in the order of `tensor_shapes`; only rank 0 gets data, one whole tensor at a time;
    every rank takes part to the end.
 
 Example: at tensor = 2 `model.layers.0.mlp.down_proj.weight` comes to rank 0 as its own left half and, in one message,
