@@ -1,13 +1,14 @@
-"""One step on every rank, tried again without the groups that break it.
+"""One step on every rank, repeated without the groups that break it.
 
 Guarantees:
-1. a group that breaks the packer, the loss or the gradient is found by itself, quarantined with its reason, and the
-   step is made with the rest, from the weights it started from: a replay of the rest gives the same bits;
-2. every rank takes part in every probe, and all come to the same end;
-3. where each group breaks alone, the fault is not theirs (broken weights, a broken loss function): nobody is blamed and
+1. a group that breaks the packer, the loss or the gradient is found, quarantined with its reason, and the step is
+   trained with the rest from its start weights: a replay of the rest gives the same bits;
+2. every rank takes part in every probe, and all reach the same result;
+3. if every group fails alone, the cause lies elsewhere (broken weights or loss function): no group is quarantined and
    the update is skipped;
 4. a batch without a trained token is a skipped update.
-On several ranks an error inside the model itself (not in the loss) still ends the gang: its ranks wait for each other.
+
+On several ranks an error inside the model (not in the loss) still ends the gang, because its ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from learners.step.update import StepResult, probe_step, train_step
 if TYPE_CHECKING:
     from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData
 
-#: Takes a group out of a step: step, group, reason.
+#: Removes a group from a step: step, group, reason.
 Quarantine = Callable[[int, int, str], None]
 
 PROBE, TRAIN, SKIP = b"probe", b"train", b"skip"
 
 
 class StepRunner:
-    """The step of one rank. `bury` and `say` are called on rank 0 alone; `stats` are those of its newest batch."""
+    """Runs the steps of one rank. Only rank 0 calls `quarantine` and `say`; `stats` are those of its newest batch."""
 
     def __init__(
         self,
@@ -56,15 +57,17 @@ class StepRunner:
         group_size: int = 0,
         seed: int = 0,
     ) -> None:
-        """`group_size`: samples from there on are greedy baselines (0: there are none). `seed` of PF-PPO's draws."""
+        """`group_size`: samples with a higher index are greedy baselines (0: there are none). `seed`: of PF-PPO's
+        draws.
+        """
         self.stats: dict[str, float] = {}
         self.coefficients = start_coefficients(config.algorithm)  # of the next step
-        self.critic_warm = False  # the critic's warm-up has ended before its last step
-        self._now = 0  # the step under way
+        self.critic_warm = False  # the critic's warm-up ended early
+        self._now = 0  # the current step
         self._group_size = group_size
         self._seed = seed
         self._baselines: dict[int, float] = {}  # score of the greedy response by group
-        self._whole: Whole | None = None  # rank 0: the batch that was cut
+        self._whole: Whole | None = None  # rank 0: the current batch
         self._config = config
         self._gang = gang
         self._backend = backend
@@ -72,18 +75,18 @@ class StepRunner:
         self._say = say
         self._base = config
         self._tuning = ""
-        self._given = config.mode != "rl"  # answers are trained as they are
+        self._given = config.mode != "rl"  # without rewards and advantages
         self._advantages: tuple[float, ...] = ()
 
     def retune(self, tuning: str) -> None:
-        """The settings of the next step: those of the configuration with these overrides. On every rank."""
+        """Set the overrides of the next step. On every rank."""
         if tuning != self._tuning:
             self._config, self._tuning = tuned(self._base, tuning), tuning
             self._say(f"tuned settings from this step on: {tuning or 'those of the configuration'}")
         self.coefficients = apply_settings(self.coefficients, self._config.algorithm)
 
     def groups_log(self, batch: ClaimedBatch, result: StepResult) -> dict[str, Any]:
-        """What the loss did with each group of the trained batch, as a line of metrics/groups.jsonl."""
+        """Return a line of metrics/groups.jsonl: what the loss did with each group of the batch."""
         lines, place, weights = [], 0, self._sample_weights(result)
         for group in batch.groups:
             samples = range(place, place + len(group.samples))
@@ -100,7 +103,7 @@ class StepRunner:
         return {"step": batch.step, "replayed": batch.replayed, "groups": lines}
 
     def _sample_weights(self, result: StepResult) -> dict[int, float]:
-        """Mean importance weights by place of the sample: the mean over its sequences where it has several."""
+        """Return mean importance weights by sample; over its sequences, if it has several."""
         cuts = self._whole.cuts if self._whole is not None else ()
         found: dict[int, list[float]] = {}
         for number, weight in result.weights.items():
@@ -110,7 +113,7 @@ class StepRunner:
     # ------------------------------------------------------------ packing
 
     def cut(self, batch: ClaimedBatch) -> tuple[ClaimedBatch, list[bytes]]:
-        """The batch as it will be trained and the shares of the ranks. Groups that break the packer are buried."""
+        """Return the batch to train and the shares of the ranks. Groups that break the packer are quarantined."""
         batch = self._drop_greedy(batch)
         why, cut = self._pack(batch)
         if why:
@@ -125,7 +128,7 @@ class StepRunner:
         return batch, [encode_share(share) for share in cut.shares]
 
     def _drop_greedy(self, batch: ClaimedBatch) -> ClaimedBatch:
-        """The batch without the greedy responses; their scores are kept."""
+        """Remove the greedy responses from the batch and keep their scores."""
         if not self._group_size:
             return batch
         groups = []
@@ -140,7 +143,7 @@ class StepRunner:
         return msgspec.structs.replace(batch, groups=tuple(groups))
 
     def _pack(self, batch: ClaimedBatch) -> tuple[str, StepBatch | None]:
-        """What the packer breaks on, and its result where it does not."""
+        """Return the packer's failure, or its result."""
         try:
             cut = (
                 supervised.assemble(batch, self._config, ranks=self._gang.shares)
@@ -157,7 +160,7 @@ class StepRunner:
             )
         except MemoryError:
             raise
-        except Exception as error:  # what a group can break here is not known in advance; it is named and buried
+        except Exception as error:  # a bad group may raise anything
             return describe_error("packer", error), None
         return not_finite(cut), cut
 
@@ -169,7 +172,7 @@ class StepRunner:
     # ------------------------------------------------------------ training
 
     def train(self, data: bytes, *, step: int, batch: ClaimedBatch | None) -> tuple[StepResult, ClaimedBatch | None]:
-        """Train this rank's share; what became of it, and (rank 0) the batch as it was trained. Collective."""
+        """Train this rank's share. Return the result and, on rank 0, the batch as it was trained. Collective."""
         self._now = step
         result = self._step(data, step)
         if not result.broken:
@@ -209,11 +212,11 @@ class StepRunner:
         return result
 
     def _move(self, share: Sequence[Minibatch], prepared: Prepared, result: StepResult) -> None:
-        """The coefficients of the next step. Collective."""
+        """Update the coefficients for the next step. Collective."""
         samples = 0
         if prepared.kl is not None and self._config.algorithm.kl.controller == "adaptive":
             samples = int(self._gang.total({"samples": float(_samples(share))})["samples"])
-        trained = result.metrics["lr"] > 0  # else the policy stood still, and no bonus could have changed it
+        trained = result.metrics["lr"] > 0  # otherwise the policy did not change
         self.coefficients = next_coefficients(
             self.coefficients,
             self._config.algorithm,
@@ -246,7 +249,7 @@ class StepRunner:
         return why
 
     def _separate(self, batch: ClaimedBatch) -> tuple[ClaimedBatch, list[bytes] | None]:
-        """Rank 0: bury the groups that break alone; the rest and its shares, None where the step is to be skipped."""
+        """On rank 0: quarantine the groups that fail alone. Return the rest and its shares; None to skip the step."""
 
         def ask(groups: Sequence[GroupData]) -> str:
             why, cut = self._pack(_select_groups(batch, groups))
@@ -261,14 +264,13 @@ class StepRunner:
         return self.cut(self._drop_groups(batch, bad))
 
     def _follow(self) -> bool:
-        """The other ranks: take part in probes until rank 0 has decided; whether the step goes on."""
+        """On other ranks: take part in probes until rank 0 decides. Return whether the step continues."""
         while (word := self._gang.share(None)) == PROBE:
             self._probe(self._gang.scatter(None))
         return word == TRAIN
 
 
 def _samples(share: Sequence[Minibatch]) -> int:
-    """Samples of this rank."""
     return sum(micro.samples.size for part in share for micro in part.micro)
 
 

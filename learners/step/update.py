@@ -1,14 +1,16 @@
 """One training step on this rank: proximal log-probs, loss, optimizer, metrics.
 
 Guarantees:
-1. the three log-probs are kept apart: behaviour (recorded), proximal (weights at the start of the step), current;
-2. with one mini-batch the proximal log-probs equal the current ones, so the training forward serves as both and no
-   forward is spent on them; with more, they are computed before the first update;
+1. three log-probs are kept apart: behaviour (recorded), proximal (weights at the start of the step), current;
+2. with one mini-batch the training forward also gives the proximal log-probs; with several they are computed before the
+   first update;
 3. losses use global denominators: the result does not depend on ranks, rows or micro-batches;
-4. a mini-batch without trained tokens, or with a gradient that is not finite, changes no weight;
-5. a loss that raises or is not finite is seen by every rank before the weights change, and leaves no rank waiting in a
-   collective: the others go on with a loss of zero until all have agreed.
-With several mini-batches a loss that breaks only after the first update costs its mini-batch; nobody is blamed for it.
+4. a mini-batch without trained tokens, or with a non-finite gradient, changes no weight;
+5. every rank knows of a loss that raises or is not finite before the weights change, and no rank waits for it: the
+   others continue with a loss of zero until all agree.
+
+With several mini-batches, a loss that fails only after the first update loses its mini-batch, and no group is
+quarantined.
 """
 
 from __future__ import annotations
@@ -40,38 +42,37 @@ from learners.step.correction_metrics import StepLog
 from learners.step.guarded_backward import Guard, backward
 from learners.step.lr_schedule import learning_rate
 
-#: Any number above every lag: `prox_loglinear` wants versions, a micro-batch has lags.
+#: A number above every lag: `prox_loglinear` takes versions, a micro-batch has lags.
 _NOW = 1 << 40
 
 
 class StepResult(NamedTuple):
-    """Metrics of the step by catalogue name (equal on every rank), and how many updates were skipped.
-
-    `broken`: why, where a loss or gradient broke and no weight has changed: the step may be tried with fewer groups.
+    """Metrics of the step by catalogue name (equal on every rank), and the number of skipped updates. `broken`: the
+    failure of a loss or gradient before any weight changed; the step can be tried with fewer groups.
     """
 
     metrics: dict[str, float]
     skipped: int
     broken: str = ""
-    weights: Mapping[int, float] = {}  # mean importance weight of a sample, by its place in the batch; on every rank
-    log: StepLog | None = None  # what the updates of this rank have noted
+    weights: Mapping[int, float] = {}  # mean importance weight by place of the sample; on every rank
+    log: StepLog | None = None  # sums of this rank's updates
 
 
 class Terms(NamedTuple):
-    """What a step's settings and forward passes give the loss of a mini-batch, by micro-batch `[N]`; None: not used."""
+    """Inputs of a mini-batch's loss from settings and forward passes, by micro-batch `[N]`; None: not used."""
 
     proximal: Sequence[Tensor] | None = None
     reference: Sequence[Tensor] | None = None
     advantages: Sequence[Tensor] | None = None
     corrections: Sequence[Correction] | None = None
-    chosen: Sequence[Tensor] | None = None  # tokens that the loss picked over the whole mini-batch
-    high: Sequence[Tensor] | None = None  # tokens that entropy_keep leaves in the policy loss
-    entropy_coeff: float | None = None  # None: that of the settings
+    chosen: Sequence[Tensor] | None = None  # tokens that the loss selected over the whole mini-batch
+    high: Sequence[Tensor] | None = None  # tokens that entropy_keep keeps in the policy loss
+    entropy_coeff: float | None = None  # None: as in the settings
     kl_coeff: float = 0.0
     right: int = 0  # trained tokens of right answers in the mini-batch
 
     def get(self, number: int, name: str) -> Any:
-        """One of them for a micro-batch."""
+        """Return the part of a micro-batch."""
         found = getattr(self, name)
         return None if found is None else found[number]
 
@@ -82,7 +83,7 @@ NO_TERMS = Terms()
 def loss_function(
     algorithm: AlgorithmConfig, denominators: Denominators, terms: Terms = NO_TERMS, log: StepLog | None = None
 ) -> LossFunction:
-    """The loss of a micro-batch as a backend wants it, from functions of the registry."""
+    """Return the loss of a micro-batch for a backend, built from registry functions."""
     token_loss, correct, mode = loss_for(algorithm), correction_for(algorithm), aggregation_for(algorithm)
 
     def loss(logprobs: Tensor, entropy: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -110,7 +111,7 @@ def loss_function(
             )
         )
         if algorithm.lag.weight != "off":
-            # On the loss itself: a loss may take `weights` into the ratio of a row (VESPO), where age has no place.
+            # Scale the loss, not `weights`: a loss may use these in the ratio of a row (VESPO), which has no age.
             scales = micro.scales[micro.sequences]
             result, weights = result._replace(loss=result.loss * scales), weights * scales
         counted = keep if algorithm.denominator == "kept" else micro.mask
@@ -158,13 +159,13 @@ def loss_function(
 
 
 def _policy_mask(micro: Micro, terms: Terms, number: int) -> Tensor:
-    """The tokens that the policy loss trains where nothing is rejected, bool `[N]`: all, or those of high entropy."""
+    """Return the tokens that the policy loss trains before rejection, bool `[N]`: all, or those of high entropy."""
     high = terms.get(number, "high")
     return micro.mask if high is None else micro.mask & high.to(micro.mask.device)
 
 
 def proximal_logprobs(algorithm: AlgorithmConfig, current: Tensor, micro: Micro, known: Tensor | None) -> Tensor:
-    """Log-probs of the policy that the loss compares with: without `known` the current ones, detached, serve."""
+    """Return the log-probs of the proximal policy; without `known` the current ones, detached."""
     if algorithm.proximal == "behaviour":
         return micro.behaviour
     if algorithm.proximal == "loglinear":
@@ -173,7 +174,6 @@ def proximal_logprobs(algorithm: AlgorithmConfig, current: Tensor, micro: Micro,
 
 
 def kl_term(algorithm: AlgorithmConfig, current: Tensor, proximal: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-    """The KL term per token, `[N]`."""
     if algorithm.kl.importance_weighted:
         return kl_importance_weighted(current, proximal, reference, mask)
     kind: Any = "k3" if algorithm.kl.kind == "auto" else algorithm.kl.kind
@@ -190,9 +190,9 @@ def train_step(
     prepared: Prepared | None = None,
     critic_warm: bool = False,
 ) -> StepResult:
-    """All optimizer steps of one batch, with what `learners.step.batch_passes` has prepared. `critic_warm`: the
-    critic's warm-up
-    has ended before its last step. Collective."""
+    """Run all optimizer steps of one batch with the results of `learners.step.batch_passes`. `critic_warm`: the
+    critic's warm-up ended early. Collective.
+    """
     algorithm, ready = config.algorithm, prepared or Prepared()
     lr = learning_rate(config.optim, step=step, steps=config.steps)
     if ready.broken:
@@ -220,7 +220,7 @@ def train_step(
             scale = step_scale(log.metrics(gang)["ess_rows"])
         why = why or companions.gradients(part, place)
         info = update(why, backend=backend, companions=companions, lr=lr * scale, max_norm=config.optim.max_grad_norm)
-        if info.skipped and not updates:  # nothing has changed yet
+        if info.skipped and not updates:  # no weight has changed
             why = why or f"loss: the norm of the gradient is {info.grad_norm}"
             return StepResult({"lr": lr, "grad_norm": info.grad_norm}, 1, why)
         kept.join(log)
@@ -248,7 +248,7 @@ def _terms(
     gang: Gang,
     seed: tuple[int, int],
 ) -> tuple[Terms, Denominators]:
-    """What the loss of a mini-batch needs beside the forward pass, and its denominators. Collective."""
+    """Return the inputs of a mini-batch's loss and its denominators. Collective."""
 
     def mine(pieces: Pieces | None) -> list[Tensor] | None:
         return None if pieces is None else pieces[place]
@@ -278,7 +278,7 @@ def _terms(
 
 
 def _count_kept(part: Minibatch, terms: Terms, algorithm: AlgorithmConfig, *, gang: Gang) -> Denominators:
-    """Tokens that the correction keeps, and sequences with one, over all ranks. Collective."""
+    """Count the tokens that the correction keeps, and sequences with one, over all ranks. Collective."""
     correct, tokens, sequences = correction_for(algorithm), 0, 0
     for number, piece in enumerate(part.micro):
         known = terms.get(number, "proximal")
@@ -303,11 +303,11 @@ def probe_step(
     config: LearnerConfig,
     prepared: Prepared | None = None,
 ) -> str:
-    """What breaks in the loss or the gradient of a batch, without an update; empty where nothing does. Collective."""
+    """Return a failure of loss or gradient of a batch, without an update; empty if there is none. Collective."""
     ready = prepared or Prepared()
     if ready.broken:
         return ready.broken
-    # The update's own forward serves as the proximal policy, as in the first mini-batch of a step.
+    # The forward of the update also gives the proximal log-probs, as in the first mini-batch of a step.
     ready = ready._replace(proximal=None)
     companions = make_companions(ready, backend=backend, gang=gang, config=config, lr=0.0, step=0)
     for place, part in enumerate(share):
@@ -332,7 +332,7 @@ def _gradients(
     algorithm: AlgorithmConfig,
     log: StepLog | None = None,
 ) -> tuple[dict[str, float], str]:
-    """Forward and backward of one mini-batch: sums over ranks, and what broke on any of them."""
+    """Forward and backward of one mini-batch: sums over ranks, and the failure on any rank."""
     return backward(backend.train, part.micro, loss_function(algorithm, counts, terms, log), gang=gang)
 
 
@@ -340,7 +340,7 @@ def _gradients(
 def _rehearse(
     share: Sequence[Minibatch], ready: Prepared, algorithm: AlgorithmConfig, *, backend: Backend, gang: Gang
 ) -> str:
-    """The losses of all mini-batches on the log-probs of the start, before the first of them changes the weights."""
+    """Compute the losses of all mini-batches on the log-probs of the start, before the first update."""
     why = ""
     for place, part in enumerate(share):
         counts = Denominators(max(part.tokens, 1), max(part.sequences, 1))
@@ -356,7 +356,7 @@ def _rehearse(
 
 
 def _start_metrics(ready: Prepared, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Metrics that were known before the first update."""
+    """Return metrics known before the first update."""
     found: dict[str, float] = {}
     if ready.kl is not None:
         found["kl_reference"] = ready.kl
