@@ -1,12 +1,12 @@
-"""The whole batch `[S, T]` on rank 0: rewards shaped, advantages estimated, before it is cut into ranks and rows.
+"""Estimates over the whole batch `[S, T]` on rank 0: shaped rewards and advantages, before the split into rows.
 
 Guarantees:
 1. everything that mixes rows is computed here, once: group statistics, whitening, weights by lag, resampling, and
-   corrections that look at all rows: no rank or micro-batch has statistics of its own;
-2. float64; the result depends on the batch, the settings and the seed alone;
-3. an estimator that needs the model (values of a critic, proximal log-probs, a KL penalty in the reward) gives zeros
-   before the model has run, and its advantages after it (`estimate_late`);
-4. rewards of single turns stand at their last tokens, so that estimators that look at places credit them there;
+   corrections over all rows;
+2. float64; the result depends only on the batch, the settings and the seed;
+3. an estimator that needs the model (values, proximal log-probs, a KL penalty in the reward) gives zeros in
+   `estimate_early`, and advantages in `estimate_late`;
+4. rewards of single turns stand at their last tokens, so estimators with token credit use them there;
 5. rows cut by the length limit may be left out of the loss; they count in the statistics of their group.
 
 Example: two samples of a group with rewards 1 and 0 under GRPO: advantages 0.7071 and -0.7071 at every token.
@@ -34,8 +34,9 @@ Array = npt.NDArray[Any]
 
 
 class Cut(NamedTuple):
-    """One sequence of the batch: the tokens `start .. stop` of a sample's response, behind the group's prompt or behind
-    the `prompt` tokens of the response before `start`. A sample is one sequence, or several (`SampleHead.rows`)."""
+    """One sequence: the tokens `start .. stop` of a sample's response, after the group's prompt or after the `prompt`
+    tokens before `start`. A sample has one sequence or several (`SampleHead.rows`).
+    """
 
     sample: int  # its place among the samples
     start: int
@@ -44,7 +45,7 @@ class Cut(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """The batch before it is cut: its samples in order, and what estimators see of them."""
+    """The batch before the split: its samples in order, and the estimators' view of them."""
 
     samples: Sequence[Any]  # SampleData, S of them
     rollouts: Rollouts
@@ -56,9 +57,9 @@ class Whole(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What assembly takes of it, per sample."""
+    """Estimates per sample, for assembly."""
 
-    masks: tuple[Array, ...]  # u1 [T]: what the loss trains
+    masks: tuple[Array, ...]  # u1 [T]: trained tokens
     advantages: tuple[Array, ...]  # f4 [T]
     first: tuple[float, ...]  # advantage of the first trained token
     lags: tuple[Array, ...]
@@ -69,7 +70,7 @@ class Found(NamedTuple):
 
 
 class ModelNumbers(NamedTuple):
-    """Per sample, f4 `[T]` each, from the learner's forward passes; None where they were not asked for."""
+    """Numbers per sample from the learner's forward passes, f4 `[T]` each; None: not computed."""
 
     proximal: Sequence[Array] | None = None
     reference: Sequence[Array] | None = None
@@ -81,7 +82,7 @@ class ModelNumbers(NamedTuple):
 
 
 class Late(NamedTuple):
-    """What comes after the model has run, per sample; None where it is not needed."""
+    """Estimates per sample after the forward passes; None: not needed."""
 
     advantages: list[Array] | None = None
     returns: list[Array] | None = None
@@ -92,7 +93,7 @@ class Late(NamedTuple):
 
 
 def needs_model(algorithm: AlgorithmConfig) -> bool:
-    """Whether advantages can be estimated only after forward passes over the whole batch."""
+    """Whether advantages need forward passes over the whole batch."""
     from learners.algorithms.registry import needs_for
 
     late = {"critic", "proximal", "values", "square_sums", "process"}
@@ -105,7 +106,7 @@ def needs_model(algorithm: AlgorithmConfig) -> bool:
 def describe_batch(
     batch: ClaimedBatch, algorithm: AlgorithmConfig, baselines: Mapping[int, float] | None = None
 ) -> Whole:
-    """Masks, shaped rewards and groups of the batch."""
+    """Return masks, shaped rewards and groups of the batch."""
     import torch
 
     from learners.algorithms.tensors import place_outcomes
@@ -126,7 +127,7 @@ def describe_batch(
     if baselines is not None:
         greedy = torch.tensor([baselines[group.group] for group, _ in pairs], dtype=torch.float64)
     placed = place_outcomes(scores, mask)
-    if not algorithm.shaping.passk:  # which makes other scores of them
+    if not algorithm.shaping.passk:  # pass@k replaces the scores
         _credit_turns(placed, samples, mask)
     rollouts = Rollouts(
         placed,
@@ -143,15 +144,14 @@ def describe_batch(
 
 
 def rows_in(sample: Any) -> tuple[tuple[int, int], ...]:
-    """Start and prompt tokens of the sequences of a sample that have a prompt of their own."""
+    """Return start and prompt tokens of a sample's sequences that have their own prompt."""
     return getattr(sample, "rows", ())  # samples of the modes without reward have none
 
 
 def iter_cuts(samples: Sequence[Any]) -> Iterator[Cut]:
-    """The sequences of some samples."""
     for number, sample in enumerate(samples):
         rows = rows_in(sample)
-        if not rows or rows[0][0]:  # the first one goes on from the group's prompt
+        if not rows or rows[0][0]:  # the first sequence follows the group's prompt
             yield Cut(number, 0, rows[0][0] if rows else sample.response.size)
         ends = [*(start for start, _ in rows[1:]), sample.response.size]
         for (start, prompt), end in zip(rows, ends, strict=False):  # no rows, one end
@@ -159,12 +159,12 @@ def iter_cuts(samples: Sequence[Any]) -> Iterator[Cut]:
 
 
 def response_length(sample: Any) -> int:
-    """Tokens of the response, observations among them, without the prompts of later sequences."""
+    """Count the tokens of the response, with observations but without the prompts of later sequences."""
     return int(sample.response.size) - sum(prompt for _, prompt in rows_in(sample))
 
 
 def to_samples(whole: Whole, rows: Sequence[Array] | None) -> list[Array] | None:
-    """Rows `[T]` of the samples from those of the sequences: 0 where a prompt stands."""
+    """Convert rows of sequences to rows `[T]` of samples, 0 at prompts."""
     if rows is None:
         return None
     found = [np.zeros(sample.response.size, np.float32) for sample in whole.samples]
@@ -174,12 +174,12 @@ def to_samples(whole: Whole, rows: Sequence[Array] | None) -> list[Array] | None
 
 
 def to_cuts(whole: Whole, rows: Sequence[Array]) -> list[Array]:
-    """Rows of the sequences from those of the samples."""
+    """Convert rows of samples to rows of sequences."""
     return [rows[cut.sample][cut.start : cut.stop] for cut in whole.cuts]
 
 
 def _credit_turns(rewards: Tensor, samples: Sequence[Any], mask: Tensor) -> None:
-    """Move the rewards of single turns `[S, T]` to their last tokens; the sums of the rows stay as they are."""
+    """Move the rewards of single turns `[S, T]` to their last tokens; the sums of the rows stay the same."""
     from learners.algorithms.tensors import last_tokens
 
     last = last_tokens(mask).long().argmax(-1)
@@ -204,7 +204,7 @@ def _shaped(rewards: Tensor, owners: Tensor, lengths: Tensor, algorithm: Algorit
 
 
 def _behaviour(samples: Sequence[Any], mask: Tensor) -> Tensor | None:
-    """The recorded log-probs; None where a sample's do not fit its tokens (the packer names the group)."""
+    """Return the recorded log-probs; None if some have the wrong length (the packer reports the group)."""
     import torch
 
     if any(sample.logprobs.size != sample.response.size for sample in samples):
@@ -217,7 +217,7 @@ def _loss_mask(sample: Any) -> Array:
 
 
 def _lags(sample: Any, version: int) -> Array:
-    """Training version minus the version of each response token."""
+    """Return the training version minus the version of each response token."""
     runs = sample.runs or ((version, sample.response.size),)
     versions = np.repeat(np.array([run[0] for run in runs]), [run[1] for run in runs])
     lags = np.maximum(version - versions, 0).astype(np.int32)
@@ -225,7 +225,7 @@ def _lags(sample: Any, version: int) -> Array:
 
 
 def padded(rows: Sequence[Array]) -> Array:
-    """Rows of unequal lengths as one `[S, T]`, zeros on the right; T at least 1."""
+    """Stack rows of unequal lengths as one `[S, T]`, with zeros on the right; T is at least 1."""
     width = max([1, *(row.size for row in rows)])
     result = np.zeros((len(rows), width), rows[0].dtype if rows else np.float64)
     for number, row in enumerate(rows):
@@ -234,7 +234,7 @@ def padded(rows: Sequence[Array]) -> Array:
 
 
 def estimate_early(whole: Whole, algorithm: AlgorithmConfig, *, seed: int = 0) -> Found:
-    """Advantages where they need no model, else zeros; weights by lag; how often each row is trained."""
+    """Return advantages (zeros if they need the model), weights by lag, and how often each row is trained."""
     import torch
 
     from learners.algorithms.filters import overlong_mask
@@ -269,13 +269,13 @@ def estimate_early(whole: Whole, algorithm: AlgorithmConfig, *, seed: int = 0) -
 
 
 def unpad(whole: Whole, values: Tensor) -> list[Array]:
-    """A row per sample, without the padding."""
+    """Return a row per sample, without the padding."""
     data = values.numpy()
     return [data[number, : sample.response.size] for number, sample in enumerate(whole.samples)]
 
 
 def first_advantages(advantages: Tensor, mask: Tensor) -> tuple[float, ...]:
-    """The advantage of each row's first trained token; 0 without any."""
+    """Return the advantage of each row's first trained token; 0 if it has none."""
     if not mask.numel():
         return ()
     places = mask.long().argmax(-1, keepdim=True)
@@ -297,7 +297,7 @@ def _scales(whole: Whole, algorithm: AlgorithmConfig) -> Array:
 
 
 def _repeats(whole: Whole, algorithm: AlgorithmConfig, seed: int) -> list[int]:
-    """1 for every row, or with PF-PPO how often each was drawn."""
+    """Return 1 for every row, or with PF-PPO how often it was drawn."""
     from learners.algorithms.filters import pf_ppo_draw, pf_ppo_probs
 
     method, count = algorithm.shaping.resample, len(whole.samples)
@@ -320,13 +320,14 @@ def estimate_late(
     correct: bool,
     scoring: ProcessRewardConfig | None = None,
 ) -> Late:
-    """Advantages, critic targets and (`correct`) the weights of a correction over all rows. `scoring`: how log-probs of
-    the process reward model become rewards."""
+    """Return advantages, critic targets and (`correct`) the weights of a correction over all rows. `scoring`: how
+    log-probs of the process reward model become rewards.
+    """
     mask = whole.rollouts.mask
     proximal, reference, values = (_padded(found, mask) for found in numbers[:3])
     squares = _padded(numbers.square_sums, mask)
     if squares is not None and proximal is not None:
-        # One of the squares is that of the token itself: rounding must not make a weight of the baseline negative.
+        # The sum includes the square of the token itself: rounding must not make a baseline weight negative.
         squares = squares.maximum((2 * proximal).exp())
     rollouts, kl = whole.rollouts._replace(proximal=proximal, values=values, square_sums=squares), None
     if numbers.after is not None:
@@ -362,7 +363,7 @@ def estimate_late(
 
 
 def _process(numbers: ModelNumbers, mask: Tensor, scoring: ProcessRewardConfig) -> Tensor:
-    """Process rewards `[S, T]` of the whole batch."""
+    """Return process rewards `[S, T]` of the whole batch."""
     from learners.algorithms.prime import token_scores
 
     model, reference = _padded(numbers.process, mask), _padded(numbers.process_reference, mask)
@@ -371,7 +372,7 @@ def _process(numbers: ModelNumbers, mask: Tensor, scoring: ProcessRewardConfig) 
 
 
 def _corrected(rollouts: Rollouts, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Weights and kept tokens `[S, T]` of a correction that looks at all rows."""
+    """Return weights and kept tokens `[S, T]` of a correction over all rows."""
     import torch
 
     from learners.algorithms.registry import correction_for
