@@ -223,7 +223,7 @@ def test_it_is_what_the_learner_writes_and_what_its_backend_would(
     streamed = export(config, out=tmp_path / "streamed", step=2)
     monkeypatch.setattr(exporter, "export_files", lambda *_, **__: False)  # as for a checkpoint in other names
     loaded = export(config, out=tmp_path / "loaded", gang=gang, say=said.append)
-    assert "the backend loads it" in said[0]
+    assert "its backend loads it" in said[0]
     names = sorted(path.name for path in final.iterdir())
     assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= set(names)
     for folder in (streamed, loaded):
