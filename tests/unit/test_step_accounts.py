@@ -124,7 +124,7 @@ def test_below_adapters_no_weight_takes_a_gradient_and_they_are_exported(
     said: list[str] = []
     config = make_config(model_dir, tmp_path / "run", steps=1, extra=lora)
     folder, final = export(config, gang=gang, out=tmp_path / "out", say=said.append), RunDir(tmp_path / "run").export
-    assert len(said) == 1 and "the backend loads it" in said[0]
+    assert len(said) == 1 and "its backend loads it" in said[0]
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         assert (folder / name).read_bytes() == (final / name).read_bytes()
 

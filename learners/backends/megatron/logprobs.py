@@ -1,15 +1,15 @@
-"""Log-probs and entropy where every tensor place holds a slice of the vocabulary, without logits ever existing whole.
+"""Log-probs and entropy with the vocabulary split over tensor places, without whole logits. Like
+`learners.models.logprobs`.
 
-As `learners.models.logprobs`, with sums
-over the slices. Guarantees:
-1. at most `chunk_tokens` rows of a slice of the logits exist at a time, in forward and in backward;
-2. every tensor place gets the same bits, and the gradient of the hidden states is the whole one on each of them;
-3. rows of padding behind the vocabulary have no probability and no gradient;
+Guarantees:
+1. at most `chunk_tokens` rows of a slice of the logits exist at a time, in forward and backward;
+2. every tensor place gets the same bits, and the whole gradient of the hidden states;
+3. padding rows after the vocabulary have no probability and no gradient;
 4. log-probs are of `softmax(logits / temperature)`, computed in float32.
-The gradient of the head is that of the own slice: it is not reduced.
 
-Example: 2 places with the logits (0, 1) and (2, -1): the largest, 2, and the sum of exponents below it,
-0.135 + 0.368 + 1 + 0.050 = 1.553, are agreed on; log-sum-exp is 2 + log 1.553 = 2.440 on both.
+The gradient of the head is that of the own slice and is not reduced.
+Example: 2 places with the logits (0, 1) and (2, -1): the places reduce the maximum, 2, and the sum of exponents below
+it, 0.135 + 0.368 + 1 + 0.050 = 1.553; log-sum-exp is 2 + log 1.553 = 2.440 on both.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from learners.models.logprobs import TokenNumbers
 
 
 class Slice(NamedTuple):
-    """The rows of the head that this place holds: from `start` on, so many; the rest of its rows is padding."""
+    """The rows of the head on this place: `rows` rows from `start` on; further rows are padding."""
 
     start: int
     rows: int
-    group: Any  # of the tensor places; None: there is one
+    group: Any  # of the tensor places; None: only one
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -44,7 +44,7 @@ def _agree(values: Tensor, group: Any, *, largest: bool = False) -> Tensor:
 
 
 def _own(targets: Tensor, part: Slice) -> tuple[Tensor, Tensor]:
-    """Which targets lie in this slice, and their columns in it (0 for the others)."""
+    """Return which targets lie in this slice, and their columns in it (0 for others)."""
     inside = (targets >= part.start) & (targets < part.start + part.rows)
     return inside, torch.where(inside, targets - part.start, 0)
 
@@ -52,7 +52,7 @@ def _own(targets: Tensor, part: Slice) -> tuple[Tensor, Tensor]:
 def _pass(
     hidden: Tensor, weight: Tensor, targets: Tensor, part: Slice, *, temperature: float, chunk: int, squares: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Log-probs, entropies, logsumexp and (with `squares`) sums of squares, `[N]` each."""
+    """Return log-probs, entropies, logsumexp and (with `squares`) sums of squares, `[N]` each."""
     found = []
     for start in range(0, targets.numel(), chunk):
         at = slice(start, start + chunk)
@@ -71,7 +71,7 @@ def _pass(
 
 
 class _SlicedLogprobs(torch.autograd.Function):
-    """Forward keeps logsumexp and entropy; backward computes the softmax of the slice again, chunk by chunk."""
+    """Forward stores logsumexp and entropy; backward recomputes the softmax of the slice, chunk by chunk."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - torch passes by position
@@ -111,7 +111,8 @@ class _SlicedLogprobs(torch.autograd.Function):
 def sliced_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, part: Slice, *, temperature: float = 1.0, chunk_tokens: int = 1024
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of each distribution, both `[N]`. Collective over the tensor places.
+    """Return the log-prob of each target and the entropy of each distribution, both `[N]`. Collective over tensor
+    places.
 
     `hidden` `[N, H]`, the same on every place; `weight` `[rows of this place, H]`; `targets` int64 `[N]`.
     """
@@ -132,7 +133,7 @@ def sliced_numbers(
     chunk_tokens: int = 1024,
     squares: bool = False,
 ) -> TokenNumbers:
-    """As `sliced_logprobs`, without gradient; with `squares` the sums of squared probabilities. Collective."""
+    """Like `sliced_logprobs`, without gradient; with `squares` also the sums of squared probabilities. Collective."""
     logprobs, entropy, _, sums = _pass(
         hidden, weight, targets, part, temperature=temperature, chunk=chunk_tokens, squares=squares
     )
