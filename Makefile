@@ -13,7 +13,7 @@ RUN_TESTS = PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-long test-node check unit chaos fuzz install clean redis bwrap bench bench-learner docs screenshots docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
+.PHONY: demo test test-long test-node check unit chaos mutation fuzz install clean redis bwrap bench bench-learner docs screenshots docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
 
 install: $(STAMP)
 
@@ -64,6 +64,10 @@ test-node: $(STAMP)
 # The long forms: more schedules, more faults, more kill points (about half an hour).
 chaos: redis
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python -m pytest -m chaos -s --figures benchmarks/results/chaos.txt
+
+# Wrong edits of the product, each of which the short suite must catch (tests/mutation/mutants.py; about half an hour).
+mutation: redis
+	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python tests/mutation/check.py --out benchmarks/results/mutation.txt
 
 # 500,000 damaged and hostile frames against the decoder and living services (a few minutes).
 fuzz: install

@@ -25,7 +25,7 @@ from learners.backends.sharded_checkpoint import local_tensor
 from learners.batch.assembly import _minibatch
 from learners.batch.micro_batches import Minibatch, Sample
 from learners.gang.gang import Gang
-from learners.models import logprobs
+from learners.models import policy_model
 from learners.step import update
 from learners.step.resilient_step import StepRunner
 from learners.step.update import train_step
@@ -199,12 +199,12 @@ def forward(model: Path, gang: Gang, layout: str) -> dict[str, Any]:
     share = cut(14, 1, config, gang)
     (part,) = share
     calls: list[int] = []
-    given = logprobs.split_logprobs
-    logprobs.split_logprobs = lambda *inputs, **more: calls.append(len(inputs)) or given(*inputs, **more)
+    given = policy_model.split_logprobs
+    policy_model.split_logprobs = lambda *inputs, **more: calls.append(len(inputs)) or given(*inputs, **more)
     try:
         numbers = backend.forward_numbers(part.micro, squares=True)
     finally:
-        logprobs.split_logprobs = given
+        policy_model.split_logprobs = given
     found = {
         "split_heads": len(calls),
         "logprobs": to_samples(part, backend.forward_logprobs(part.micro), gang),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from conftest import Run
+from e2e_run import Run
 
 
 def test_remax_gets_its_greedy_samples_and_replays_to_the_same_bits(run: Run) -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 
 import pytest
-from conftest import Run
+from e2e_run import Run
 
 REWARDS = """
 import time

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run
+from e2e_run import Run
 
 ODD = """
 def odd_reward(data_source, solution_str, ground_truth, extra_info=None):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Run
+from e2e_run import Run
 
 from asyncrl.config import Config
 from asyncrl.planner.forecast import play

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run
+from e2e_run import Run
 
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.trace.history import decode_event, history_lines

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import warm
-from conftest import Run, alive
+from e2e_run import Run, alive
 from safetensors import safe_open
 
 from asyncrl.audit.prove import audit_run

@@ -120,9 +120,9 @@ def test_a_worker_that_dies_or_stops_breaks_the_group(members: Members, then: st
         with pytest.raises(WorkError, match="were not sent") as told:
             await sender.send(memoryview(room))
         assert told.value.code == "engine.broken"
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 30
 
-    run(f"fails-{then}", body, timeout_s=4.0)
+    run(f"fails-{then}", body, timeout_s=10.0)
 
 
 def test_leaving_in_the_middle_of_a_wait_leaves_nothing_behind() -> None:

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from e2e_run import run, tiny_model
 from learner_lab import Children, Recorded, make_model
 
-_PLACE = Path(__file__).parents[1] / "e2e" / "conftest.py"
-_spec = importlib.util.spec_from_file_location("e2e_run", _PLACE)
-assert _spec is not None and _spec.loader is not None
-e2e_run = sys.modules.setdefault("e2e_run", importlib.util.module_from_spec(_spec))  # `from e2e_run import alive`
-_spec.loader.exec_module(e2e_run)
-
-tiny_model = e2e_run.tiny_model
-run = e2e_run.run
+__all__ = ["recorded", "run", "tiny_model"]
 
 
 @pytest.fixture(scope="session")

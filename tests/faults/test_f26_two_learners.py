@@ -34,7 +34,7 @@ def test_f26_the_second_one_names_the_first(recorded: Recorded, tmp_path: Path) 
         second = lab.learner()
         assert lab.end_of(second) == 75, lab.tail()
         said = lab.said()
-        assert "error[learner.duplicate]" in said and f"pid {first} on" in said and "was heard of" in said
+        assert "error[learner.duplicate]" in said and f"pid {first} on" in said and "was heard from" in said
         assert lab.end_of(first) == 0, lab.tail()
         lab.assert_accounted(learner_starts=1)
 

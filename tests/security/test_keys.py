@@ -167,6 +167,9 @@ def test_what_only_the_owner_may_say() -> None:
     for role, wanted in (("learner", True), ("producer", False), ("reward", False)):
         assert needs_owner(wire.Hello(role, "x", 1, "h", "", "")) is wanted
         assert needs_owner(wire.Heartbeat(role, "x", 1, "h", "", {})) is wanted
+    changes = {wire.Stop, wire.Tune, wire.Checkpointed, wire.LedgerRequest, wire.EvaluationsRequest, wire.Goodbye}
+    learners = {wire.Register, wire.Claim, wire.Commit, wire.Quarantine, wire.Publish, wire.RoundRequest}
+    assert changes | learners == OWNER_ALONE
     workers = {wire.LeaseRequest, wire.Samples, wire.Scores, wire.MemberPoll, wire.Fetch, wire.StatusRequest}
     assert not workers & OWNER_ALONE
 

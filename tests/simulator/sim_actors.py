@@ -10,6 +10,7 @@ import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import xxhash
 from sim_net import Ask, Process, Task
 
 from asyncrl import wire
@@ -212,7 +213,7 @@ class Producer:
         """By place, where the service is on the same host; else, and where it does not find it, with the payload."""
         if self.by_place:
             header = wire.encode_header(message)
-            checksum = wire.xxhash.xxh3_64_intdigest(header + payload)
+            checksum = xxhash.xxh3_64_intdigest(header + payload)
             place = self.world.files.write_guest(self.process.pid, header, payload, checksum)
 
             def by_place() -> Ask:

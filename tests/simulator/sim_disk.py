@@ -209,7 +209,7 @@ class SimSegments:
         found = self._files.written.get((record.segment, record.offset))
         return found is not None and found[2] == record.checksum
 
-    def shown(self) -> tuple[str, str]:
+    def location(self) -> tuple[str, str]:
         """A learner on the same host sees the files."""
         return ("files", "nonce") if self._share else ("", "")
 

@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from typing import Any
 
+import xxhash
+
 from asyncrl import wire
 from asyncrl.errors import AsyncRLError, Unavailable, WireError, error_for
 
@@ -277,7 +279,7 @@ class Network:
                 return None
         if ask.frames is None and ask.payloads:  # what the decoder would have found
             header = wire.encode_header(ask.message)
-            ask.frames = (header, wire.xxhash.xxh3_64_intdigest(header + ask.payloads[0]))
+            ask.frames = (header, xxhash.xxh3_64_intdigest(header + ask.payloads[0]))
         header, checksum = ask.frames or (b"", 0)
         return wire.Packet(ask.message, ask.payloads, ask.number, wire.REQUEST, header, checksum)
 

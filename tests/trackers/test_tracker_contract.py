@@ -91,7 +91,7 @@ def test_values_arrive_under_their_step_and_a_run_goes_on(rig: Rig, tmp_path: Pa
 
 def test_a_tracker_imports_its_package_when_it_is_made(tmp_path: Path) -> None:
     """The modules themselves are light: the process of one tracker never pays for another."""
-    modules = ", ".join(f"learners.tracker_{rig.name}" for rig in RIGS)
+    modules = ", ".join(f"learners.trackers.{rig.name}" for rig in RIGS)
     heavy = {"torch", *(rig.name for rig in RIGS)}
     code = f"import sys, learners.trackers.main, {modules}\nassert not {heavy!r} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], env=environment(RIGS[0]), cwd=tmp_path, timeout=120, check=True)

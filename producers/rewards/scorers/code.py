@@ -48,7 +48,6 @@ with open("outputs.jsonl", "w") as results:
 """
 ASSERTS = """
 import json, runpy, sys
-from producers.rewards.sample import RewardSample
 jobs = json.load(open("inputs.json"))
 space = runpy.run_path("program.py", run_name="program")
 with open("outputs.jsonl", "w") as results:
