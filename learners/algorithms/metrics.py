@@ -1,13 +1,13 @@
-"""How far proximal and behaviour policy are apart and what the correction made of it, for the batch and by lag.
+"""The gap between proximal and behaviour policy and the effect of the correction, for the batch and by lag.
 
 Guarantees:
-1. a table holds sums and counts alone: tables add, so that no metric depends on how the batch was cut;
-2. nothing outside the mask has an influence, NaN included; rows without a trained token are left out; no gradient;
-3. quantiles come from a histogram with fixed bins that are log-spaced in the log-ratio: a quantile lies in the bin of
-   the exact one, which is at most 14 % of its log-ratio wide (and 0.0002 around ratio 1);
-4. nothing is NaN: the metrics of nothing are 0, and lags that do not occur are left out.
-Effective sample sizes are shares, `(sum w)^2 / (n sum w^2)`: 1 where all weights are equal, 1/n where one counts alone.
+1. a table holds only sums and counts: tables add, so no metric depends on the split of the batch;
+2. values outside the mask, NaN included, have no effect; rows without a trained token are left out; no gradient;
+3. quantiles come from a histogram with fixed bins, log-spaced in the log-ratio: a quantile lies in the bin of the exact
+   one, which is at most 14 % of its log-ratio wide (and 0.0002 around ratio 1);
+4. nothing is NaN: metrics without tokens are 0, and missing lags are left out.
 
+Effective sample sizes are shares, `(sum w)^2 / (n sum w^2)`: 1 for equal weights, 1/n if only one counts.
 Example: row weights 1, 1, 4: ess 36 / (3 * 18) = 0.667, step scale sqrt of it = 0.816.
 """
 

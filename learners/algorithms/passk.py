@@ -1,7 +1,7 @@
 """Arithmetic of pass@k: the metric, the reward transform and the analytic advantage, from counts in a group.
 
-Evaluations use `asyncrl.evaluation.statistics`. Guarantees:
-1. exact: binomial coefficients are integers, one division at the end;
+Guarantees:
+1. exact: binomial coefficients are integers, with one division at the end;
 2. a group smaller than k (members may have failed) is treated as if k were its size;
 3. a group that is all right or all wrong gives the transform equal rewards and the advantage exactly 0.
 

@@ -1,8 +1,8 @@
-"""Policy losses whose ratio belongs to a whole sequence: GSPO, GMPO, VESPO, TOPR.
+"""Policy losses with the ratio of a whole sequence: GSPO, GMPO, VESPO, TOPR.
 
-Found under `losses`, called through the registry. A sequence lies whole in one piece of the batch (the packer sees to
-it), so their results do not depend on the cut. All take `[N]` and give a loss for each token: what belongs to a row
-stands at every token of it, so that seq-mean-token-mean gives the row's value. Guarantees: those of `losses`.
+A sequence lies completely in one piece of the batch (by the packer), so results do not depend on the split. All take
+`[N]` and give a loss for each token: values of a row stand at each of its tokens, so seq-mean-token-mean gives the
+row's value. Guarantees: those of `losses`.
 
 Example: gaps current - proximal of a row 0.1, 0.3: GSPO's ratio is e^0.2 = 1.2214 for both tokens, VESPO's e^0.4.
 """

@@ -1,7 +1,7 @@
-"""Policy losses whose terms look at one token alone: the clipped ratio of PPO and its relatives.
+"""Policy losses with terms of single tokens: the clipped ratio of PPO and its relatives.
 
-Found under `losses`, called through the registry. With `d = current - proximal` (clamped to +-20 where it is
-exponentiated), ratio `x = e^d` and advantage A they give, per token and to be minimised:
+With `d = current - proximal` (clamped to +-20 before `exp`), ratio `x = e^d` and advantage A they give per token, to be
+minimised:
 
 name        loss                                                        gradient in current
 ppo         max(-A x, -A clip(x, 1 - low, 1 + high))                    -A x, 0 where clipped

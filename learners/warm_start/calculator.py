@@ -1,9 +1,8 @@
-"""The warm start of the tool demonstration: a tiny model that mostly knows how to call a calculator, and its prompts.
+"""Warm start of the tool demonstration: a tiny model that mostly knows how to call a calculator, and its prompts.
 
-Command line: `python -m learners.warm_start.calculator --out runs/models/calculator --data
-runs/data/calculator.jsonl`. Each
-turn of a demonstration is a row whose earlier turns and observations are its prompt. With one thread the weights are a
-function of the seed. Takes about a minute on one core.
+Command line: `python -m learners.warm_start.calculator --out runs/models/calculator --data runs/data/calculator.jsonl`.
+Each turn of a demonstration is a row; earlier turns and observations are its prompt. With one thread the weights depend
+only on the seed. Takes about a minute on one core.
 """
 
 from __future__ import annotations
