@@ -355,7 +355,7 @@ def poison(model: Path, gang: Gang, how: str, layout: str) -> dict[str, Any]:
         )
         for n in range(6)
     ]
-    inner = update.loss_of
+    inner = update.loss_for
 
     def broken(algorithm: Any) -> Any:
         def loss(inputs: Any) -> Any:
@@ -376,14 +376,14 @@ def poison(model: Path, gang: Gang, how: str, layout: str) -> dict[str, Any]:
         say=str,
         quarantine=lambda step, group, why: found.update({group: why}),
     )
-    update.loss_of = broken  # type: ignore[assignment]
+    update.loss_for = broken  # type: ignore[assignment]
     try:
         batch = a_batch(1, 0, groups)
         shares = trial.cut(batch)[1] if gang.lead else None
         given: Any = batch if gang.lead else None
         result, left = trial.train(gang.scatter(shares), step=1, batch=given)
     finally:
-        update.loss_of = inner
+        update.loss_for = inner
     values, _, names = digest(backend)
     return {
         "found": found,

@@ -201,8 +201,8 @@ def check_no_trace(
         if companion is not None:
             patch.setattr(*companion, broken(getattr(*companion), how))
         else:
-            loss_of = update.loss_of
-            patch.setattr(update, "loss_of", lambda algorithm: broken(loss_of(algorithm), how))
+            loss_of = update.loss_for
+            patch.setattr(update, "loss_for", lambda algorithm: broken(loss_of(algorithm), how))
         result = cases.train(trial, gang, cases.make_batch(2))
     assert result.skipped and result.broken.startswith(says), result.broken
     assert how != "gradient" or "the norm of the gradient is" in result.broken

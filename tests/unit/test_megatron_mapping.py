@@ -12,7 +12,6 @@ from asyncrl import config
 from asyncrl.config.rules import learner
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from learners.backends.megatron.checkpoint import Store, pieces, write
-from learners.backends.megatron.logprobs import Slice, sliced_logprobs, sliced_numbers
 from learners.backends.megatron.mapping import (
     Facts,
     check_layout,
@@ -29,7 +28,6 @@ from learners.backends.megatron.mapping import (
 from learners.backends.megatron.model import stages_text
 from learners.backends.megatron.weights import assembled
 from learners.gang.topology import Topology
-from learners.models.logprobs import chunked_logprobs, token_numbers
 from weightsync.plan.buckets import volume
 
 MODELS = {
@@ -266,31 +264,3 @@ def test_there_are_layers_enough_and_inner_widths_divide() -> None:
     said = [message for _, message, _ in learner.model_problems(made, model)]
     assert len(said) == 2 and "num_hidden_layers = 1" in "".join(said) and "intermediate_size = 95" in "".join(said)
     assert not list(learner.model_problems(made, JSON))
-
-
-# ---------------------------------------------------------------- log-probs of slices
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_one_slice_gives_what_whole_logits_give(temperature: float) -> None:
-    """Over several slices: the tests on several ranks. Here rows of padding, and both gradients."""
-    torch.manual_seed(0)
-    hidden = torch.randn(9, 6, requires_grad=True)
-    weight = torch.randn(13, 6, requires_grad=True)
-    targets = torch.randint(0, 11, (9,))
-    other = (hidden.detach().clone().requires_grad_(), weight.detach()[:11].clone().requires_grad_())
-    factors = torch.randn(2, 9)
-    options: Any = {"temperature": temperature, "chunk_tokens": 4}
-    got = sliced_logprobs(hidden, weight, targets, Slice(0, 11, None), **options)
-    wanted = chunked_logprobs(*other, targets, **options)
-    for left, right in zip(got, wanted, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-6, rtol=1e-5)
-    for found in (got, wanted):
-        (found[0] * factors[0] + found[1] * factors[1]).sum().backward()
-    torch.testing.assert_close(hidden.grad, other[0].grad, atol=1e-5, rtol=1e-5)
-    assert weight.grad is not None and bool((weight.grad[11:] == 0).all())
-    torch.testing.assert_close(weight.grad[:11], other[1].grad, atol=1e-5, rtol=1e-5)
-    numbers = sliced_numbers(hidden, weight, targets, Slice(0, 11, None), squares=True, **options)
-    squares = token_numbers(*(tensor.detach() for tensor in other), targets, squares=True, **options).square_sums
-    torch.testing.assert_close(numbers.square_sums, squares, atol=1e-6, rtol=1e-5)
-    assert numbers.logprobs.equal(got[0]) and numbers.entropy.equal(got[1])

@@ -5,7 +5,7 @@ Guarantees:
    another sequence, on a CPU (`BySequence`) and with TransformerEngine;
 2. rotary frequencies equal those of transformers;
 3. the last stage returns hidden states, not logits, so Megatron-core's own loss, which is silently wrong with whole
-   logits, is never called (`logprobs`);
+   logits, is never called (`stages`);
 4. unsupported settings are refused before anything is built.
 
 Layers are Megatron-core's local ones, or TransformerEngine's if it is installed and there is CUDA. The latter, and

@@ -24,12 +24,11 @@ from asyncrl.config import Config
 from asyncrl.runtime.device import Device
 from learners.backends.base import LossFunction, Micro, to_device
 from learners.backends.megatron.cpu_shim import cuda_stand_ins
-from learners.backends.megatron.logprobs import Slice, sliced_logprobs, sliced_numbers
 from learners.backends.megatron.mapping import Facts
 from learners.backends.megatron.model import bounds, hidden_states
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.topology import Topology
-from learners.models.logprobs import TokenNumbers
+from learners.models.logprobs import TokenNumbers, Vocabulary, chunked_logprobs, split_logprobs, token_numbers
 
 
 class Found(NamedTuple):
@@ -92,15 +91,18 @@ class Stages:
         weight = model.shared_embedding_or_output_weight() if self._facts.tied else model.output_layer.weight
         each = self._facts.padded(self._place.tensor) // self._place.tensor
         start = each * self._place.tensor_place
-        group = parallel_state.get_tensor_model_parallel_group() if self._place.tensor > 1 else None
-        part = Slice(start, min(each, self._facts.vocab - start), group)
-        states, options = hidden[:, 0][tensors.positions], {"temperature": self._temperature}
-        if torch.is_grad_enabled():
-            values = sliced_logprobs(states, weight, tensors.targets, part, chunk_tokens=self._chunk, **options)
-            return TokenNumbers(*values, None)
-        return sliced_numbers(
-            states, weight, tensors.targets, part, chunk_tokens=self._chunk, squares=squares, **options
-        )
+        weight = weight[: min(each, self._facts.vocab - start)]  # without padding
+        states = hidden[:, 0][tensors.positions]
+        options: dict[str, Any] = {"temperature": self._temperature, "chunk_tokens": self._chunk}
+        found: tuple[Tensor, Tensor] | TokenNumbers
+        if self._place.tensor > 1:
+            split = Vocabulary(parallel_state.get_tensor_model_parallel_group(), start)
+            found = split_logprobs(states, weight, tensors.targets, split, squares=squares, **options)
+        elif torch.is_grad_enabled():
+            found = chunked_logprobs(states, weight, tensors.targets, **options)
+        else:
+            found = token_numbers(states, weight, tensors.targets, squares=squares, **options)
+        return found if isinstance(found, TokenNumbers) else TokenNumbers(*found, None)
 
     @torch.no_grad()
     def _spread(
