@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("asyncrl", "buffers", "weightsync", "producers", "learners")
 ROWS = (("producers", "learners"), ("buffers", "weightsync"), ("asyncrl",))
 WIDTH, HEIGHT, GAP, LEVEL, MARGIN = 124, 26, 10, 62, 14  # of a folder's box, between boxes, between ranks
-ENTRY = "(entry)"  # modules of a package that are in no folder
+ENTRY = "(entry)"  # modules of a package that are in no folder and that its folders do not import
+
 
 STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #1f2328; text-anchor: middle; dominant-baseline: central }
@@ -30,31 +31,35 @@ STYLE = """
 """
 
 
-def folder(module: str, folders: Iterable[str]) -> str:
-    """The folder of a module; modules of a package itself are its entry."""
-    package, _, rest = module.partition(".")
-    names = [name for name in folders if (module + ".").startswith(name + ".")]
-    return max(names, key=len) if names and rest else f"{package}.{ENTRY}"
+def imports(path: Path, known: Iterable[str]) -> set[str]:
+    """The modules of the product that a file imports, lazy imports included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in known else node.module for name in full}
+    return {name for name in found if name.partition(".")[0] in PACKAGES}
 
 
 def folder_imports() -> dict[str, set[str]]:
-    """Folder -> folders that its modules import, lazy imports included."""
+    """Folder -> folders that its modules import."""
     paths = {path: path.relative_to(ROOT).with_suffix("") for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
     modules = {path: ".".join(one.parts).removesuffix(".__init__") for path, one in paths.items()}
-    folders = {".".join(one.parts[:-1]) for one in paths.values()} - set(PACKAGES)
-    known = set(modules.values())
-    edges: dict[str, set[str]] = {folder(module, folders): set() for module in sorted(known)}
-    for path, module in modules.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                targets = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                full = [f"{node.module}.{alias.name}" for alias in node.names]
-                targets = [name if name in known else node.module for name in full]
-            else:
-                continue
-            mine = folder(module, folders)
-            edges[mine] |= {folder(name, folders) for name in targets if name.partition(".")[0] in PACKAGES} - {mine}
+    targets = {module: imports(path, set(modules.values())) for path, module in modules.items()}
+    home = {module: ".".join(paths[path].parts[:-1]) for path, module in modules.items()}
+    inside = {module: found for module, found in targets.items() if home[module] not in PACKAGES}
+    used = {one for module, found in inside.items() for one in found if one.split(".")[0] == module.split(".")[0]}
+    while more := {one for module in used for one in targets.get(module, ()) if home.get(one) in PACKAGES} - used:
+        used |= more
+    for module, folder in home.items():
+        if folder in PACKAGES:
+            home[module] = module if module in used else f"{folder}.{ENTRY}"
+    edges: dict[str, set[str]] = {folder: set() for folder in sorted(home.values())}
+    for module, found in targets.items():
+        if module not in PACKAGES:  # an `__init__` imports what it re-exports
+            edges[home[module]] |= {home[one] for one in found if one not in PACKAGES} - {home[module]}
     return edges
 
 
