@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import reports  # noqa: E402, RUF100
-from bench_packing import lengths_of, make_batch  # noqa: E402, RUF100
+from bench_packing import make_batch, sample_lengths  # noqa: E402, RUF100
 from children import Child  # noqa: E402, RUF100
 
 from learners.warm_start.tiny_model import count_parameters, make_tiny_qwen3, make_tokenizer, save_model
@@ -77,7 +77,7 @@ class Setting(msgspec.Struct, frozen=True):
 def batch_of(setting: Setting, round_: int) -> tuple[list[dict[str, Any]], int, dict[str, Any]]:
     """The groups of a round, their tokens, and their shape."""
     batch: Any = make_batch(setting, sigma=SIGMA, seed=round_, vocabulary=setting.vocabulary)  # type: ignore[arg-type]
-    lengths = lengths_of(batch)
+    lengths = sample_lengths(batch)
     groups = [
         {
             "prompt": group.prompt_ids.tolist(),

@@ -86,14 +86,14 @@ def make_batch(setting: Setting, *, sigma: float, seed: int, vocabulary: int) ->
     return ClaimedBatch(1, 0, False, tuple(group(number) for number in range(setting.groups)), {})
 
 
-def lengths_of(batch: ClaimedBatch) -> list[int]:
+def sample_lengths(batch: ClaimedBatch) -> list[int]:
     """Tokens of every sequence."""
     return [group.prompt_ids.size + sample.response.size for group in batch.groups for sample in group.samples]
 
 
 def assemble(way: str, batch: Any, config: configuration.Config) -> tuple[batches.Minibatch, ...]:
     """The share of the one rank, over the wire between ranks."""
-    learner, longest = config.learner, max(lengths_of(batch))
+    learner, longest = config.learner, max(sample_lengths(batch))
     rows, build = max(1, learner.micro_batch_tokens // longest), batches.padded_rows
 
     def in_order(lengths: list[int], *, limit: int) -> list[list[int]]:
@@ -159,7 +159,7 @@ def measure(setting: Setting, sigma: float, folder: Path, gang: Gang, vocabulary
     useful, shape = [], {}
     for round_ in range(setting.rounds + 1):  # the first is a warm-up, and checks that the ways agree
         batch = make_batch(setting, sigma=sigma, seed=round_, vocabulary=vocabulary)
-        lengths = lengths_of(batch)
+        lengths = sample_lengths(batch)
         for way in WAYS:
             started = time.perf_counter()
             share = assemble(way, batch, configs[way])

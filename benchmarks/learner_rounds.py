@@ -4,7 +4,7 @@ First line in: the setting with `way`; out: {"ready": resident bytes, "version":
 {"groups": [{"prompt": [ids], "responses": [[ids], ...], "rewards": [..]}, ...]}; out: {"seconds", "cpu": seconds of the
 processor, "grad_norm", "peak": the most bytes resident meanwhile}. Ways:
 
-- ours: `learners.step.resilient_step.Trial` on the FSDP2 backend, from a claimed batch to the updated weights;
+- ours: `learners.step.resilient_step.StepRunner` on the FSDP2 backend, from a claimed batch to the updated weights;
 - minimal: what one writes by hand in 60 lines, for one process and one loss: packed rows, full logits, AdamW;
 - trl: `GRPOTrainer.train()` of TRL, in the Python of its own environment, fed by `rollout_func`: from its padded
   batch to the updated weights.
@@ -35,7 +35,7 @@ class Ours:
 
         from learners.backends.fsdp2.backend import FSDP2Backend
         from learners.gang.gang import Gang
-        from learners.step.resilient_step import Trial
+        from learners.step.resilient_step import StepRunner
 
         setting = Setting(cap=given["cap"], budget=given["budget"])
         # The others know of no behaviour policy.
@@ -43,7 +43,7 @@ class Ours:
         gang = Gang.join(config)
         backend = FSDP2Backend(config, gang)
         backend.self_check()
-        self.trial = Trial(config.learner, gang=gang, backend=backend, say=str, bury=lambda *_: None)
+        self.trial = StepRunner(config.learner, gang=gang, backend=backend, say=str, quarantine=lambda *_: None)
         self.step = 0
 
     def take(self, groups: list[dict[str, Any]]) -> Any:

@@ -98,7 +98,7 @@ class Decoding:
                 work()
                 loop.call_soon_threadsafe(answer.set_result, time.perf_counter() - stopped)
 
-    async def between_steps(self, work: Callable[[], None]) -> float:
+    async def poll(self, work: Callable[[], None]) -> float:
         """Run it between two steps; how long decoding stood still."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[float] = loop.create_future()
@@ -143,7 +143,7 @@ class BenchEngine:
         return await asyncio.to_thread(self._weights.read, number, into)
 
     async def commit_update(self) -> str:
-        self.times["pause_s"] = await self._decoding.between_steps(self._weights.exchange)
+        self.times["pause_s"] = await self._decoding.poll(self._weights.exchange)
         exchanged = time.monotonic()
         digest = await asyncio.to_thread(self._weights.digest)
         self.times["committed"] = time.monotonic()

@@ -1,11 +1,9 @@
-"""Evaluations as the learner sees them: their figures go to the tracker, and the end of the run waits for the last one.
+"""Follows held-out evaluations: sends their figures to the tracker and waits for the last one at the end of a run.
 
 Guarantees:
-1. between two steps it asks and never waits; an answer that does not come is asked for again after the next step;
-2. the end waits until none runs or waits any more, at most `2 * evaluation.timeout_s` and a little: one that runs, and
-   the one of the last step after it. The end of the process's time (SIGTERM) ends the wait;
-3. each evaluation is told once per process; a learner that is started again tells the earlier ones again, at the same
-   steps of the curves.
+1. between two steps it asks and never waits; an unanswered request is repeated after the next step;
+2. the wait at the end is bounded by `2 * evaluation.timeout_s + GRACE_S`, and SIGTERM ends it earlier;
+3. a process reports each evaluation once. After a restart it reports earlier ones again, at the same steps.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from asyncrl.errors import AsyncRLError, StateLost, Unavailable
 from asyncrl.evaluation.ids import METRICS
 
 POLL_S = 0.5
-GRACE_S = 30.0  # above the time of two evaluations: for a buffer that was restarted meanwhile
+GRACE_S = 30.0  # on top of two evaluations: the buffer may restart meanwhile
 
 
 class LastEvaluations:
-    """Asks `ask(seen=...)`, tells `track(values, step=...)`."""
+    """Asks with `ask(seen=...)` and reports figures with `track(values, step=...)`."""
 
     def __init__(
         self,
@@ -36,7 +34,7 @@ class LastEvaluations:
     ) -> None:
         self.enabled = config.evaluation.enabled
         self.last: dict[str, Any] = {}
-        self.figures: dict[int, dict[str, float]] = {}  # by step, of those that have ended
+        self.figures: dict[int, dict[str, float]] = {}  # of finished evaluations, by step
         self._config = config
         self._ask = ask
         self._track = track
@@ -46,7 +44,7 @@ class LastEvaluations:
         self._until: float | None = None
 
     def look(self) -> str:
-        """Tell those that ended since the last look; which one runs or waits, in words. Raises what `ask` raises."""
+        """Report evaluations that ended since the last call. Return a description of the one that runs or waits."""
         if not self.enabled:
             return ""
         ended, running = self._ask(seen=self._seen)
@@ -54,22 +52,22 @@ class LastEvaluations:
             self._seen = max(self._seen, int(line["round"]))
             self.last = line
             self.figures[int(line["step"])] = numbers(line)
-            print(f"learner: {told(line)}", flush=True)
+            print(f"learner: {describe(line)}", flush=True)
             if self._track is not None:
                 self._track(numbers(line), step=int(line["step"]))
         return running
 
-    def between_steps(self) -> None:
-        """`look`, where nothing may go wrong."""
+    def poll(self) -> None:
+        """Like `look`, but never fail."""
         try:
             self.look()
         except (StateLost, Unavailable):
-            return  # the next claim meets it and says it
+            return  # the next claim reports it
         except AsyncRLError as error:
-            print(f"learner: warning: evaluations cannot be looked at: {error.message}", flush=True)
+            print(f"learner: warning: cannot ask for evaluations: {error.message}", flush=True)
 
-    def awaited(self) -> str:
-        """At the end of the run: what is waited for, after half a second; empty where nothing is any more."""
+    def pending(self) -> str:
+        """At the end of the run: wait half a second and describe what still runs; empty if nothing does."""
         if not self.enabled:
             return ""
         now = self._clock()
@@ -85,7 +83,6 @@ class LastEvaluations:
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a line, without its labels."""
     return {
         name: float(value)
         for name, value in line.items()
@@ -93,8 +90,8 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def told(line: Mapping[str, Any]) -> str:
-    """`evaluation of step 20: gsm8k mean@1 0.532 (se 0.031); 64 of 64 prompts, versions 20 to 21, 4.1 s`."""
+def describe(line: Mapping[str, Any]) -> str:
+    """Example: `evaluation of step 20: gsm8k mean@1 0.532 (se 0.031); 64 of 64 prompts, versions 20 to 21, 4.1 s`."""
     k = int(line["evaluation_samples"])
     means = []
     for name, value in line.items():

@@ -1,4 +1,4 @@
-"""Heartbeats of the learner from a thread of their own, and patience with a service that does not answer."""
+"""Heartbeats of the learner from a thread of their own, and a limit on waiting for a service that does not answer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any
 from asyncrl.errors import AsyncRLError, Unavailable
 from asyncrl.runtime.role import Stop
 
-SILENT_S = 5.0  # a service that does not answer for so long is reported
-LEAVE_S = 3.0  # how long a request may stay unanswered once the process was asked to end
+SILENT_S = 5.0  # after this time without an answer a warning is printed
+LEAVE_S = 3.0  # longest wait for an answer once the process should end
 
 
 class Patience:
-    """Called again and again while an answer is overdue: reports the service once, and gives up when the process ends.
-
-    `limit_s` is the time after which the request itself gives up.
+    """Called repeatedly while an answer is overdue: warns once, and gives up when the process should end. `limit_s` is
+    the time limit of the request itself.
     """
 
     def __init__(self, service: str, *, limit_s: float, stop: Stop) -> None:
@@ -27,7 +26,7 @@ class Patience:
         self._reported = False
 
     def __call__(self, overdue_s: float) -> bool:
-        """Whether to give the request up."""
+        """Whether to give up the request."""
         if overdue_s < SILENT_S:
             self._reported = False
         elif not self._reported:
@@ -41,9 +40,8 @@ class Patience:
 
 
 class Heart:
-    """A thread that sends heartbeats over its own connection. `beat(stats, waiting_for)` sends one.
-
-    `stop` sets `ended`: a beat in progress should then be given up.
+    """A thread that sends heartbeats over its own connection with `beat(stats, waiting_for)`. `stop` sets `ended`,
+    which also cancels a beat in progress.
     """
 
     def __init__(self, beat: Any, *, every_s: float, close: Any = None, ended: threading.Event | None = None) -> None:
@@ -62,7 +60,7 @@ class Heart:
             try:
                 self._beat(stats, waiting_for=self.waiting_for)
             except Unavailable:
-                continue  # the main thread's own request reports it
+                continue  # the request of the main thread reports it
             except AsyncRLError as error:
                 print(f"learner: heartbeat refused: {error.message}", flush=True)
                 break
@@ -70,6 +68,6 @@ class Heart:
             self._close()
 
     def stop(self) -> None:
-        """End the thread; waits for a beat in progress."""
+        """Stop the thread after the beat in progress."""
         self._ended.set()
         self._thread.join(timeout=5.0)

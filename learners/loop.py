@@ -1,16 +1,17 @@
-"""The learner's main loop, the same on every rank.
+"""The learner's main loop, the same on every rank. Rank 0 has `services`; the other ranks follow its orders.
 
-Rank 0 has `services`; the others follow the orders that it shares. Guarantees:
-1. a step is: claim, cut, train, publish version `step`, commit it, record, and a checkpoint every few steps;
-2. a checkpoint holds the buffer's ledger; the buffer retires groups only after it is durable, however long after its
-   step that is (`learners.checkpoints.saving`);
-3. the end (all steps done, or SIGTERM) comes between two steps, with a checkpoint;
-4. updates with a gradient that is not finite are skipped and said; `MAX_SKIPPED` steps of them in a row end the run;
-5. a buffer that has lost its state is told what the current weights hold, after they were made durable: nothing in
-   them is trained again;
-6. a buffer that is gone for good costs no step: a checkpoint is written with the learner's own account, then exit 69;
-7. a checkpoint that cannot be written is said, counted and tried again; `learner.checkpoint_failures` in a row, or the
-   last one of the run, end it with `disk.full`.
+Guarantees:
+1. a step is: claim, cut, train, publish version `step`, commit, record, and a checkpoint every few steps;
+2. a checkpoint holds the buffer's ledger; the buffer retires groups only after the checkpoint is durable
+   (`learners.checkpoints.saving`);
+3. the run ends between two steps, with a checkpoint, when all steps are done or after SIGTERM;
+4. an update with a non-finite gradient is skipped and reported; `MAX_SKIPPED` such steps in a row end the run;
+5. if the buffer loses its state, the learner saves its weights and registers again with their ledger: nothing in them
+   is trained twice;
+6. if the buffer is gone for good, the learner writes a checkpoint with its own account and exits with code 69. No step
+   is lost;
+7. a failed checkpoint is reported, counted and tried again. `learner.checkpoint_failures` failures in a row, or a
+   failure of the last checkpoint, end the run with `disk.full`.
 
     start --> claim --> train --> publish --> commit --> record --(every n)--> checkpoint --> checkpointed
                 ^                                                                   |
@@ -34,7 +35,7 @@ from asyncrl.metrics import read_lines
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.run_dir import RunDir, write_atomic
 from learners.backends.base import Backend
-from learners.batch import sample_log as shown
+from learners.batch import sample_log
 from learners.checkpoints import checkpoint
 from learners.checkpoints.saving import Checkpoints
 from learners.gang.gang import Gang
@@ -42,7 +43,7 @@ from learners.profiling.metered_backend import Meter
 from learners.profiling.profiler import Profiler
 from learners.rank_zero import Services, Weights
 from learners.step.coefficients import Coefficients
-from learners.step.resilient_step import Trial
+from learners.step.resilient_step import StepRunner
 from learners.step.timing import StepTimes
 from learners.step.update import StepResult
 
@@ -53,25 +54,25 @@ MAX_SKIPPED = 3
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What rank 0 tells the gang about `step`.
+    """An order of rank 0 about `step`.
 
-    train: its share follows; `publish`: the weights go out after it. save: a checkpoint, since the buffer has lost its
-    state. end: all is done, or the end was asked for (`reason`). leave: the buffer is gone (`reason`): a checkpoint,
-    then exit code 69.
+    train: a share of the batch follows; with `publish` the weights are published afterwards. save: write a checkpoint,
+    because the buffer lost its state. end: stop, because all is done or for `reason`. leave: the buffer is gone
+    (`reason`); write a checkpoint and exit with code 69.
     """
 
     step: int
     publish: bool = False
     reason: str = ""
     what: Literal["train", "save", "end", "leave"] = "train"
-    settle: bool = False  # the checkpoint under way has ended
-    tuning: str = ""  # settings changed by `asyncrl tune`, of this step
-    coefficients: Coefficients | None = None  # of the checkpoint that a start continues
+    settle: bool = False  # the checkpoint in progress has ended
+    tuning: str = ""  # settings of this step changed by `asyncrl tune`
+    coefficients: Coefficients | None = None  # from the checkpoint that this start continues
     critic_warm: bool = False  # likewise
 
 
 class Learner:
-    """One rank of the learner. `run` is the loop."""
+    """One rank of the learner."""
 
     def __init__(
         self,
@@ -83,33 +84,33 @@ class Learner:
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
-        self._progress = progress  # told after every step: a watchdog listens
+        self._progress = progress  # called after every step, for the watchdog
         self._gang = gang
         self._run = RunDir(config.run_dir)
         lead_says: Callable[[str], None] = _say if gang.lead else (lambda _: None)
         self._meter = Meter(config, gang, say=lead_says)
-        self._backend = backend = self._meter.around(backend)
+        self._backend = backend = self._meter.wrap(backend)
         self._times = StepTimes()
         self._profiler = Profiler(
             config.learner.profile, rank=gang.rank, device=gang.device, root=self._run.root, say=_say
         )
         self._services = services
         self._saver = Checkpoints(config, gang=gang, backend=backend, durable=self._durable, say=_say)
-        self._trial = Trial(
+        self._runner = StepRunner(
             config.learner,
             gang=gang,
             backend=backend,
-            bury=self._bury,
+            quarantine=self._quarantine,
             say=_say,
             seed=config.run.seed,
             group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
         )
-        self._based = False  # the base of adapters was staged by this process
+        self._based = False  # this process has staged the base weights of the adapters
         self._skipped = 0
         self._gap_said = False
 
     def run(self) -> str:
-        """Train to the end; why it ended (empty: all steps are done)."""
+        """Train to the end. Return why the run ended early; empty if all steps are done."""
         try:
             return self._run_to_the_end()
         finally:
@@ -119,7 +120,7 @@ class Learner:
         step = self._restore()
         self._times.take()
         while True:
-            self._profiler.before(step + 1)
+            self._profiler.start_step(step + 1)
             order, batch, data = self._next(step)
             if order.what in ("end", "leave"):
                 break
@@ -127,9 +128,9 @@ class Learner:
                 self._start_again(step)
                 self._times.lap("checkpoint")
                 continue
-            self._trial.retune(order.tuning)
+            self._runner.retune(order.tuning)
             self._times.lap("assemble")
-            result, batch = self._trial.train(data, step=order.step, batch=batch)
+            result, batch = self._runner.train(data, step=order.step, batch=batch)
             step = order.step
             self._check(result, step)
             if self._services is not None and batch is not None:
@@ -143,13 +144,13 @@ class Learner:
             self._commit(step)
             self._times.lap("commit")
             times = self._times.take()
-            # Before the checkpoint: a kill between the two trains the step again, so that no step is without a line.
+            # Record before the checkpoint: after a kill between the two the step is trained again and gets its line.
             self._record(batch, result, times | self._meter.figures(operations, times))
             self._times.lap("commit")
             if step < self._config.learner.steps and step % self._config.learner.checkpoint_every == 0:
                 self._checkpoint(step)
                 self._times.lap("checkpoint")
-            self._profiler.after(step)
+            self._profiler.end_step(step)
             self._progress()
         self._profiler.close(step)
         self._saver.settle()
@@ -163,7 +164,7 @@ class Learner:
     # ------------------------------------------------------------ parts of the loop
 
     def _restore(self) -> int:
-        """Load the newest checkpoint, register with the buffer, publish the start weights; the step reached."""
+        """Load the newest checkpoint, register with the buffer and publish the start weights. Return the step."""
         found: tuple[checkpoint.State, Path] | None = None
         if self._services is not None:
             found = checkpoint.newest(self._run.checkpoints, say=_say)
@@ -177,15 +178,15 @@ class Learner:
         start = Order(state.step, publish, coefficients=state.coefficients, critic_warm=state.critic_warm)
         order = self._share(start if self._services is not None else None)
         if order.coefficients is not None:
-            self._trial.coefficients = order.coefficients
-        self._trial.critic_warm = order.critic_warm
+            self._runner.coefficients = order.coefficients
+        self._runner.critic_warm = order.critic_warm
         self._saver.restored(order.step)
         if order.publish:
             self._publish(order.step)
         return order.step
 
     def _start_again(self, step: int) -> None:
-        """The buffer has lost its state: make the current weights durable, then register with what they hold."""
+        """The buffer lost its state: save the current weights and register with their ledger."""
         self._saver.settle()
         if step > self._saver.saved:
             self._checkpoint(step, wait=True)
@@ -197,7 +198,7 @@ class Learner:
         return trouble or Unavailable("net.unreachable", reason)
 
     def _next(self, done: int) -> tuple[Order, ClaimedBatch | None, bytes]:
-        """The order after `done` steps, rank 0's batch, and this rank's share of it."""
+        """Return the order after `done` steps, the batch (rank 0) and this rank's share of it."""
         batch: ClaimedBatch | None = None
         order, shares = None, None
         if self._services is not None:
@@ -209,7 +210,7 @@ class Learner:
         return order, batch, self._gang.scatter(shares) if order.what == "train" else b""
 
     def _decide(self, services: Services, done: int) -> tuple[Order, ClaimedBatch | None, list[bytes] | None]:
-        """What comes after `done` steps, on rank 0."""
+        """Choose the next order on rank 0, after `done` steps."""
         step = done + 1
         try:
             services.raise_trouble()
@@ -220,8 +221,8 @@ class Learner:
             if batch is None:
                 return Order(done, what="end", reason="asked to stop"), None, None
             failpoint("learner.after_claim")
-            self._trial.retune(batch.tuning)
-            batch, shares = self._trial.cut(batch)
+            self._runner.retune(batch.tuning)
+            batch, shares = self._runner.cut(batch)
         except StateLost as error:
             services.trouble = error
             _say(f"warning: {error.message}; registering again with what the weights of step {done} hold")
@@ -236,7 +237,7 @@ class Learner:
         return msgspec.msgpack.decode(data, type=Order)
 
     def _check(self, result: StepResult, step: int) -> None:
-        """Stop before the commit where the loss has been broken for several steps."""
+        """Stop before the commit if the update failed in several steps in a row."""
         self._skipped = self._skipped + 1 if result.skipped else 0
         if result.skipped and self._gang.lead:
             why = result.broken or "nothing in the batch can be trained on"
@@ -245,7 +246,7 @@ class Learner:
             raise AsyncRLError("learner.nonfinite", f"{self._skipped} steps in a row up to step {step}")
 
     def _publish(self, version: int) -> None:
-        """Of adapters the base goes out first: as version 0, or (after a restart) without being the target."""
+        """With adapters the base goes out first: as version 0, or after a restart without becoming the target."""
         services, adapters = self._services, self._backend.adapters
         settle = services.settle if services is not None else None
         if adapters is None:
@@ -257,7 +258,7 @@ class Learner:
         if version:
             _out(adapters.iter_weights(), partial(services.publish_adapter, version) if services else None)
 
-    def _bury(self, step: int, group: int, reason: str) -> None:
+    def _quarantine(self, step: int, group: int, reason: str) -> None:
         if self._services is not None:
             self._services.quarantine(step, group, reason)
 
@@ -268,15 +269,15 @@ class Learner:
         failpoint("learner.after_commit")
 
     def _record(self, batch: ClaimedBatch | None, result: StepResult, values: dict[str, float]) -> None:
-        """Collective: the samples that are kept lie on any rank."""
+        """Write the records of a step. Collective, because any rank may hold the sampled responses."""
         kept: dict[int, list[float]] = {}
         if count := self._config.log.samples_per_step:
             mine = result.log.logprobs() if result.log is not None else {}
-            kept = shown.gather(self._gang, mine, batch, count)
+            kept = sample_log.gather(self._gang, mine, batch, count)
         if self._services is None or batch is None:
             return
         values = (
-            self._trial.stats
+            self._runner.stats
             | result.metrics
             | self._saver.stats
             | values
@@ -285,27 +286,26 @@ class Learner:
                 "version": batch.step,
                 "replayed": int(batch.replayed),
                 "checkpoint_failures": float(self._saver.failures),
-                "tokens_per_s": self._trial.stats["tokens"] / max(values["step_s"], 1e-9),
+                "tokens_per_s": self._runner.stats["tokens"] / max(values["step_s"], 1e-9),
             }
         )
         self._look_at_gap(values)
-        self._services.record(values, batch, self._trial.groups_log(batch, result), logprobs=kept)
+        self._services.record(values, batch, self._runner.groups_log(batch, result), logprobs=kept)
         self._saver.note(values, self._services.evaluated)
 
     def _look_at_gap(self, values: Mapping[str, float]) -> None:
-        """Warn once where engine and learner give other log-probs under the same weights."""
+        """Warn once if engine and learner compute different log-probs under the same weights."""
         dtypes = {self._config.model.dtype, self._config.producers.dtype} - {"auto"}
         limit, gap = max(GAP_LIMIT[name] for name in dtypes), values.get("lag/0/logprob_gap_mean", 0.0)
         if gap > limit and not self._gap_said and not streams(self._config):
             self._gap_said = True
             _say(
                 f"WARNING: engine and learner differ by {gap:.2g} nats per token under the same weights (at most "
-                f"{limit:g} is expected of {' and '.join(sorted(dtypes))}): docs/engines.md says what to look at"
+                f"{limit:g} is expected of {' and '.join(sorted(dtypes))}): see docs/engines.md"
             )
 
     def _checkpoint(self, step: int, *, wait: bool = False, last: bool = False) -> None:
-        """Write one, or begin to. A full disk does not stop the training, until it was full several times; the last one
-        must be written."""
+        """Write a checkpoint, or start to. Training continues after a failure, but the last checkpoint must succeed."""
         self._saver.settle()
         state, fence = None, _no_fence
         if self._services is not None:
@@ -316,20 +316,20 @@ class Learner:
                 digests=dict(self._services.digests),
                 ranks=self._gang.size,
                 config=dump(self._config),
-                coefficients=self._trial.coefficients,
-                critic_warm=self._trial.critic_warm,
+                coefficients=self._runner.coefficients,
+                critic_warm=self._runner.critic_warm,
             )
         self._saver.save(step, state, fence=fence, wait=wait, last=last)
 
     def _durable(self, state: checkpoint.State) -> None:
-        """Rank 0: a checkpoint is there to stay; the buffer may forget what is in it."""
+        """On rank 0: a checkpoint is durable, so the buffer may retire its groups."""
         failpoint("learner.before_checkpointed")
         if self._services is not None:
             self._services.checkpointed(state.step, state.ledger)
         failpoint("learner.after_checkpointed")
 
     def _await_evaluation(self) -> None:
-        """The evaluation of the last step is part of the run. All ranks take part, so that none looks hung."""
+        """Wait for the evaluation of the last step. All ranks take part, so none looks hung."""
         while True:
             waits = b"1" if self._services is not None and self._services.awaits_evaluation() else b""
             if not self._gang.share(waits if self._services is not None else None):
@@ -339,23 +339,23 @@ class Learner:
             self._saver.note({}, self._services.evaluated)
 
     def _finish(self, step: int, reason: str) -> None:
-        """Export the final weights and write the result where the run is complete; say goodbye."""
+        """Export the final weights and write the result if the run is complete; say goodbye to the buffer."""
         if not reason:
             self._await_evaluation()
             failpoint("learner.at_export")
             self._backend.export_hf(self._run.export)
         if self._services is None:
             return
-        if not reason:  # the buffer's ledger before it hears that the run is over
+        if not reason:  # ask for the ledger before saying goodbye
             ledger = msgspec.json.decode(self._services.ledger(step) or "{}")
             lines = read_lines(self._run.metrics / "learner.jsonl")
-            write_atomic(self._run.result, msgspec.json.encode(result_of(step, lines, ledger)))
+            write_atomic(self._run.result, msgspec.json.encode(run_result(step, lines, ledger)))
         failpoint("learner.at_goodbye")
         self._services.end(step, done=not reason, reason=reason or "all steps are done")
 
 
 def _out(weights: Weights, send: Callable[[Weights], object] | None) -> None:
-    """Collective: the ranks beside rank 0 take part to the end."""
+    """Send the weights on rank 0. Collective: the other ranks exhaust the iterator."""
     if send is not None:
         send(weights)
     else:
@@ -364,11 +364,13 @@ def _out(weights: Weights, send: Callable[[Weights], object] | None) -> None:
 
 
 def _no_fence() -> None:
-    """The ranks beside rank 0 write what it tells them."""
+    """Fence of the ranks other than 0."""
 
 
-def result_of(step: int, lines: Sequence[Mapping[str, Any]], ledger: Any) -> dict[str, Any]:
-    """What `result.json` holds, from the metrics of all processes of the run; of a step trained again the last line."""
+def run_result(step: int, lines: Sequence[Mapping[str, Any]], ledger: Any) -> dict[str, Any]:
+    """Return the content of `result.json` from the metrics of all processes. A repeated step counts once, with its last
+    line.
+    """
     steps = [by_step for _, by_step in sorted({line["step"]: line for line in lines if "step" in line}.items())]
 
     def mean(name: str, part: Sequence[Mapping[str, Any]]) -> float:

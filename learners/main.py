@@ -1,10 +1,11 @@
-"""The learner's process: `python -m learners.main --config run/config.toml`, once per rank under torchrun.
+"""The learner process: `python -m learners.main --config run/config.toml`, once per rank under torchrun. Without
+torchrun it runs as a gang of one.
 
-Started by `asyncrl launch` or by hand; without torchrun it is a gang of one. Guarantees:
-1. rank 0 alone connects to services; the other ranks talk to their gang only;
-2. SIGTERM ends the run after the step under way, with a checkpoint, exit code 0; where the buffer does not answer,
-   the checkpoint holds the learner's own account of what it trained, and the exit code is 69 after a few seconds;
-3. a learner that another one has taken over from ends with exit code 75 (`fenced`).
+Guarantees:
+1. only rank 0 connects to services; the other ranks talk to their gang;
+2. SIGTERM ends the run after the current step, with a checkpoint and exit code 0. If the buffer does not answer, the
+   checkpoint holds the learner's own account and the exit code is 69 after a few seconds;
+3. a learner that was replaced by another one exits with code 75 (`fenced`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HEARTBEAT_TIMEOUT_S = 4.0
 
 
 def body(args: RoleArgs, config: Config, stop: Stop) -> None:
-    """Sign from the moment on when the heavy imports are done, and train."""
+    """Report signs of life from the end of the heavy imports on, and train."""
     import torch
 
     rank = int(os.environ.get("RANK", "0"))
@@ -69,7 +70,7 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
         if lost_peer(error):
             lost = True
             what = f"rank {gang.rank} of {gang.size} lost another rank: {str(error).splitlines()[0]}"
-            print(f"learner: {what}", flush=True)  # at once: torchrun kills what takes long to close its connections
+            print(f"learner: {what}", flush=True)  # at once: torchrun kills slow processes
             raise AsyncRLError("role.failed", what) from error
         raise
     finally:
@@ -82,7 +83,7 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
 
 
 def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
-    """Clients of the buffer and of weight sync, and the heartbeat thread."""
+    """Connect to the buffer and weight sync, and start the heartbeat thread."""
     from asyncrl.config.mode import streams
     from asyncrl.runtime.fingerprint import model_fingerprint
     from asyncrl.runtime.run_dir import endpoint, sibling_address
@@ -97,7 +98,7 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     buffer_address = args.connect or endpoint(config, "buffer")
 
     class WatchedClient(LearnerClient):
-        """A client that says when the buffer is silent, and gives up once this process was asked to end."""
+        """A client that warns if the buffer is silent, and gives up once this process should end."""
 
         def __init__(self, timeout_s: float, on_silence: Any) -> None:
             super().__init__(
@@ -123,7 +124,7 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
             run_dir=RunDir(config.run_dir).root,
             insecure=network.insecure_no_auth,
         )
-    plan, adapter = plans_of(backend, bucket_bytes=config.weightsync.bucket_bytes)
+    plan, adapter = publish_plans(backend, bucket_bytes=config.weightsync.bucket_bytes)
     return Services(
         config,
         buffer=buffer,
@@ -139,8 +140,8 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     )
 
 
-def plans_of(backend: Any, *, bucket_bytes: int) -> tuple[Any, Any]:
-    """The layouts of a backend's versions: whole weights, and (else None) adapters of them."""
+def publish_plans(backend: Any, *, bucket_bytes: int) -> tuple[Any, Any]:
+    """Return the layout of full weights, and of adapters (None if the backend has none)."""
     from learners.rank_zero import AdapterPlan
     from weightsync.encoding.adapter import config_text, plan_adapter
     from weightsync.plan.buckets import TensorSpec, plan_buckets
@@ -153,7 +154,7 @@ def plans_of(backend: Any, *, bucket_bytes: int) -> tuple[Any, Any]:
 
 
 class NoGenerators:
-    """Stands in the place of a publisher where producers stream rows: nobody waits for weights."""
+    """Replaces the publisher in modes without generators."""
 
     def __init__(self) -> None:
         self.stats: dict[str, float] = {}
@@ -161,14 +162,13 @@ class NoGenerators:
     def start(self, *, epoch: int) -> None: ...
 
     def committed_version(self) -> int:
-        """Nobody holds a version."""
         return -1
 
     def close(self, *, hurry: bool = False) -> None: ...
 
 
 def _vocabulary(config: Config) -> int:
-    """Token ids below this exist in the model; 0 where its config.json does not say."""
+    """Return the number of token ids of the model; 0 if config.json does not say."""
     try:
         found = json.loads((Path(config.model.path) / "config.json").read_text())
         return int(found.get("vocab_size") or found.get("text_config", {}).get("vocab_size") or 0)
@@ -177,7 +177,7 @@ def _vocabulary(config: Config) -> int:
 
 
 def _decoder(config: Config) -> Any:
-    """Token ids to text for the samples that are kept; ids as text where the folder has no tokenizer."""
+    """Return a function from token ids to text; None if the model folder has no tokenizer."""
     from transformers import AutoTokenizer
 
     try:
@@ -191,7 +191,7 @@ def _decoder(config: Config) -> Any:
 
 
 def _quiet() -> None:
-    """No progress bars in a log file."""
+    """Disable progress bars, which would fill the log file."""
     from transformers.utils import logging
 
     quiet: Any = logging
@@ -200,7 +200,6 @@ def _quiet() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The process; its exit code."""
     return run("learner", body, argv)
 
 

@@ -1,14 +1,14 @@
-"""Rank 0's connections: the buffer, weight sync, records and heartbeats.
+"""Rank 0's connections: buffer, weight sync, records and heartbeats.
 
 Guarantees:
-1. weights of a version are staged for the generators before the buffer hears of the version, so that a producer may
-   hold it when the next lease is granted;
-2. a wait for a batch reports the buffer's diagnosis, and ends with it after `learner.batch_timeout_s` (`hang`);
-3. a group that cannot be trained is quarantined with its reason before the step begins;
-4. after a restart nothing is published while recorded batches lead back to a version that generators already hold;
-5. heartbeats come from a thread with a connection of its own: a long poll does not hold them up;
-6. a buffer that forgot this learner or does not answer ends no step: the error is kept as `trouble`, the account holds
-   the messages that were not delivered, and the loop decides between two steps.
+1. the weights of a version are staged before the buffer learns of the version, so a producer may hold it at the next
+   lease;
+2. a wait for a batch reports the buffer's diagnosis, and fails with it after `learner.batch_timeout_s` (`hang`);
+3. a group that cannot be trained is quarantined with a reason before the step begins;
+4. after a restart nothing is published while recorded batches lead to a version that generators already hold;
+5. heartbeats use their own thread and connection, so a long poll does not delay them;
+6. a lost or silent buffer ends no step: the error is stored in `trouble`, the account holds the undelivered messages,
+   and the loop decides between two steps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Weights = Iterable[tuple[str, npt.NDArray[np.uint8]]]
 
 
 class BufferClient(Protocol):
-    """The part of `buffers.client.learner.LearnerClient` that is used here."""
+    """The methods of `buffers.client.learner.LearnerClient` that the learner uses."""
 
     def register(self, *, step: int, ledger: str, takeover: bool, fingerprint: str, digests: dict[int, str]) -> Any: ...
     def claim(self, *, step: int, version: int, wait_s: float) -> Any: ...
@@ -61,7 +61,7 @@ class BufferClient(Protocol):
 
 
 class WeightPublisher(Protocol):
-    """The part of `weightsync.publisher.publisher.Publisher` that is used here."""
+    """The methods of `weightsync.publisher.publisher.Publisher` that the learner uses."""
 
     digests: dict[int, str]
     stats: dict[str, float]
@@ -75,14 +75,14 @@ class WeightPublisher(Protocol):
 
 
 class AdapterPlan(NamedTuple):
-    """How adapters are published. `text`: their configuration, as manifests carry it."""
+    """Layout of published adapters. `text`: their configuration for the manifest."""
 
     plan: Any
     text: str
 
 
 class Services:
-    """Rank 0's connections. `plan` is the layout of the published weights, `adapter` that of their adapters."""
+    """Rank 0's connections. `plan` is the layout of the published weights, `adapter` the layout of their adapters."""
 
     def __init__(
         self,
@@ -104,20 +104,20 @@ class Services:
         self.digests: dict[int, str] = {}
         self.account = Account("")
         self.mark = EpochMark(RunDir(config.run_dir).learner)
-        self.trouble: StateLost | Unavailable | None = None  # the buffer forgot this learner, or is gone
+        self.trouble: StateLost | Unavailable | None = None  # the buffer lost its state or is gone
         self._config = config
         self._plan = plan
         self._adapter = adapter
-        self._base = ""  # digest of the weights that adapters are published over
+        self._base = ""  # digest of the base weights under published adapters
         self._stop = stop
         self._takeover = takeover
         self._fingerprint = fingerprint
         self._heart = heart
-        self._vocabulary = vocabulary  # 0: not known
-        self.fetch_s = 0.0  # of the newest batch: its payloads read and checked, after the buffer's answer
+        self._vocabulary = vocabulary  # 0: unknown
+        self.fetch_s = 0.0  # time to read and check the payloads of the newest batch
         self._publishes = not streams(config)
         self._committed = -1
-        self._ahead = -1  # the version of the generators that recorded batches lead back to
+        self._ahead = -1  # version of the generators, while recorded batches lead to it
         run = RunDir(config.run_dir).create()
         self._records = StepRecords(config, run, decode or (lambda ids: " ".join(map(str, ids))))
         self._archive = Archive(config, say=_print) if config.log.archive else None
@@ -131,7 +131,7 @@ class Services:
     # ------------------------------------------------------------ start and end
 
     def register(self, *, step: int, ledger: str, digests: dict[int, str]) -> bool:
-        """Register with the buffer at `step`; whether the weights of `step` must be published first."""
+        """Register with the buffer at `step`. Return whether the weights of `step` must be published first."""
         self.digests = dict(digests)
         self.account = Account(ledger)
         failpoint("learner.at_register")
@@ -139,8 +139,7 @@ class Services:
         failpoint("learner.after_register")
         self.publisher.start(epoch=answer.epoch)
         self._committed = self.publisher.committed_version()
-        # If the recorded batches end before the version that generators hold, that version never comes again: they go
-        # back.
+        # If the recorded batches end before the version that generators hold, that version is lost: generators go back.
         catching_up = step < self._committed <= answer.replay_to
         self._ahead = self._committed if catching_up else -1
         print(
@@ -151,7 +150,7 @@ class Services:
         return self._publishes and not catching_up
 
     def register_again(self, step: int) -> None:
-        """The buffer has lost its state: register with the ledger of `step`. Generators hold its weights already."""
+        """Register after the buffer lost its state, with the ledger of `step`. Generators hold its weights already."""
         answer = self._register(step, takeover=False)
         self.trouble = None
         print(f"learner: registered again: epoch {answer.epoch}, step {step}", flush=True)
@@ -165,12 +164,12 @@ class Services:
         return answer
 
     def raise_trouble(self) -> None:
-        """Raise the error that an earlier call kept; the current step was finished first."""
+        """Raise the stored error of an earlier call."""
         if self.trouble is not None:
             raise self.trouble
 
     def _send(self, call: Callable[[], None]) -> bool:
-        """Send a message that the account also holds; False if it could not be delivered (`trouble`)."""
+        """Send a message that the account also holds. Return False if delivery failed (`trouble`)."""
         if self.trouble is None:
             try:
                 call()
@@ -180,9 +179,9 @@ class Services:
         return self.trouble is None
 
     def awaits_evaluation(self) -> bool:
-        """At the end of the run: whether an evaluation is still in progress. Returns within a second."""
+        """At the end of the run: whether an evaluation is in progress. Returns within a second."""
         try:
-            waits = "" if self._stop.is_set() or self.trouble is not None else self._evaluations.awaited()
+            waits = "" if self._stop.is_set() or self.trouble is not None else self._evaluations.pending()
         except (StateLost, Unavailable) as error:
             self.trouble, waits = error, ""
         self._set_waiting(waits)
@@ -197,7 +196,7 @@ class Services:
             self.raise_trouble()
 
     def close(self, *, hurry: bool = False) -> None:
-        """Close connections and files. `hurry`: do not wait for generators that are still receiving a version."""
+        """Close connections and files. `hurry`: do not wait for generators that still receive a version."""
         if self._heart is not None:
             self._heart.stop()
         self.publisher.close(hurry=hurry)
@@ -207,7 +206,7 @@ class Services:
     # ------------------------------------------------------------ one step
 
     def claim(self, step: int) -> ClaimedBatch | None:
-        """The batch of `step` without its unusable groups; None if the process was asked to end while it waited."""
+        """Return the batch of `step` without unusable groups; None if the process should end."""
         started = reported = time.monotonic()
         limit = self._config.learner.batch_timeout_s
         while not self._stop.is_set():
@@ -218,7 +217,7 @@ class Services:
                 batch = self._usable(answer)
                 self.fetch_s = time.monotonic() - arrived
                 return batch
-            self.mark.check()  # a buffer that went back may take this learner for the registered one again
+            self.mark.check()  # a buffer with lost state may accept this learner again
             now = time.monotonic()
             diagnosis = f"step {step}: {answer.ready} of {answer.wanted} groups are ready; {answer.diagnosis}"
             self._set_waiting(diagnosis)
@@ -242,7 +241,7 @@ class Services:
         return msgspec.structs.replace(batch, groups=tuple(g for g in batch.groups if g.group not in bad))
 
     def quarantine(self, step: int, group: int, reason: str) -> None:
-        """A group of the claimed step cannot be trained."""
+        """Report that a group of the claimed step cannot be trained."""
         print(f"learner: warning: group {group} of step {step} is quarantined: {reason}", flush=True)
         self.account.quarantine(step, group, reason)
         if self._archive is not None:
@@ -250,19 +249,19 @@ class Services:
         self._send(lambda: self.buffer.quarantine(step=step, groups=[group], reason=reason))
 
     def note_trained(self, batch: ClaimedBatch) -> None:
-        """The weights hold the groups of this step now."""
+        """Record that the weights now contain the groups of this step."""
         self.account.train(batch.step, [group.group for group in batch.groups])
 
     def wants_publish(self, batch: ClaimedBatch) -> bool:
-        """False without generators, and while a recorded batch leads to a version older than theirs."""
+        """Whether to publish after this batch: not without generators, nor for a version older than theirs."""
         return self._publishes and not (batch.replayed and batch.step < self._ahead)
 
     def settle(self) -> None:
-        """Finish copying the bytes that the iterator of `publish` has yielded, so that it may reuse them."""
+        """Finish copying the bytes that the iterator of `publish` yielded, so that it may reuse them."""
         self.publisher.settle()
 
     def publish(self, version: int, weights: Weights) -> str:
-        """Stage the weights of a version; their digest. `weights` is collective, so it is always exhausted."""
+        """Stage the weights of a version and return their digest. `weights` is collective and always exhausted."""
         with _exhausted(weights) as rest:
             manifest = self.publisher.publish(version, self._plan, rest)
         return self._published(version, manifest)
@@ -276,7 +275,7 @@ class Services:
             self._base = str(self.publisher.stage_base(0, self._plan, rest).digest)
 
     def publish_adapter(self, version: int, weights: Weights) -> str:
-        """Stage a version that is an adapter of the base; its digest. `weights` as in `publish`."""
+        """Stage a version as an adapter of the base and return its digest."""
         assert self._adapter is not None
         with _exhausted(weights) as rest:
             manifest = self.publisher.publish(
@@ -291,18 +290,18 @@ class Services:
         return str(manifest.digest)
 
     def commit(self, step: int) -> None:
-        """The step is done: its groups are trained, and version `step` exists."""
+        """Commit the step: its groups are trained and version `step` exists."""
         self._send(lambda: self.buffer.commit(step=step, version=step, digest=self.digests.get(step, "")))
 
     def ledger(self, step: int) -> str:
-        """The ledger for a checkpoint of `step`: the buffer's, or the account's if the buffer cannot be reached."""
+        """Return the ledger for a checkpoint of `step`; the account's if the buffer does not answer."""
         answer: list[str] = []
         if self._send(lambda: answer.append(self.buffer.ledger(step=step))):
             return answer[0]
         return self.account.text(step=step, epoch=self.mark.epoch)
 
     def checkpointed(self, step: int, ledger: str) -> None:
-        """A checkpoint of `step` with this ledger is durable."""
+        """Report that a checkpoint of `step` with this ledger is durable."""
         self.account.renew(step, ledger)
         self._send(lambda: self.buffer.checkpointed(step=step))
 
@@ -316,14 +315,16 @@ class Services:
         *,
         logprobs: Mapping[int, list[float]] = MappingProxyType({}),
     ) -> None:
-        """Write the records of a step. `logprobs` are the learner's, of the samples that are kept, by their place."""
-        self._evaluations.between_steps()
+        """Write the records of a step. `logprobs`: the learner's log-probs of the logged samples, by place in the
+        batch.
+        """
+        self._evaluations.poll()
         stats = self._records.write(values | batch.lengths | self.publisher.stats, batch, groups, logprobs)
         if self._heart is not None:
             self._heart.stats = stats
 
     def waits_for(self) -> str:
-        """What the learner waits for, as its heartbeats report; empty while it works."""
+        """Return what the learner waits for, for heartbeats; empty while it works."""
         return self._heart.waiting_for if self._heart is not None else ""
 
     def _set_waiting(self, what: str) -> None:
@@ -333,7 +334,7 @@ class Services:
 
 @contextmanager
 def _exhausted(weights: Weights) -> Iterator[Iterator[tuple[str, npt.NDArray[np.uint8]]]]:
-    """The weights as an iterator that is exhausted even if its reader fails: the other ranks go through it, too."""
+    """Yield an iterator that is exhausted even if its reader fails: the other ranks run through it too."""
     rest = iter(weights)
     try:
         yield rest

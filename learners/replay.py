@@ -1,13 +1,14 @@
-"""A learner without a run: recorded batches through the real backend and the real update. No sockets, no buffer.
+"""Replays recorded batches through the real backend and update, without sockets or a buffer.
 
-Started by `asyncrl replay` as `python -m learners.replay --config OUT/config.toml --name replay`, once per rank.
-OUT/plan.json says what to do; OUT/steps.jsonl and OUT/end.json say what came of it. Guarantees:
-1. every step trains the groups that the run's weights hold, under the configuration and the tuned settings of that
-   step, by the code of `learners.step.resilient_step`: with unchanged settings on a CPU the same bits;
-2. `--set` wins over both, from the step after `since` on, and so do the rewards of a file of scores, for the groups
-   that it scored whole: a group is trained on the rewards of one of the two, never on a mixture;
-3. the run's folder is only read; settings that the model is built with are changed by a save and a load, as a restart
-   of the learner does it.
+Started by `asyncrl replay` as `python -m learners.replay --config OUT/config.toml --name replay`, once per rank. It
+reads OUT/plan.json and writes OUT/steps.jsonl and OUT/end.json.
+
+Guarantees:
+1. every step trains the groups that the run trained, with the configuration and tuned settings of that step, by
+   `learners.step.resilient_step`: with unchanged settings on a CPU the weights are bitwise equal;
+2. `--set` overrides both from the step after `since` on. So do the rewards of a score file, for groups that it scored
+   completely: a group never mixes rewards of the two;
+3. the run folder is only read. Settings that change the model are applied by a save and a load, as in a restart.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
     from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData
     from learners.backends.base import Backend
     from learners.gang.gang import Gang
-    from learners.step.resilient_step import Trial
+    from learners.step.resilient_step import StepRunner
     from learners.step.update import StepResult
 
 PREFIX = "learner.algorithm."
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What rank 0 tells the gang about the next step."""
+    """Settings of the next step, from rank 0."""
 
     config: str  # name of the archived configuration
     tuning: str
@@ -63,7 +64,7 @@ def body(args: RoleArgs, config: Config, stop: Stop) -> None:
 
 
 class Replay:
-    """One rank of it."""
+    """One rank of a replay."""
 
     def __init__(self, plan: Plan, out: Path, *, gang: Gang) -> None:
         self._plan = plan
@@ -73,12 +74,12 @@ class Replay:
         self._configs: dict[tuple[str, bool], Config] = {}
         self._config: Config | None = None  # in force
         self._backend: Any = None
-        self._trial: Trial | None = None
+        self._runner: StepRunner | None = None
         self._left_out: list[int] = []
         self._scores: dict[tuple[int, int], GroupScores] = {}
 
     def run(self, stop: Stop) -> None:
-        """All steps, then the distance of the weights."""
+        """Replay all steps and measure the distance of the final weights."""
         end = End(device=str(self._gang.device.type), ranks=self._gang.size)
         for step in self._plan.steps:
             if stop.is_set():
@@ -97,19 +98,19 @@ class Replay:
     # ------------------------------------------------------------ a step
 
     def _next(self, step: Step) -> tuple[Order, ClaimedBatch | None]:
-        """The step's settings on every rank, its batch on rank 0."""
+        """Return the settings of the step on every rank, and its batch on rank 0."""
         batch, text = None, None
         if self._gang.lead:
-            from learners.batch.archive import recorded
+            from learners.batch.archive import read_step
 
-            batch, meta = recorded(self._archive, step.step)
-            batch = self._rescored(self._trained(batch, step))
+            batch, meta = read_step(self._archive, step.step)
+            batch = self._rescored(self._select_trained(batch, step))
             text = msgspec.msgpack.encode(Order(meta.config, batch.tuning))
         return msgspec.msgpack.decode(self._gang.share(text), type=Order), batch
 
     @staticmethod
-    def _trained(batch: ClaimedBatch, step: Step) -> ClaimedBatch:
-        """The groups that the run trained in this step, in the order of the batch."""
+    def _select_trained(batch: ClaimedBatch, step: Step) -> ClaimedBatch:
+        """Return the batch with the groups that the run trained in this step."""
         groups = tuple(group for group in batch.groups if group.group in step.groups)
         missing = sorted(set(step.groups) - {group.group for group in groups})
         if missing:
@@ -121,49 +122,49 @@ class Replay:
         return msgspec.structs.replace(batch, groups=groups)
 
     def _rescored(self, batch: ClaimedBatch) -> ClaimedBatch:
-        """With the rewards of the file, for the groups that have others there."""
+        """Replace rewards by those of the score file."""
         wanted = self._plan.rescored.get(batch.step, ())
         if not wanted:
             return batch
         if not self._scores:
             self._scores = {(one.step, one.group): one for one in read_scores(Path(self._plan.rewards))[1]}
         groups = [
-            _with_rewards(group, self._scores[batch.step, group.group]) if group.group in wanted else group
+            _replace_rewards(group, self._scores[batch.step, group.group]) if group.group in wanted else group
             for group in batch.groups
         ]
         return msgspec.structs.replace(batch, groups=tuple(groups))
 
     def _use(self, order: Order, step: int) -> None:
-        """Put the settings of a step in force."""
+        """Apply the settings of a step."""
         changed = step > self._plan.since
         config = self._settings(order.config, changed)
-        before = self._trial  # its coefficients go on, whatever is built anew
+        before = self._runner  # its coefficients continue
         if self._backend is None:
             self._backend = self._build(config, self._plan.checkpoint)
-        elif _of_the_backend(config) != _of_the_backend(self._in_force):
+        elif _backend_settings(config) != _backend_settings(self._in_force):
             self._backend = self._rebuild(config)
-        if self._trial is None or config is not self._config:
-            from learners.checkpoints.checkpoint import state_of
-            from learners.step.resilient_step import Trial
+        if self._runner is None or config is not self._config:
+            from learners.checkpoints.checkpoint import read_state
+            from learners.step.resilient_step import StepRunner
 
-            self._trial = Trial(
+            self._runner = StepRunner(
                 config.learner,
                 gang=self._gang,
                 backend=self._backend,
-                bury=self._bury,
+                quarantine=self._quarantine,
                 say=_say,
                 seed=config.run.seed,
                 group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
             )
             if before is not None:
-                self._trial.coefficients, self._trial.critic_warm = before.coefficients, before.critic_warm
+                self._runner.coefficients, self._runner.critic_warm = before.coefficients, before.critic_warm
             elif self._plan.checkpoint:
-                state = state_of(Path(self._plan.checkpoint))
-                self._trial.critic_warm = state.critic_warm
+                state = read_state(Path(self._plan.checkpoint))
+                self._runner.critic_warm = state.critic_warm
                 if state.coefficients is not None:
-                    self._trial.coefficients = state.coefficients
+                    self._runner.coefficients = state.coefficients
         self._config = config
-        self._trial.retune(without(order.tuning, self._plan.overrides if changed else ()))
+        self._runner.retune(drop_overrides(order.tuning, self._plan.overrides if changed else ()))
 
     @property
     def _in_force(self) -> Config:
@@ -171,7 +172,7 @@ class Replay:
         return self._config
 
     def _settings(self, name: str, changed: bool) -> Config:
-        """The configuration that the run had, with `--set` on top where that is in force."""
+        """Return the configuration of the run, with `--set` applied if it is in force."""
         overrides = self._plan.overrides if changed else ()
         if (name, bool(overrides)) not in self._configs:
             self._configs[name, bool(overrides)] = load(batch_file.config_path(self._archive, name), overrides)
@@ -179,24 +180,24 @@ class Replay:
 
     def _build(self, config: Config, checkpoint: str) -> Backend:
         from asyncrl.plugins import find
-        from learners.checkpoints.checkpoint import problem_of
+        from learners.checkpoints.checkpoint import find_problem
 
         self._gang.device.seed_all(config.run.seed + self._gang.topology.share)
         backend: Backend = find("asyncrl.backends", config.learner.backend)(config, self._gang)
         backend.self_check()
         if checkpoint:
-            if why := problem_of(Path(checkpoint)):
+            if why := find_problem(Path(checkpoint)):
                 raise AsyncRLError("learner.checkpoint", why, where=checkpoint)
             backend.load(Path(checkpoint))
         return backend
 
     def _rebuild(self, config: Config) -> Backend:
-        """The same training state in a model and an optimizer that are built with other settings."""
+        """Move the training state into a model and optimizer built with other settings."""
         with tempfile.TemporaryDirectory(dir=self._out) as folder:
             place = Path(self._gang.share(folder.encode()).decode())
             self._backend.save(place)
             self._gang.barrier()  # bounded: the timeout of the group
-            self._trial = self._backend = None
+            self._runner = self._backend = None
             from asyncrl.plugins import find
 
             backend: Backend = find("asyncrl.backends", config.learner.backend)(config, self._gang)
@@ -205,40 +206,40 @@ class Replay:
         return backend
 
     def _step(self, step: Step, batch: ClaimedBatch | None) -> None:
-        trial = self._trial
-        assert trial is not None
+        runner = self._runner
+        assert runner is not None
         self._left_out = []
         shares: Sequence[bytes] | None = None
         if batch is not None:
-            batch, shares = trial.cut(batch)
-        result, _ = trial.train(self._gang.scatter(shares), step=step.step, batch=batch)
+            batch, shares = runner.cut(batch)
+        result, _ = runner.train(self._gang.scatter(shares), step=step.step, batch=batch)
         digest = self._digest(step.step)
         if self._gang.lead:
-            line = Done(step.step, digest, _numbers(trial.stats, result), result.skipped, tuple(self._left_out))
+            line = Done(step.step, digest, _numbers(runner.stats, result), result.skipped, tuple(self._left_out))
             with (self._out / LINES).open("ab", buffering=0) as file:
                 file.write(msgspec.json.encode(line) + b"\n")
             print(f"replay: step {step.step}: {digest}", flush=True)
 
-    def _bury(self, step: int, group: int, reason: str) -> None:
+    def _quarantine(self, step: int, group: int, reason: str) -> None:
         _say(f"warning: group {group} of step {step} breaks here: {reason}")
         self._left_out.append(group)
 
     # ------------------------------------------------------------ weights
 
     def _digest(self, version: int) -> str:
-        """The digest of a version as weight sync would publish it. Collective; empty beside rank 0."""
-        from learners.main import plans_of
+        """Return the digest of a version as weight sync would publish it; empty on other ranks. Collective."""
+        from learners.main import publish_plans
 
         backend, adapters = self._backend, self._backend.adapters
-        whole, adapter = plans_of(backend, bucket_bytes=self._in_force.weightsync.bucket_bytes)
+        whole, adapter = publish_plans(backend, bucket_bytes=self._in_force.weightsync.bucket_bytes)
         if adapter is None:
-            return self._digest_of(whole, backend.iter_hf_weights())
-        base = self._digest_of(whole, adapters.iter_base())
+            return self._layout_digest(whole, backend.iter_hf_weights())
+        base = self._layout_digest(whole, adapters.iter_base())
         if not version:
             return base
-        return self._digest_of(adapter.plan, adapters.iter_weights(), base=base, adapter=adapter.text)
+        return self._layout_digest(adapter.plan, adapters.iter_weights(), base=base, adapter=adapter.text)
 
-    def _digest_of(self, layout: Any, weights: Iterator[tuple[str, Any]], **under: str) -> str:
+    def _layout_digest(self, layout: Any, weights: Iterator[tuple[str, Any]], **under: str) -> str:
         from weightsync.plan.digest import Digest, version_digest
 
         place = {tensor.name: tensor.bucket for tensor in layout.tensors}
@@ -248,27 +249,29 @@ class Replay:
         return version_digest([digest.hexdigest() for digest in digests], **under) if self._gang.lead else ""
 
     def _distance(self) -> tuple[dict[str, float], tuple[str, ...]]:
-        """How far the final weights are from the run's. Collective."""
+        """Return the distance of the final weights from those of the run. Collective."""
         if not self._plan.final:
             last = self._plan.steps[-1].step
-            return {}, (f"the distance of the final weights is not known: no checkpoint of step {last} is kept",)
+            return {}, (f"the distance of the final weights is unknown: the run has no checkpoint of step {last}",)
         export = self._out / "export"
         self._backend.export_hf(export)
         final = Path(self._plan.final)
         if final.is_file():
             return (distance(_saved(export), _saved(final.parent)) if self._gang.lead else {}), ()
         self._backend.load(final)
-        with tempfile.TemporaryDirectory(dir=self._out) as folder:  # as an export too: names are those of its format
+        with tempfile.TemporaryDirectory(
+            dir=self._out
+        ) as folder:  # export it too, so that both have the names of the export
             other = Path(self._gang.share(folder.encode()).decode())
             self._backend.export_hf(other)
             return (distance(_saved(export), _saved(other)) if self._gang.lead else {}), ()
 
 
-def _with_rewards(group: GroupData, scores: GroupScores) -> GroupData:
+def _replace_rewards(group: GroupData, scores: GroupScores) -> GroupData:
     if responses_digest(one.response for one in group.samples) != scores.content:
         raise AsyncRLError(
             "rescore.file",
-            f"the scores of group {group.group} are of other samples than the archive holds: score it again",
+            f"the scores of group {group.group} belong to other samples than those in the archive: score it again",
             where=f"step {scores.step}",
         )
     samples = tuple(
@@ -288,7 +291,7 @@ def _saved(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def distance(mine: Iterator[tuple[str, Any]], other: Iterator[tuple[str, Any]]) -> dict[str, float]:
-    """L2 distance, the same relative to the norm of `other`, the largest difference."""
+    """Return the L2 distance, the distance relative to the norm of `other`, and the largest difference."""
     known = dict(mine)
     square, norm, largest = 0.0, 0.0, 0.0
     for name, tensor in other:
@@ -299,8 +302,8 @@ def distance(mine: Iterator[tuple[str, Any]], other: Iterator[tuple[str, Any]]) 
     return {"distance": square**0.5, "relative": (square / norm) ** 0.5 if norm else 0.0, "largest": largest}
 
 
-def without(tuning: str, overrides: Sequence[str]) -> str:
-    """The tuned settings of a step but for those that `--set` names."""
+def drop_overrides(tuning: str, overrides: Sequence[str]) -> str:
+    """Return the tuned settings without those that `--set` overrides."""
     named = {override.partition("=")[0].strip() for override in overrides}
     if not tuning or not named:
         return tuning
@@ -308,8 +311,8 @@ def without(tuning: str, overrides: Sequence[str]) -> str:
     return msgspec.json.encode(left).decode() if left else ""
 
 
-def _of_the_backend(config: Config) -> tuple[Any, ...]:
-    """Settings that the models and their optimizers are built with."""
+def _backend_settings(config: Config) -> tuple[Any, ...]:
+    """Return the settings that models and optimizers are built with."""
     from learners.backends.fsdp2.critic import wants_critic
     from learners.backends.fsdp2.process_reward import wants_process_rewards
 
@@ -339,7 +342,7 @@ def _of_the_backend(config: Config) -> tuple[Any, ...]:
 
 
 def _numbers(stats: dict[str, float], result: StepResult) -> dict[str, float]:
-    """The step's metrics by catalogue name, and the mean importance weight over samples."""
+    """Return the step's metrics by catalogue name, and the mean importance weight over samples."""
     known = {name: value for name, value in (stats | result.metrics).items() if name in CATALOGUE}
     if result.weights:
         known["weight_mean"] = sum(result.weights.values()) / len(result.weights)
@@ -351,7 +354,6 @@ def _say(text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The process; its exit code."""
     return run("learner", body, argv)
 
 

@@ -1,6 +1,6 @@
 """The records of a learner step: metrics, groups, samples, TensorBoard, and one line on the terminal.
 
-Guarantee: records that cannot be written (a full disk) are counted and reported, and end nothing.
+Guarantee: records that cannot be written (a full disk) are counted and reported, and do not end the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from learners.batch import sample_log
 if TYPE_CHECKING:
     from asyncrl.wire.batch_arrays import ClaimedBatch
 
-#: Numbers of the newest step that heartbeats carry, for readers without the run folder.
+#: Numbers of the newest step in heartbeats, for readers without the run folder.
 HEARTBEAT_STATS = ("reward_mean", "lag_mean", "lag_max", "bound_max", "tokens_per_s", "step_s", "wait_s")
 
 
@@ -43,9 +43,8 @@ class StepRecords:
         groups: dict[str, Any] | None = None,
         logprobs: Mapping[int, list[float]] = MappingProxyType({}),
     ) -> dict[str, float]:
-        """Write the records of a step; the stats for the heartbeats.
-
-        `logprobs` are the learner's, of the samples that are kept, by their place in the batch.
+        """Write the records of a step and return the stats for heartbeats. `logprobs`: the learner's log-probs of the
+        logged samples, by place in the batch.
         """
         try:
             self._write(values, batch, groups, logprobs)
@@ -91,7 +90,7 @@ class StepRecords:
 
 
 def _open_tracker(config: Config, run: RunDir) -> Any:
-    """Curves in the run folder; online trackers have processes of their own (`learners.trackers.main`)."""
+    """Open TensorBoard in the run folder; online trackers have their own processes (`learners.trackers.main`)."""
     if not config.log.tensorboard:
         return None
     from asyncrl.plugins import TrackerRun, find

@@ -1,13 +1,12 @@
 """Advantages without a critic: from the rewards of a prompt's group, or of the whole batch.
 
 Guarantees:
-1. a group whose rewards are all equal gives exactly 0 (except where whitening follows, or a group of one keeps its
-   score: said by the function);
-2. the standard deviation of a group is the unbiased one, `epsilon` is added to it outside the root;
-3. rows of a group need not be adjacent, holes may stand anywhere in a row; 0 outside the mask;
+1. a group with equal rewards gives exactly 0 (except before whitening, or if a group of one keeps its score);
+2. the standard deviation of a group is unbiased, and `epsilon` is added outside the root;
+3. rows of a group need not be adjacent, and a mask may have holes; results are 0 outside the mask;
 4. no gradient flows; NaN outside the mask has no effect.
-The score `R` of a row is the sum of its token rewards inside the mask.
 
+The score `R` of a row is the sum of its token rewards inside the mask.
 Example: scores 1, 0, 0.5 of one group: GRPO 0.999998, -0.999998, 0; RLOO 0.75, -0.75, 0.
 """
 
@@ -221,7 +220,7 @@ def optimal_token_baseline(
         weights = weights * (2 * gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).exp()
     returns = scan_back(rollouts.rewards, 1.0, mask)
     rows = grouped(rollouts.groups)
-    baselines = _by_place(returns, masked(weights, mask).cumsum(-1), mask, rows, epsilon)
+    baselines = _place_baseline(returns, masked(weights, mask).cumsum(-1), mask, rows, epsilon)
     if handle_zero_tail:
         baselines = torch.where(_alone_at_the_end(mask, rows), torch.zeros_like(baselines), baselines)
     baselines = torch.where(rows.alone()[:, None], torch.zeros_like(baselines), baselines)
@@ -232,7 +231,7 @@ def optimal_token_baseline(
 
 
 def _normalised(scores: Tensor, rows: Groups, *, norm_by_std: bool, epsilon: float, singleton: Singleton) -> Tensor:
-    """GRPO's number of each row, `[S]`."""
+    """Return GRPO's advantage of each row, `[S]`."""
     alone = rows.alone()
     centred = rows.centred(scores)
     if singleton == "score":
@@ -243,8 +242,10 @@ def _normalised(scores: Tensor, rows: Groups, *, norm_by_std: bool, epsilon: flo
     return centred / (deviations + epsilon)
 
 
-def _by_place(returns: Tensor, weights: Tensor, mask: Tensor, rows: Groups, epsilon: float) -> Tensor:
-    """Weighted mean return of the group at the k-th trained token of a row, at every such token, `[S, T]`."""
+def _place_baseline(returns: Tensor, weights: Tensor, mask: Tensor, rows: Groups, epsilon: float) -> Tensor:
+    """Return the weighted mean return of the group at the k-th trained token of a row, at every such token,
+    `[S, T]`.
+    """
     places = (mask.long().cumsum(-1) - 1).clamp(min=0)
     slots = rows.of[:, None] * mask.shape[1] + places
     start = returns.new_zeros(rows.sizes.numel() * mask.shape[1])
@@ -254,7 +255,7 @@ def _by_place(returns: Tensor, weights: Tensor, mask: Tensor, rows: Groups, epsi
 
 
 def _alone_at_the_end(mask: Tensor, rows: Groups) -> Tensor:
-    """Tokens of the one longest row of a group past the length of its second longest, bool `[S, T]`."""
+    """Return tokens of the longest row of a group after the length of its second longest, bool `[S, T]`."""
     lengths = mask.sum(-1)
     longest = rows.extremes(lengths)[1][rows.of]
     ties = rows.sums((lengths == longest).long())[rows.of]

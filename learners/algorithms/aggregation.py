@@ -1,23 +1,23 @@
-"""From losses per token to one number, with global denominators.
+"""Aggregates losses per token to one number, with global denominators.
 
-A piece of a batch (a micro-batch of a rank) returns its numerator over the GLOBAL count of
-tokens or sequences, so the sum over all pieces is the loss of the whole batch, however it was cut. By `mode`, with m
-the mask, of the whole mini-batch N trained tokens and S sequences with one, and L trained tokens of a sequence:
+A piece of a batch (a micro-batch of a rank) returns its numerator over the GLOBAL count of tokens or sequences, so the
+sum over all pieces is the loss of the whole batch, however it was split. By `mode`, with m the mask, N trained tokens
+and S sequences with one in the whole mini-batch, and L trained tokens of a sequence:
 
 token-mean               sum(m x) / N                       every token counts the same (DAPO, arXiv 2503.14476)
 token-sum                sum(m x)
 seq-mean-token-mean      sum over rows (sum(m x) / L) / S    every row counts the same (GRPO, arXiv 2402.03300)
 seq-mean-token-sum       sum(m x) / S
-seq-mean-token-sum-norm  sum(m x) / (S loss_scale_factor)    a constant in place of the length (Dr.GRPO, 2503.20783)
+seq-mean-token-sum-norm  sum(m x) / (S loss_scale_factor)    a constant instead of the length (Dr.GRPO, 2503.20783)
 
 Guarantees:
-1. nothing outside the mask has an influence;
+1. values outside the mask have no effect;
 2. a piece without tokens gives 0, connected to the graph;
-3. a sequence lies whole in one piece (the packer sees to it), so its own length is known here;
-4. where a backend AVERAGES gradients over `ranks` ranks instead of adding them, each piece is multiplied by that
-   number: the mean over ranks of the sum over their pieces is again the loss of the whole batch.
-Which tokens are counted is the caller's choice: `mask` and `denominators` before or after a rejection.
+3. a sequence lies completely in one piece (by the packer), so its length is known here;
+4. if a backend AVERAGES gradients over `ranks` ranks instead of adding them, each piece is multiplied by that number:
+   the mean over ranks is again the loss of the whole batch.
 
+The caller decides which tokens count: `mask` and `denominators` before or after a rejection.
 Example: two sequences with losses (1, 2) and (3): token-mean 2, token-sum 6, seq-mean-token-mean 2.25,
 seq-mean-token-sum 3, seq-mean-token-sum-norm with loss_scale_factor 4 0.75.
 """
@@ -35,14 +35,14 @@ MODES = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum",
 
 
 class Denominators(NamedTuple):
-    """Of the whole mini-batch over all ranks: trained tokens, and sequences with at least one of them."""
+    """Counts of the whole mini-batch over all ranks: trained tokens, and sequences with at least one."""
 
     tokens: int
     sequences: int
 
 
 def count(mask: Tensor, sequences: Tensor) -> Denominators:
-    """Those of these tokens alone, mask and sequences `[N]`; pieces that hold whole sequences add up."""
+    """Count these tokens only, mask and sequences `[N]`; counts of whole sequences add up."""
     return Denominators(int(mask.sum()), int((sequence_lengths(mask, sequences) > 0).sum()))
 
 

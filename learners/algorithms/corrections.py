@@ -1,20 +1,18 @@
 """Importance weights between behaviour and proximal policy: how much a token of an older policy counts.
 
-Three policies,
-never mixed: `behaviour` was recorded by the generator at sampling time, `proximal` is of the learner's weights at the
-start of the step, `current` has the gradient. The loss looks at current / proximal and clips it; a correction is
-proximal / behaviour, a weight (arXiv 2505.24298, 2110.00641). Where proximal is SET to behaviour (bypass) a correction
-would count twice: every one of them is then 1 by itself. Losses without a ratio (REINFORCE) take the current policy,
-detached, as `proximal`. Guarantees:
-1. weights carry no gradient and are 0 outside the mask; inputs there may be NaN or infinite: they are replaced before
-   any arithmetic;
+Three policies are kept apart: `behaviour` was recorded by the generator, `proximal` has the learner's weights at the
+start of the step, `current` has the gradient. The loss clips current / proximal; a correction is the weight proximal /
+behaviour (arXiv 2505.24298, 2110.00641). If proximal is SET to behaviour (bypass), every weight is 1, because a
+correction would count twice. Losses without a ratio (REINFORCE) use the current policy, detached, as `proximal`.
+Guarantees:
+1. weights have no gradient and are 0 outside the mask; inputs there may be NaN or infinite;
 2. log-ratios are clamped to +-20 before `exp`; float32 or wider, whatever the model runs in;
 3. `keep` is the mask without rejected tokens, and weights are 0 there: a loss over the old mask divides by the original
    count, one over `keep` by the kept count;
-4. a row lies whole in one piece, so results do not depend on the cut, except where `needs_whole_batch` says that a
-   correction looks at all rows: that is called once on the flat tokens of the whole batch, before it is cut.
-All tensors are flat, `[N]`; `sequences` gives each token's row.
+4. a row lies completely in one piece, so results do not depend on the split. Corrections with `needs_whole_batch` are
+   called once, on the flat tokens of the whole batch.
 
+All tensors are flat, `[N]`; `sequences` gives each token's row.
 Example: proximal - behaviour of a row is 0.5, 1.0, -0.5. Weights: `tis` 1.65, 2 (truncated), 0.61; `icepop` with upper
 2 1.65, 0, 0.61; `tis` with level sequence e^1 = 2.72, truncated to 2, for all three.
 """
@@ -61,7 +59,7 @@ Level = Literal["token", "sequence", "geometric"]
 
 
 class Bounds(NamedTuple):
-    """Of weights: clamped into [floor, upper]; with `lower` 0 outside [lower, upper]. None: no such bound."""
+    """Bounds of weights: clamped into [floor, upper]; with `lower` 0 outside [lower, upper]. None: no such bound."""
 
     upper: float | None
     lower: float | None = None
@@ -185,7 +183,7 @@ def icepop(
 
 def none(proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor) -> Correction:
     """No correction: weight 1 in the mask. Right where the loss holds the ratio to the behaviour policy itself."""
-    return _kept(proximal, mask)
+    return _keep_correction(proximal, mask)
 
 
 def rejection(
@@ -199,7 +197,7 @@ def rejection(
 ) -> Correction:
     """Rejection alone: weight 1 for what `rejection.rejection_mask` keeps. Raises `config.type`."""
     keep = rejection_mask(proximal, behaviour, mask, sequences, options=options, thresholds=thresholds)
-    return _kept(proximal, keep)
+    return _keep_correction(proximal, keep)
 
 
 def m2po(
@@ -209,7 +207,7 @@ def m2po(
 
     arXiv 2510.01161. The whole batch at once, see `needs_whole_batch`.
     """
-    return _kept(proximal, m2po_keep(proximal, behaviour, mask, threshold=threshold))
+    return _keep_correction(proximal, m2po_keep(proximal, behaviour, mask, threshold=threshold))
 
 
 CORRECTIONS: dict[str, Callable[..., Correction]] = {
@@ -223,9 +221,8 @@ CORRECTIONS: dict[str, Callable[..., Correction]] = {
 
 
 def needs_whole_batch(correction: Callable[..., Correction], options: Mapping[str, Any]) -> bool:
-    """Whether the correction looks at all rows, so that it must be called before the batch is cut.
-
-    Those of this module, and one of a plugin with an attribute `whole_batch` that is true.
+    """Whether the correction looks at all rows and must be called before the batch is split: those of this module, and
+    plugins with a true attribute `whole_batch`.
     """
     whole = correction is m2po or bool(getattr(correction, "whole_batch", False))
     return whole or bool(options.get("batch_normalize", False))
@@ -305,6 +302,6 @@ def _weighted(
     return Correction(masked(weights, keep), keep, truncated)
 
 
-def _kept(like: Tensor, keep: Tensor) -> Correction:
+def _keep_correction(like: Tensor, keep: Tensor) -> Correction:
     """Weight 1 where `keep`, else 0."""
     return Correction(masked(torch.ones_like(like.detach()), keep), keep)

@@ -1,10 +1,10 @@
-"""Clip-Cov and KL-Cov (arXiv 2505.22617): the few tokens that would cost most entropy are held back.
+"""Clip-Cov and KL-Cov (arXiv 2505.22617): restrain the few tokens that would cost most entropy.
 
-Found under `losses`, called through the registry. What a token would cost is the covariance of its advantage and its
-log-prob over the WHOLE mini-batch, so the choice is a function of its own: the learner calls `choose_<name>` once on
-the flat tokens of the mini-batch and hands each piece its part as `inputs.chosen`; the result then does not depend on
-ranks and micro-batches. Without it (None) a loss chooses among the tokens that it sees. Guarantees: those of `losses`;
-and a choice is inside the mask, carries no gradient and depends on nothing but inputs, options and seed.
+The cost of a token is the covariance of its advantage and log-prob over the WHOLE mini-batch. The learner calls
+`choose_<name>` once on the flat tokens of the mini-batch and passes each piece its part as `inputs.chosen`, so the
+result does not depend on ranks and micro-batches. Without it (None) a loss chooses among the tokens that it sees.
+Guarantees: those of `losses`; a choice lies inside the mask, has no gradient and depends only on inputs, options and
+seed.
 
 Example: advantages 1, -1, 0 and log-probs -1, -3, -2 have the covariances 1, 1, 0.
 """

@@ -1,10 +1,8 @@
-"""What the policy's entropy decides: which tokens are trained, and how much entropy is paid for.
+"""Entropy of the policy: which tokens are trained, and the coefficient of the entropy bonus.
 
-The
-bonus itself is `- coeff * aggregate(entropy)` in `learners.step.update`. Entropies are in nats per token
-(`learners.models.logprobs`). Guarantees: no gradient; nothing outside the mask has an influence; pure.
-
-Example: entropies 0.1, 2.0, 0.3, 1.0, 0.2 with share 0.2 keep the second token alone.
+The bonus itself is `- coeff * aggregate(entropy)` in `learners.step.update`. Entropies are in nats per token.
+Guarantees: no gradient; values outside the mask have no effect; pure.
+Example: entropies 0.1, 2.0, 0.3, 1.0, 0.2 with share 0.2 keep only the second token.
 """
 
 from __future__ import annotations
@@ -17,20 +15,19 @@ from learners.algorithms.tensors import masked
 
 
 class EntropyCoeff(NamedTuple):
-    """`coeff` to carry to the next step; `active`: what to use until then, 0 while the entropy is high enough."""
+    """`coeff`: state for the next step; `active`: the coefficient to use, 0 while the entropy is high enough."""
 
     coeff: float
     active: float
 
 
 def entropy_threshold(values: Tensor, *, share: float) -> float:
-    """The lowest entropy of the `share` of values `[n]` that is highest, at least of one value; infinite for none.
-
-    One of the values, not a mean of them: it does not depend on their order.
+    """Return the lowest of the highest `share` of values `[n]`, at least one value; infinite for none. It is one of the
+    values, so their order does not matter.
     """
     if values.numel() == 0:
         return float("inf")
-    # 0.29 * 100 is 28.999999999999996 in floating point: 29 values are meant.
+    # 0.29 * 100 is 28.999999999999996 in floating point, but 29 values are meant.
     kept = min(max(1, int(values.numel() * share + 1e-6)), values.numel())
     return float(values.topk(kept).values[-1])
 

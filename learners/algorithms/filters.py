@@ -1,10 +1,9 @@
-"""Which groups, rows and tokens of a batch are trained: dynamic sampling, accuracy band, overlong rows, resampling.
+"""Selects groups, rows and tokens of a batch to train: dynamic sampling, accuracy band, overlong rows, resampling.
 
 Guarantees:
 1. a decision about a group holds for all its rows;
-2. spread is told by comparing the extremes exactly, never by a rounded standard deviation;
-3. a draw depends on the seed, the step and the probabilities alone.
-They say what to keep and change nothing. What replaces a dropped group is the buffer's concern.
+2. the spread is tested by comparing the extremes exactly, never by a rounded standard deviation;
+3. a draw depends only on the seed, the step and the probabilities.
 
 Example: accuracies 1, 1, 1 and 1, 0, 0 of two groups: `group_std` keeps the second, `accuracy_band` (0.2 to 0.8) too.
 """

@@ -1,12 +1,12 @@
 """Advantages from a critic: GAE, its decoupled and length-adaptive forms, V-trace.
 
 Guarantees:
-1. tokens outside the mask are skipped: what is carried from right to left passes through them unchanged;
-2. `Rollouts.bootstrap` stands for the value after the last token of a cut response; without it that value is 0;
+1. tokens outside the mask are skipped: the recursion from right to left passes them unchanged;
+2. `Rollouts.bootstrap` is the value after the last token of a cut response; without it that value is 0;
 3. returns are the critic's targets and are never whitened;
 4. no gradient flows; NaN outside the mask has no effect.
-They need `Rollouts.values`, V-trace also `proximal` and `behaviour`.
 
+They need `Rollouts.values`, V-trace also `proximal` and `behaviour`.
 Example: rewards 0, 1, values 0.5, 0.5, gamma = lam = 1: advantages 0.5, 0.5, returns 1, 1.
 """
 

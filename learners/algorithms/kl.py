@@ -10,12 +10,10 @@ k3         e^-delta + delta - 1  1 - e^-delta           unbiased value, never ne
 k1+, abs+, k2+, k3+              delta                  value of the kind, gradient of k2 (straight-through)
 
 `kl`, `mse` and `low_var_kl` are other names of k1, k2 and k3. Guarantees:
-1. nothing outside the mask has an influence, NaN and its gradient included; 0 there;
-2. no gradient reaches the reference;
+1. values outside the mask, NaN included, have no effect and no gradient; the result is 0 there;
+2. the reference gets no gradient;
 3. k3 does not overflow: delta is clamped to +-20 and the result to +-10, and the gradient is 0 where either clamp acts;
 4. float32 or wider; k3 of a small delta is exact to the last digits (no difference of numbers near 1).
-It does not aggregate and knows no coefficient.
-
 Example: delta 3 gives k1 3, k2 4.5, k3 2.0498; delta -25 gives k3 10 with gradient 0.
 """
 

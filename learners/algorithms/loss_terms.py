@@ -1,8 +1,8 @@
-"""Terms that policy losses share: ratio, advantage, the clipped surrogate, and how a loss is finished.
+"""Terms shared by policy losses: ratio, advantage, clipped surrogate, and the last step of a loss.
 
 Guarantees:
-1. every term is selected inside the mask before any arithmetic, in float32 or wider;
-2. the gradient reaches nothing but `inputs.current`;
+1. every term is masked before any arithmetic, in float32 or wider;
+2. only `inputs.current` gets a gradient;
 3. `finished` multiplies the weights of the correction into the loss, so that every loss has them.
 
 Example: current -1.0, proximal -1.5: ratio e^0.5 = 1.6487.
@@ -21,7 +21,7 @@ from learners.algorithms.tensors import masked
 from learners.algorithms.types import LossInputs, TokenLoss
 
 
-def trained(inputs: LossInputs) -> Tensor:
+def trained_logprobs(inputs: LossInputs) -> Tensor:
     """Current log-probs, `[N]`, with gradient; 0 outside the mask."""
     return masked(inputs.current, inputs.mask)
 
@@ -33,7 +33,7 @@ def gain(inputs: LossInputs) -> Tensor:
 
 def plain_gap(inputs: LossInputs) -> Tensor:
     """current - proximal, `[N]`, not clamped, with the gradient of current; 0 outside the mask."""
-    return trained(inputs) - masked(inputs.proximal.detach(), inputs.mask)
+    return trained_logprobs(inputs) - masked(inputs.proximal.detach(), inputs.mask)
 
 
 def gap(inputs: LossInputs) -> Tensor:
@@ -52,7 +52,9 @@ def approx_kl(inputs: LossInputs) -> Tensor:
 
 
 def either(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
-    """One of two numbers by the condition, `[N]`, in the type of `like` (a bare `where` of numbers is float32)."""
+    """Select one of two numbers by the condition, `[N]`, in the type of `like` (a plain `where` of numbers is
+    float32).
+    """
     return torch.where(condition, like.new_tensor(one), like.new_tensor(other))
 
 
@@ -73,11 +75,11 @@ def finished(inputs: LossInputs, loss: Tensor, clipped: Tensor) -> TokenLoss:
 
 
 def bounds(name: str, low: float, high: float) -> None:
-    """Raises `config.type` where the interval [1 - low, 1 + high] is none for a ratio."""
+    """Raise `config.type` if [1 - low, 1 + high] is no interval for a ratio."""
     if not (0 <= low <= 1 and high >= 0):
         refuse(name, f"clip_low = {low}, clip_high = {high}: 0 <= clip_low <= 1 and clip_high >= 0")
 
 
 def refuse(name: str, why: str) -> NoReturn:
-    """An option of a loss that makes no sense."""
+    """Raise `config.type` for an invalid option."""
     raise ConfigError("config.type", f"loss {name!r}: {why}")

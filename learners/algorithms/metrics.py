@@ -1,13 +1,13 @@
-"""How far proximal and behaviour policy are apart and what the correction made of it, for the batch and by lag.
+"""The gap between proximal and behaviour policy and the effect of the correction, for the batch and by lag.
 
 Guarantees:
-1. a table holds sums and counts alone: tables add, so that no metric depends on how the batch was cut;
-2. nothing outside the mask has an influence, NaN included; rows without a trained token are left out; no gradient;
-3. quantiles come from a histogram with fixed bins that are log-spaced in the log-ratio: a quantile lies in the bin of
-   the exact one, which is at most 14 % of its log-ratio wide (and 0.0002 around ratio 1);
-4. nothing is NaN: the metrics of nothing are 0, and lags that do not occur are left out.
-Effective sample sizes are shares, `(sum w)^2 / (n sum w^2)`: 1 where all weights are equal, 1/n where one counts alone.
+1. a table holds only sums and counts: tables add, so no metric depends on the split of the batch;
+2. values outside the mask, NaN included, have no effect; rows without a trained token are left out; no gradient;
+3. quantiles come from a histogram with fixed bins, log-spaced in the log-ratio: a quantile lies in the bin of the exact
+   one, which is at most 14 % of its log-ratio wide (and 0.0002 around ratio 1);
+4. nothing is NaN: metrics without tokens are 0, and missing lags are left out.
 
+Effective sample sizes are shares, `(sum w)^2 / (n sum w^2)`: 1 for equal weights, 1/n if only one counts.
 Example: row weights 1, 1, 4: ess 36 / (3 * 18) = 0.667, step scale sqrt of it = 0.816.
 """
 
@@ -116,7 +116,10 @@ def correction_table(
         -1,
     )
     rows = _row_sums(new, old, weights, mask, sequences=sequences, count=lags.numel())
-    return torch.cat((_by(bucket[sequences], tokens), _by(bucket, rows), _histogram(gap, mask, bucket[sequences])), -1)
+    return torch.cat(
+        (_bucket_sums(bucket[sequences], tokens), _bucket_sums(bucket, rows), _histogram(gap, mask, bucket[sequences])),
+        -1,
+    )
 
 
 def _row_sums(new: Tensor, old: Tensor, weights: Tensor, mask: Tensor, *, sequences: Tensor, count: int) -> Tensor:
@@ -140,7 +143,7 @@ def _row_sums(new: Tensor, old: Tensor, weights: Tensor, mask: Tensor, *, sequen
     return masked(torch.stack(columns, -1), valid[:, None])
 
 
-def _by(bucket: Tensor, values: Tensor) -> Tensor:
+def _bucket_sums(bucket: Tensor, values: Tensor) -> Tensor:
     """Sums by bucket: `[n, columns]` to `[buckets, columns]`."""
     return values.new_zeros(len(LAG_BUCKETS), values.shape[-1]).index_add(0, bucket, values)
 
@@ -164,12 +167,12 @@ def table_metrics(table: Tensor) -> dict[str, float]:
     is the numerical difference of engine and learner.
     """
     found = table.detach().double().cpu()
-    overall = metrics_of(found.sum(0))
+    overall = row_metrics(found.sum(0))
     result = dict(overall)
     tokens = float(found[:, 0].sum())
     for number, bucket in enumerate(LAG_BUCKETS):
         if found[number, 0] > 0:
-            part = metrics_of(found[number])
+            part = row_metrics(found[number])
             result[f"lag/{bucket}/tokens_share"] = float(found[number, 0]) / tokens
             result.update({f"lag/{bucket}/{name}": part[name] for name in BY_LAG})
     return result
@@ -190,7 +193,7 @@ BY_LAG = (
 )
 
 
-def metrics_of(sums: Tensor) -> dict[str, float]:
+def row_metrics(sums: Tensor) -> dict[str, float]:
     """Metrics of one row of a table, or of the sum of its rows; all 0 where there is no token.
 
     kl and kl_behaviour: k1 and k3 estimates of KL(behaviour || proximal) per token, with samples of the behaviour

@@ -1,7 +1,7 @@
 """Arithmetic of pass@k: the metric, the reward transform and the analytic advantage, from counts in a group.
 
-Evaluations use `asyncrl.evaluation.statistics`. Guarantees:
-1. exact: binomial coefficients are integers, one division at the end;
+Guarantees:
+1. exact: binomial coefficients are integers, with one division at the end;
 2. a group smaller than k (members may have failed) is treated as if k were its size;
 3. a group that is all right or all wrong gives the transform equal rewards and the advantage exactly 0.
 
@@ -44,7 +44,7 @@ def pkpo_binary(correct: Tensor, groups: Tensor, *, k: int) -> Tensor:
 
     Right: `k / n`; wrong: `k / n (1 - C(n-1-c, k-1) / C(n-1, k-1))`. `correct` `[S]` bool or 0 and 1.
     """
-    return _by_outcome(correct, groups, k, _pkpo)
+    return _outcome_values(correct, groups, k, _pkpo)
 
 
 def passk_advantages(correct: Tensor, groups: Tensor, *, k: int) -> Tensor:
@@ -52,7 +52,7 @@ def passk_advantages(correct: Tensor, groups: Tensor, *, k: int) -> Tensor:
 
     Float64 `[S]`; exactly 0 where no subset, or every one, holds a right sample. `correct` `[S]` bool or 0 and 1.
     """
-    return _by_outcome(correct, groups, k, _standardised)
+    return _outcome_values(correct, groups, k, _standardised)
 
 
 def _pkpo(n: int, c: int, k: int) -> tuple[float, float]:
@@ -68,7 +68,7 @@ def _standardised(n: int, c: int, k: int) -> tuple[float, float]:
     return (1 - mean) / spread, (1 - mean - math.comb(n - c - 1, k - 1) / math.comb(n - 1, k - 1)) / spread
 
 
-def _by_outcome(
+def _outcome_values(
     correct: Tensor, groups: Tensor, k: int, values: Callable[[int, int, int], tuple[float, float]]
 ) -> Tensor:
     """The value of a right and of a wrong sample in a group of n with c right, at every sample."""

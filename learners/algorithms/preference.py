@@ -3,12 +3,12 @@
 P pairs, S rows. A log-prob of an answer is the SUM over its trained tokens (`tensors.sequence_sums`). SPIN (arXiv
 2401.01335) is `dpo` with the answer of the data as chosen, a sample of the previous policy as rejected and that policy
 as reference. Guarantees:
-1. a result per pair or row; the caller divides by the count of the whole mini-batch, so that pieces add up;
-2. the gradient reaches the trained policy's log-probs (or scores) alone;
-3. no pairs: an empty loss that is connected to the graph.
+1. a result per pair or row; the caller divides by the count of the whole mini-batch, so pieces add up;
+2. only the trained policy's log-probs (or scores) get a gradient;
+3. without pairs: an empty loss connected to the graph.
 
-Example: chosen -3, rejected -5, the reference says -4 and -4, beta 0.1: implicit rewards 0.1 and -0.1, sigmoid loss
--log sigmoid(0.2) = 0.5981, hinge 0.8, ipo (2 - 5)^2 = 9.
+Example: chosen -3, rejected -5, reference -4 and -4, beta 0.1: implicit rewards 0.1 and -0.1, sigmoid loss -log
+sigmoid(0.2) = 0.5981, hinge 0.8, ipo (2 - 5)^2 = 9.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""PRIME: rewards per token from a reward model that was trained on outcomes alone (arXiv 2502.01456).
+"""PRIME: rewards per token from a reward model trained only on outcomes (arXiv 2502.01456).
 
-`outcome_losses` is called by the learner's process reward model, `token_scores` and (through the registry) `prime` once
-for the whole batch. Guarantees:
+Guarantees:
 1. the last trained token of a row has no process reward: it carries the outcome;
-2. the two sources (process, outcome) have leave-one-out baselines of their own, in the complete group;
-3. a group of one has no baseline: its rewards stay as they are;
+2. process and outcome have separate leave-one-out baselines, in the complete group;
+3. a group of one has no baseline: its rewards stay unchanged;
 4. only the cross-entropy has a gradient, and only through `q`; NaN outside the mask has no effect.
 
 Example: log-probs -1, -1 under the reward model and -2, -2 under its reference, beta 0.05: q 1, 1, scores 0.05, 0

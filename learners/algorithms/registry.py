@@ -1,13 +1,12 @@
-"""The functions behind the names of `asyncrl.config.sections.algorithm_catalogue`, with their options bound, and
-those of plugins.
+"""Finds the functions of `asyncrl.config.sections.algorithm_catalogue` and of plugins, and binds their options.
 
 Guarantees:
-1. an unknown name or option, or a value of the wrong type, is one error that says what there is;
+1. an unknown name or option, or a value of the wrong type, is one error that lists the valid ones;
 2. a plugin is a function with the signature of its kind (`learners.algorithms.types`) under an entry point of the group
    `asyncrl.advantages`, `asyncrl.losses` or `asyncrl.corrections`; its keyword-only arguments are its options;
-3. what a plugin needs beyond that it says by attributes of the function: `needs` (names of `Rollouts` fields),
-   `aggregation` (a loss that allows one way alone), `choose` (tokens picked over the whole mini-batch), `whole_batch`
-   (a correction that looks at all rows), `takes_whole` as in `needs_whole_batch`.
+3. a plugin states further needs by attributes of the function: `needs` (names of `Rollouts` fields), `aggregation` (the
+   only mode of a loss), `choose` (selects tokens of the whole mini-batch), `whole_batch` (a correction over all rows),
+   `takes_whole` as in `needs_whole_batch`.
 
 Example: `advantage = "mine"` with `[project.entry-points."asyncrl.advantages"] mine = "my_package:mine"`.
 """
@@ -35,7 +34,7 @@ Kind = Literal["advantage", "loss", "correction"]
 
 
 class Chosen(NamedTuple):
-    """A function and its options: `call(...)` has them bound."""
+    """A function and its options."""
 
     name: str
     function: Callable[..., Any]
@@ -43,12 +42,12 @@ class Chosen(NamedTuple):
 
     @property
     def call(self) -> Callable[..., Any]:
-        """The function with its options."""
+        """Return the function with its options bound."""
         return functools.partial(self.function, **self.options)
 
 
-def function_of(kind: str, name: str) -> Callable[..., Any]:
-    """The function of that name. Raises `config.type` with the known ones, `config.extra` where it cannot load."""
+def find_function(kind: str, name: str) -> Callable[..., Any]:
+    """Return the function of that name. Raises `config.type` with the known ones, `config.extra` if it cannot load."""
     where = f"learner.algorithm.{kind}"
     found = algorithms.entry(kind, name)
     if found is not None:
@@ -61,7 +60,7 @@ def function_of(kind: str, name: str) -> Callable[..., Any]:
 
 
 def options_in(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
-    """Option -> its type and default: the keyword-only arguments of the function."""
+    """Return option -> type and default: the keyword-only arguments of the function."""
     hints = typing.get_type_hints(function)
     return {
         name: (hints.get(name, Any), parameter.default)
@@ -71,9 +70,9 @@ def options_in(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def choose(algorithm: AlgorithmConfig, kind: Kind) -> Chosen:
-    """The function in force of a kind with its options, converted to the types of its signature."""
+    """Return the configured function of a kind with its options, converted to the types of its signature."""
     name = algorithms.effective_name(algorithm, kind)
-    function = function_of(kind, name)
+    function = find_function(kind, name)
     known = options_in(function)
     options: dict[str, Any] = {}
     for key, value in algorithms.effective_options(algorithm, kind).items():
@@ -94,23 +93,25 @@ def choose(algorithm: AlgorithmConfig, kind: Kind) -> Chosen:
     return Chosen(name, function, options)
 
 
-def advantage_of(algorithm: AlgorithmConfig) -> Callable[[Rollouts], Estimate]:
-    """The estimator in force."""
+def advantage_for(algorithm: AlgorithmConfig) -> Callable[[Rollouts], Estimate]:
+    """Return the configured estimator."""
     return choose(algorithm, "advantage").call
 
 
-def loss_of(algorithm: AlgorithmConfig) -> Callable[[LossInputs], TokenLoss]:
-    """The loss in force."""
+def loss_for(algorithm: AlgorithmConfig) -> Callable[[LossInputs], TokenLoss]:
+    """Return the configured loss."""
     return choose(algorithm, "loss").call
 
 
-def correction_of(algorithm: AlgorithmConfig) -> Callable[..., Correction]:
-    """The correction in force: `(proximal, behaviour, mask, sequences) -> Correction`."""
+def correction_for(algorithm: AlgorithmConfig) -> Callable[..., Correction]:
+    """Return the configured correction: `(proximal, behaviour, mask, sequences) -> Correction`."""
     return choose(algorithm, "correction").call
 
 
-def chooser_of(algorithm: AlgorithmConfig) -> Callable[..., Any] | None:
-    """What picks tokens of the whole mini-batch for the loss: `choose_<name>` beside it, or its attribute `choose`."""
+def chooser_for(algorithm: AlgorithmConfig) -> Callable[..., Any] | None:
+    """Return the function that selects tokens of the mini-batch for the loss: `choose_<name>`, or its attribute
+    `choose`.
+    """
     found = choose(algorithm, "loss")
     picker = getattr(found.function, "choose", None)
     if picker is None:
@@ -122,44 +123,45 @@ def chooser_of(algorithm: AlgorithmConfig) -> Callable[..., Any] | None:
     return functools.partial(picker, **{key: value for key, value in found.options.items() if key in known})
 
 
-def aggregation_of(algorithm: AlgorithmConfig) -> str:
-    """The aggregation in force: the loss's own where it allows one alone."""
+def aggregation_for(algorithm: AlgorithmConfig) -> str:
+    """Return the configured aggregation; the loss's own if it allows only one."""
     found = algorithms.entry("loss", algorithm.loss)
     if found is not None:
         return found.aggregation or algorithm.aggregation
-    return str(getattr(function_of("loss", algorithm.loss), "aggregation", "") or algorithm.aggregation)
+    return str(getattr(find_function("loss", algorithm.loss), "aggregation", "") or algorithm.aggregation)
 
 
-def needs_of(algorithm: AlgorithmConfig) -> tuple[str, ...]:
-    """What the estimator needs beyond rewards, mask and groups."""
+def needs_for(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    """Return what the estimator needs in addition to rewards, mask and groups."""
     found = algorithms.entry("advantage", algorithm.advantage)
     if found is not None:
         return found.needs
-    return tuple(getattr(function_of("advantage", algorithm.advantage), "needs", ()))
+    return tuple(getattr(find_function("advantage", algorithm.advantage), "needs", ()))
 
 
 # ---------------------------------------------------------------- options as data
 
 
 def option_table() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """What `asyncrl/algorithm_options.json` holds: kind -> name -> option -> types and default."""
+    """Return the content of `asyncrl/algorithm_options.json`: kind -> name -> option -> types and default."""
     table: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
     for kind, entries in algorithms.TABLES.items():
         table[kind] = {}
         for name in entries:
-            known = options_in(function_of(kind, name))
+            known = options_in(find_function(kind, name))
             table[kind][name] = {
-                key: {"types": types_of(hint), "default": shown(default)} for key, (hint, default) in known.items()
+                key: {"types": type_names(hint), "default": toml_value(default)}
+                for key, (hint, default) in known.items()
             }
     return table
 
 
-def types_of(hint: Any) -> list[Any]:
-    """`["float", "off"]` for `float | None`; a list of words for a Literal."""
+def type_names(hint: Any) -> list[Any]:
+    """Return `["float", "off"]` for `float | None`; a list of words for a Literal."""
     if get_origin(hint) is Literal:
         return [list(get_args(hint))]
     if get_origin(hint) in (typing.Union, types.UnionType):
-        return [kind for option in get_args(hint) for kind in types_of(option)]
+        return [kind for option in get_args(hint) for kind in type_names(option)]
     if hint is type(None):
         return ["off"]
     if hint in (float, int, bool, str):
@@ -167,15 +169,15 @@ def types_of(hint: Any) -> list[Any]:
     return ["list"] if get_origin(hint) in (tuple, list, Sequence) else ["any"]
 
 
-def shown(default: Any) -> Any:
-    """A default as TOML would have it."""
+def toml_value(default: Any) -> Any:
+    """Return a default as in TOML."""
     if default is None:
         return "off"
     return "required" if default is inspect.Parameter.empty else msgspec.to_builtins(default)
 
 
 def main() -> int:
-    """Check the algorithms of the configuration on standard input, plugins too; mistakes as JSON lines."""
+    """Check the algorithms of the configuration on standard input, with plugins; print mistakes as JSON lines."""
     from asyncrl.config import parse
 
     algorithm = parse(sys.stdin.read()).learner.algorithm

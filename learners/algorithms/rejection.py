@@ -1,16 +1,15 @@
-"""Tokens and rows that are too far from the behaviour policy to learn from.
+"""Rejects tokens and rows that are too far from the behaviour policy.
 
-All
-take log-probs of the proximal policy (or the current one, detached) and of the behaviour policy, flat `[N]`, with
+All take log-probs of the proximal policy (or the current one, detached) and of the behaviour policy, flat `[N]`, with
 `d = proximal - behaviour`. Guarantees:
-1. no gradient; nothing outside the mask has an influence, NaN included; the results are within the mask;
-2. `rejection_mask` clamps d to +-20 per token before anything else;
-3. a row lies whole in one piece, so that the row options do not depend on the cut; `m2po_keep` looks at all tokens of
-   the batch and must be called on the whole of it.
-It changes no denominator: whether rejected tokens still count there is the aggregation's choice.
+1. no gradient; values outside the mask, NaN included, have no effect; results are within the mask;
+2. `rejection_mask` clamps d to +-20 per token first;
+3. a row lies completely in one piece, so row options do not depend on the split; `m2po_keep` must be called on all
+   tokens of the batch.
 
+The aggregation decides whether rejected tokens still count in the denominator.
 Example: d of a row 0.1, -0.3, 0.5: seq_sum_k1 is -0.3, inside log [0.5, 2]: the row stays; seq_max_k2 is 0.125, above a
-threshold of 0.1: the row goes.
+threshold of 0.1: the row is rejected.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""What is added to rewards before advantages are estimated: penalties for length and for leaving the reference.
+"""Changes to rewards before the advantages: penalties for length and for leaving the reference.
 
 Guarantees:
 1. an outcome score stands on the last trained token of its row, wherever the padding or tool output ends;
 2. no gradient flows; NaN outside the mask has no effect, the result is 0 there;
-3. the controller is a pure function: its state is the coefficient, which the caller keeps in the checkpoint.
-`learners.algorithms.passk` has the reward transform of pass@k.
+3. the controller is a pure function: its state is the coefficient, which the caller stores in the checkpoint.
 
-Example: at most 100 tokens with a buffer of 20: lengths 80, 81, 90, 100 are punished with 0, -0.05, -0.5, -1.
+Example: at most 100 tokens with a buffer of 20: lengths 80, 81, 90, 100 get 0, -0.05, -0.5, -1.
 """
 
 from __future__ import annotations

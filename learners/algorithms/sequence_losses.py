@@ -1,8 +1,8 @@
-"""Policy losses whose ratio belongs to a whole sequence: GSPO, GMPO, VESPO, TOPR.
+"""Policy losses with the ratio of a whole sequence: GSPO, GMPO, VESPO, TOPR.
 
-Found under `losses`, called through the registry. A sequence lies whole in one piece of the batch (the packer sees to
-it), so their results do not depend on the cut. All take `[N]` and give a loss for each token: what belongs to a row
-stands at every token of it, so that seq-mean-token-mean gives the row's value. Guarantees: those of `losses`.
+A sequence lies completely in one piece of the batch (by the packer), so results do not depend on the split. All take
+`[N]` and give a loss for each token: values of a row stand at each of its tokens, so seq-mean-token-mean gives the
+row's value. Guarantees: those of `losses`.
 
 Example: gaps current - proximal of a row 0.1, 0.3: GSPO's ratio is e^0.2 = 1.2214 for both tokens, VESPO's e^0.4.
 """
@@ -23,7 +23,7 @@ from learners.algorithms.loss_terms import (
     gap,
     plain_gap,
     refuse,
-    trained,
+    trained_logprobs,
 )
 from learners.algorithms.tensors import masked, sequence_means, sequence_sums
 from learners.algorithms.types import LossInputs, TokenLoss
@@ -85,7 +85,7 @@ def vespo(
     log_w = sequence_sums(logs, counted, inputs.sequences).clamp(_LEAST, _MOST)[inputs.sequences]
     k, rate = (either(gained >= 0, *pair, log_w) for pair in ((k_pos, k_neg), (lambda_pos, lambda_neg)))
     phi = (rate + k * log_w - rate * log_w.exp()).exp()
-    loss = -phi * gained * masked(trained(inputs), counted)
+    loss = -phi * gained * masked(trained_logprobs(inputs), counted)
     return finished(inputs._replace(weights=None), loss, inputs.mask & ~counted)
 
 
@@ -99,7 +99,7 @@ def topr(inputs: LossInputs) -> TokenLoss:
     logs = sequence_sums(gap(inputs).detach(), inputs.mask, inputs.sequences)[inputs.sequences]
     bad = gained < 0
     taper = torch.where(bad, logs.clamp(min=-20, max=0).exp(), 1.0)
-    return finished(inputs, -taper * gained * trained(inputs), bad & (logs > 0))
+    return finished(inputs, -taper * gained * trained_logprobs(inputs), bad & (logs > 0))
 
 
 def _row_means(inputs: LossInputs, values: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
-"""How old rows are, how much an old row counts, and how many rollouts may start.
+"""The age of rows, the weight of old rows, and the number of rollouts that may start.
 
-Called where a batch is assembled (`staleness`, `staleness_weights`) and by whoever explains admission (`capacity`).
 A version is the number of learner steps done when the weights were published; a row that was interrupted by a weight
-update holds tokens of several. Guarantees:
-1. the age of a row counts its trained tokens alone; a row without any has age 0;
-2. weights carry no gradient and are positive;
-3. dividing by the batch mean mixes rows: call it once on the whole batch, before that is cut into ranks and
-   micro-batches.
-It does not decide what is admitted: the buffer's ledger does, by the same bound (see `buffers.groups.schedule`).
+update has tokens of several versions. Guarantees:
+1. the age of a row counts only its trained tokens; a row without any has age 0;
+2. weights have no gradient and are positive;
+3. dividing by the batch mean mixes rows: call it once on the whole batch, before the split.
 
+The buffer decides about admission, by the same bound (`buffers.groups.schedule`).
 Example: tokens of versions 1, 2, 6 in a step that starts from version 8: newest 2, oldest 7, span 5, mean 5.
 """
 

@@ -1,9 +1,9 @@
-"""Losses of answers that are right by themselves: SFT, and the likelihood term of right answers beside a policy loss.
+"""Losses of right answers: SFT, and the likelihood term of right answers in a policy loss.
 
 Guarantees:
-1. nothing outside the mask has an influence, NaN and its gradient included;
-2. denominators are those of the whole mini-batch, so that pieces add up;
-3. no tokens: 0, connected to the graph.
+1. values outside the mask, NaN included, have no effect and no gradient;
+2. denominators are those of the whole mini-batch, so pieces add up;
+3. without tokens: 0, connected to the graph.
 
 Example: log-probs -1, -3 of two trained tokens among 4 in the mini-batch: `sft` 1, 3, aggregated by token-mean 1.
 """

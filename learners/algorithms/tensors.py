@@ -1,14 +1,14 @@
-"""Masked and grouped arithmetic that estimators, losses and corrections share.
+"""Masked and grouped arithmetic for estimators, losses and corrections.
 
 Guarantees:
 1. `masked` selects before any arithmetic: NaN and infinities outside the mask have no effect and no gradient;
-2. float32 or wider, whatever comes in;
-3. a mean over nothing is 0, the whitening of fewer than two values is 0;
+2. float32 or wider, whatever the input;
+3. the mean of nothing is 0, the whitening of fewer than two values is 0;
 4. rows of a group need not be adjacent, and groups may have any numbers;
-5. pure: nothing is changed in place, nothing is remembered.
-It knows three layouts: any shape with a mask, whole batches `[S, T]` (S samples, T tokens), flat tokens `[N]` with the
-number of each token's sequence.
+5. pure: nothing is changed in place.
 
+It supports three layouts: any shape with a mask, whole batches `[S, T]` (S samples, T tokens), flat tokens `[N]` with
+the number of each token's sequence.
 Example: of the values 1, NaN, 3 with the mask 1, 0, 1 the masked mean is 2; whitened: -0.707107, 0, 0.707107.
 """
 
@@ -136,7 +136,7 @@ def scan_back(values: Tensor, decay: Tensor | float, mask: Tensor) -> Tensor:
 
 
 def required(rollouts: Rollouts, field: str, estimator: str) -> Tensor:
-    """A tensor of the batch that the estimator cannot do without; `config.conflict` where it is None."""
+    """Return a field of the batch that the estimator needs; raise `config.conflict` if it is None."""
     found: Tensor | None = getattr(rollouts, field)
     if found is None:
         raise ConfigError("config.conflict", f"advantage {estimator!r} needs {field!r}, which this run does not have")

@@ -1,7 +1,7 @@
-"""Policy losses whose terms look at one token alone: the clipped ratio of PPO and its relatives.
+"""Policy losses with terms of single tokens: the clipped ratio of PPO and its relatives.
 
-Found under `losses`, called through the registry. With `d = current - proximal` (clamped to +-20 where it is
-exponentiated), ratio `x = e^d` and advantage A they give, per token and to be minimised:
+With `d = current - proximal` (clamped to +-20 before `exp`), ratio `x = e^d` and advantage A they give per token, to be
+minimised:
 
 name        loss                                                        gradient in current
 ppo         max(-A x, -A clip(x, 1 - low, 1 + high))                    -A x, 0 where clipped
@@ -30,7 +30,7 @@ from learners.algorithms.loss_terms import (
     plain_gap,
     ratios,
     refuse,
-    trained,
+    trained_logprobs,
 )
 from learners.algorithms.tensors import masked
 from learners.algorithms.types import LossInputs, TokenLoss
@@ -69,7 +69,7 @@ def ppo(
 
 def reinforce(inputs: LossInputs) -> TokenLoss:
     """`-A log p`, `[N]`: REINFORCE, and the loss of GPG (arXiv 2504.02546) and V-trace. It holds no ratio."""
-    return finished(inputs, -gain(inputs) * trained(inputs), torch.zeros_like(inputs.mask))
+    return finished(inputs, -gain(inputs) * trained_logprobs(inputs), torch.zeros_like(inputs.mask))
 
 
 def cispo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
@@ -81,7 +81,7 @@ def cispo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) 
         refuse("cispo", f"clip_low = {clip_low}, clip_high = {clip_high}: not below 0")
     found = ratios(inputs).detach()
     kept = found.clamp(1 - clip_low, 1 + clip_high)
-    return finished(inputs, -kept * gain(inputs) * trained(inputs), found != kept)
+    return finished(inputs, -kept * gain(inputs) * trained_logprobs(inputs), found != kept)
 
 
 def aipo(inputs: LossInputs, *, rho: float = 5.0) -> TokenLoss:
@@ -92,7 +92,7 @@ def aipo(inputs: LossInputs, *, rho: float = 5.0) -> TokenLoss:
     if rho <= 0:
         refuse("aipo", f"rho = {rho}: it must be above 0")
     found = ratios(inputs._replace(proximal=inputs.behaviour)).detach()
-    return finished(inputs, -found.clamp(max=rho) * gain(inputs) * trained(inputs), found > rho)
+    return finished(inputs, -found.clamp(max=rho) * gain(inputs) * trained_logprobs(inputs), found > rho)
 
 
 def sapo(inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
@@ -144,7 +144,7 @@ def dro(inputs: LossInputs, *, beta: float) -> TokenLoss:
     if beta <= 0:
         refuse("dro", f"beta = {beta}: it must be above 0")
     distance = plain_gap(inputs)
-    loss = -(gain(inputs) * trained(inputs) - beta / 2 * distance * distance)
+    loss = -(gain(inputs) * trained_logprobs(inputs) - beta / 2 * distance * distance)
     return finished(inputs, loss, torch.zeros_like(inputs.mask))
 
 
@@ -157,4 +157,4 @@ def _probabilities(inputs: LossInputs) -> tuple[Tensor, Tensor]:
 def _trusted(inputs: LossInputs, kept: Tensor, ratio_cap: float) -> TokenLoss:
     """`-min(x, cap) A log p` where `kept`, without gradient through the ratio."""
     weight = ratios(inputs).detach().clamp(max=ratio_cap)
-    return finished(inputs, -weight * gain(inputs) * masked(trained(inputs), kept), ~kept)
+    return finished(inputs, -weight * gain(inputs) * masked(trained_logprobs(inputs), kept), ~kept)

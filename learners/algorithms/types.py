@@ -1,12 +1,12 @@
-"""What algorithms take and give: the arguments shared by all estimators, corrections and losses.
+"""Arguments and results shared by all estimators, corrections and losses.
 
-It holds no arithmetic.
 Two layouts, never mixed:
 - the whole batch, padded, `[S, T]` (S samples, T the longest response): rewards, advantages, filters. What mixes rows
-  is computed here, once, before the batch is cut into ranks and micro-batches;
-- flat tokens, `[N]`, of whole sequences, `sequences` giving each token's sequence (0-based, ascending, contiguous, a
-  sequence may have no trained token): log-probs, corrections, losses.
-In both, nothing outside the mask may influence a result, NaN there included.
+is computed here, once, before the split into ranks and micro-batches;
+- flat tokens, `[N]`, of whole sequences, with each token's sequence in `sequences` (0-based, ascending, contiguous; a
+sequence may have no trained token): log-probs, corrections, losses.
+
+In both, values outside the mask, NaN included, have no effect on results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Rollouts(NamedTuple):
-    """A whole batch as estimators see it; float64, on the CPU. What an estimator needs and is None is an error."""
+    """A whole batch for estimators; float64, on the CPU. A field that an estimator needs must not be None."""
 
     rewards: Tensor  # [S, T]: token rewards; an outcome score stands on the last trained token
     mask: Tensor  # [S, T] bool: the policy sampled this token and it is trained
@@ -41,7 +41,7 @@ class Estimate(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """What a loss sees, all `[N]`: log-probs of the sampled token under three policies, advantage, bool mask."""
+    """Inputs of a loss, all `[N]`: log-probs of the sampled token under three policies, advantage, bool mask."""
 
     current: Tensor  # has the gradient
     proximal: Tensor  # of the learner's weights at the start of the step

@@ -1,11 +1,11 @@
-"""The critic's loss, and how much of the returns its values explain.
+"""The critic's loss, and the explained variance of its values.
 
 All tensors have one shape, flat `[N]` or padded `[S, T]`. Guarantees:
-1. the loss and its gradient are 0 outside the mask, whatever NaN the inputs hold there;
-2. the gradient reaches the predictions alone;
-3. no tokens: a loss of zeros that is connected to the graph; the explained variance of nothing is 0.
-It does not aggregate: `aggregation` does, with the same denominators as the policy's loss.
+1. the loss and its gradient are 0 outside the mask, even for NaN inputs;
+2. only the predictions get a gradient;
+3. without tokens: a loss of zeros connected to the graph; the explained variance is 0.
 
+Aggregate it with the same denominators as the policy's loss.
 Example: value 1 was 0, the return is 2, cliprange 0.5: clipped to 0.5 the error is 1.5, larger than 1: loss 1.125
 without gradient.
 """

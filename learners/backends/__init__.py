@@ -1,1 +1,1 @@
-"""Training backends: `base` is what they promise, `fsdp2` the built-in one. `asyncrl.plugins` finds them by name."""
+"""Training backends: `base` defines the interface, `asyncrl.plugins` finds them by name."""

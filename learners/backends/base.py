@@ -1,14 +1,13 @@
-"""What the learner asks of a training backend, and the tensors that pass between them.
+"""The interface of training backends, and the tensors that pass between them and the learner.
 
-A backend owns the model, the optimizer and
-their layout over ranks; it knows nothing of batches, queues or losses. Guarantees asked of every backend:
-1. the result of a step does not depend on the number of ranks or on how the batch was cut (up to rounding);
-2. `iter_hf_weights` is collective: all ranks run it to its end, rank 0 alone gets the data, in a fixed order, in
-   Hugging Face names, a tied tensor once;
+A backend owns the model, the optimizer and their layout over ranks; it knows nothing of queues or losses. Every backend
+guarantees:
+1. the result of a step does not depend on the number of ranks or the split of the batch (up to rounding);
+2. `iter_hf_weights` is collective: all ranks exhaust it, only rank 0 gets data, in a fixed order, with Hugging Face
+   names, a tied tensor once;
 3. nothing it writes needs pickle to be read;
-4. ranks that have the same share of a batch (`learners.gang.topology`) get the same numbers of every forward pass;
-   sums for
-   metrics are asked of the one that counts alone, the others may give none.
+4. ranks with the same share of a batch (`learners.gang.topology`) get the same numbers from every forward pass; only
+   the counting rank must return sums for metrics.
 """
 
 from __future__ import annotations
@@ -64,139 +63,141 @@ class Values(NamedTuple):
 
 
 class UpdateInfo(NamedTuple):
-    """`grad_norm` before clipping; `skipped` where it was not finite and the weights were left as they were."""
+    """`grad_norm` before clipping; `skipped`: it was not finite and the weights are unchanged."""
 
     grad_norm: float
     skipped: bool
 
 
-#: (log-probs [N], entropy [N], the micro-batch, its number) -> (this piece's share of the loss, sums for metrics).
+#: (log-probs [N], entropy [N], micro-batch, its number) -> (its share of the loss, sums for metrics).
 LossFunction = Callable[[Tensor, Tensor, Micro, int], tuple[Tensor, Mapping[str, Tensor]]]
 
 
 class Companion(Protocol):
-    """A model that trains beside the policy, with an optimizer of its own; in the checkpoints of the backend."""
+    """A model that trains next to the policy, with its own optimizer, in the backend's checkpoints."""
 
     def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
-        """As `Backend.train`; a critic's loss gets values in the place of log-probs, zeros in that of entropies."""
+        """Like `Backend.train`; a critic's loss gets values in place of log-probs, zeros in place of entropies."""
 
     def clip(self, max_norm: float) -> float:
-        """Clip the gradients to a global norm; what it was. Collective."""
+        """Clip the gradients to a global norm and return the norm before. Collective."""
 
     def apply(self, lr: float) -> None:
-        """Update with the gradients as they are, and forget them."""
+        """Update with the current gradients and clear them."""
 
     def discard(self) -> None:
-        """Forget the gradients without an update."""
+        """Clear the gradients without an update."""
 
 
 class Critic(Companion, Protocol):
     def values(self, micro: Sequence[MicroBatch]) -> list[Values]:
-        """Values of each micro-batch, without gradient. Collective."""
+        """Return values of each micro-batch, without gradient. Collective."""
 
 
 class ProcessRewardModel(Companion, Protocol):
-    """A language model whose log-ratio to a frozen one becomes process rewards."""
+    """A language model whose log-ratio to a frozen one gives process rewards."""
 
     def forward(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs `[N]` of each micro-batch, without gradient. Collective."""
+        """Return log-probs `[N]` of each micro-batch, without gradient. Collective."""
 
     def reference_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs `[N]` of each micro-batch under the frozen one. Collective."""
+        """Return log-probs `[N]` of each micro-batch under the frozen model. Collective."""
 
     def remember(self) -> None:
-        """Keep weights and optimizer as they are, for `restore`."""
+        """Store weights and optimizer for `restore`."""
 
     def restore(self) -> None:
-        """Back to what `remember` saw; nothing where there is nothing remembered."""
+        """Return to the state stored by `remember`, if there is one."""
 
     def release(self) -> None:
-        """Drop what `remember` saw."""
+        """Drop the state stored by `remember`."""
 
 
 class Snapshot(Protocol):
-    """This rank's part of a checkpoint, copied to the host."""
+    """A copy of this rank's part of a checkpoint, on the host."""
 
     def save(self, folder: Path) -> Path:
-        """Write it as `Backend.save` would have; the file. On any thread, with no word to the other ranks."""
+        """Write the file that `Backend.save` would have written. Runs on any thread, without collectives."""
 
 
 class Adapters(Protocol):
-    """What is published of a policy whose adapters alone train: the base once, then adapters."""
+    """What a policy with trained adapters publishes: the base once, then adapters."""
 
     settings: AdapterConfig
 
     def specs(self) -> list[WeightSpec]:
-        """What `iter_weights` gives, in its order: peft's names."""
+        """Return the specs of `iter_weights`, in its order, with peft's names."""
 
     def iter_weights(self) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-        """Name and bytes of every tensor of the adapter, as `Backend.iter_hf_weights` without lending. Collective."""
+        """Yield name and bytes of every adapter tensor, like `Backend.iter_hf_weights` without lending. Collective."""
 
     def iter_base(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-        """As `Backend.iter_hf_weights`, of the weights under the adapter. Collective."""
+        """Like `Backend.iter_hf_weights`, for the weights under the adapter. Collective."""
 
 
 class Backend(Protocol):
-    """A model that trains. Made by `Backend(config, gang)`; loads the start weights at once."""
+    """A model that trains. `Backend(config, gang)` loads the start weights."""
 
     @property
     def critic(self) -> Critic | None:
-        """The value model where the estimator in force needs values, else None."""
+        """The value model; None if the estimator needs no values."""
 
     @property
     def process_reward(self) -> ProcessRewardModel | None:
-        """The process reward model where the estimator in force needs process rewards, else None."""
+        """The process reward model; None if the estimator needs none."""
 
     @property
     def adapters(self) -> Adapters | None:
-        """Where versions are published as adapters (`asyncrl.config.mode.sends_adapters`), else None: as
-        whole weights."""
+        """The published adapters (`asyncrl.config.mode.sends_adapters`); None if versions are full weights."""
 
     def self_check(self) -> None:
-        """Raise `learner.packing` where rows as they are fed disagree with single sequences."""
+        """Raise `learner.packing` if packed rows disagree with single sequences."""
 
     def forward_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs `[N]` of each micro-batch, without gradient. Collective."""
+        """Return log-probs `[N]` of each micro-batch, without gradient. Collective."""
 
     def forward_numbers(self, micro: Sequence[MicroBatch], *, squares: bool = False) -> list[TokenNumbers]:
-        """Log-probs and entropies, and with `squares` sums of squares, all `[N]`, without gradient. Collective."""
+        """Return log-probs and entropies, and with `squares` sums of squares, all `[N]`, without gradient.
+        Collective.
+        """
 
     def reference_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs `[N]` of each micro-batch under the frozen start weights (`model.path`). Collective."""
+        """Return log-probs `[N]` of each micro-batch under the frozen start weights (`model.path`). Collective."""
 
     def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
-        """Forward and backward over all micro-batches; gradients add up. This rank's sums for metrics. Collective."""
+        """Run forward and backward over all micro-batches and add up gradients. Return this rank's sums. Collective."""
 
     def step(self, *, lr: float, max_norm: float) -> UpdateInfo:
-        """Clip, update, forget the gradients. Collective."""
+        """Clip, update and clear the gradients. Collective."""
 
     def discard(self) -> float:
-        """Forget the gradients without an update; their global norm. Collective."""
+        """Clear the gradients without an update and return their global norm. Collective."""
 
     def weight_specs(self) -> list[WeightSpec]:
-        """What `iter_hf_weights` gives, in its order."""
+        """Return the specs of `iter_hf_weights`, in its order."""
 
     def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-        """Name and bytes of every tensor, in the dtype of its spec (`weightsync.dtype`). Collective: every rank must
-        exhaust it, with `settle` or without. With it bytes may be lent: they change once it has returned; it is called
-        by this iterator, on the thread that asks for the next tensor."""
+        """Yield name and bytes of every tensor, in the dtype of its spec (`weightsync.dtype`). Collective: every rank
+        must exhaust it. With `settle`, bytes may be lent: they change after `settle` returned, which this iterator
+        calls on the thread that asks for the next tensor.
+        """
 
     def save(self, folder: Path) -> Path:
-        """Write this rank's part of weights, optimizer and generator states; the file. Collective."""
+        """Write this rank's part of weights, optimizer and generator states; return the file. Collective."""
 
     def snapshot(self) -> Snapshot:
-        """A copy on the host of what `save` would write now: no later update changes it. Collective."""
+        """Return a host copy of what `save` would write now. Collective."""
 
     def load(self, folder: Path) -> None:
-        """Undo of `save`, from any number of ranks. Collective."""
+        """Load what `save` wrote, from any number of ranks. Collective."""
 
     def export_hf(self, folder: Path) -> None:
-        """Write a Hugging Face folder with the tokenizer's files, by rank 0; the models beside the policy likewise, in
-        folders below it (`critic`, `process_reward`). Collective."""
+        """Write a Hugging Face folder with tokenizer files, by rank 0; companions in the folders `critic` and
+        `process_reward` below it. Collective.
+        """
 
 
 def to_device(micro: MicroBatch, device: torch.device) -> Micro:
-    """The tensors of a micro-batch, on the device."""
 
     def long(array: npt.NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
@@ -217,12 +218,12 @@ def to_device(micro: MicroBatch, device: torch.device) -> Micro:
 
 
 def published_dtype(config: Config) -> str:
-    """The dtype in which weights leave: `weightsync.dtype`, for `auto` that of the model."""
+    """Return the dtype of published weights: `weightsync.dtype`; for `auto` the dtype of the model."""
     return config.model.dtype if config.weightsync.dtype == "auto" else config.weightsync.dtype
 
 
 def tensor_bytes(tensor: Tensor, dtype: torch.dtype, *, lend: bool) -> npt.NDArray[np.uint8]:
-    """The bytes of a tensor in a dtype, on the host: a copy, or with `lend` the very bytes where they are as wanted."""
+    """Return the bytes of a tensor in a dtype, on the host: a copy, or with `lend` its own memory if that fits."""
     if lend and tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
         # Not tensor.numpy(): that pins the storage that it views, and FSDP could not free the whole layer.
         memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
@@ -232,7 +233,7 @@ def tensor_bytes(tensor: Tensor, dtype: torch.dtype, *, lend: bool) -> npt.NDArr
 
 
 def toy_samples(vocabulary: int) -> list[Sample]:
-    """Three sequences for the check at the start."""
+    """Return three sequences for the check at the start."""
     return [_toy(length, vocabulary) for length in (7, 12, 5)]
 
 

@@ -1,16 +1,16 @@
-"""A trained module as a Hugging Face folder.
+"""Writes a trained module as a Hugging Face folder.
 
 Guarantees:
-1. weights are those of every parameter, once, in the names and layout that `save_pretrained` would give them (fused
-   experts become single ones again), in files of bounded size (`shard_files`); buffers that a model stores and never
-   trains (the bias of DeepSeek's router) are those of the start weights;
-2. beside them lie config.json with the dtype of the weights, the generation config, tokenizer, chat template and code
-   of the start weights' folder;
-3. `write_folder` is collective: every rank takes part, rank 0 alone holds whole tensors and writes, and all return
-   after the folder is written.
-Peak memory of rank 0's host: one file (5 GB) and one tensor, with fused experts one layer's.
+1. weights have the names and layout of `save_pretrained` (fused experts become single ones), each parameter once, in
+   files of bounded size. Buffers that a model stores and never trains (the bias of DeepSeek's router) are those of the
+   start weights;
+2. the folder has config.json with the dtype of the weights, and the generation config, tokenizer, chat template and
+   code of the start weights;
+3. `write_folder` is collective: only rank 0 holds whole tensors and writes, and all ranks return after it.
 
-Example: `mlp.experts.gate_up_proj` [4, 32, 32] of a Qwen3-MoE leaves as 8 tensors [16, 32], gate_proj and up_proj of 4.
+Peak host memory of rank 0: one file (5 GB) and one tensor, with fused experts one layer.
+Example: `mlp.experts.gate_up_proj` [4, 32, 32] of a Qwen3-MoE becomes 8 tensors [16, 32]: gate_proj and up_proj of 4
+experts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from asyncrl.errors import UNREADABLE
 from learners.backends.safetensors_writer import MAX_BYTES, ShardFiles
 from learners.gang.gang import Gang
 
-#: What is copied from the folder of the start weights, by pattern.
-BESIDE = (
+#: Files copied from the folder of the start weights.
+COPIED_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "vocab.txt", "merges.txt", "tokenizer.model*", "*.tiktoken", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
@@ -50,10 +50,10 @@ def write_folder(
     generation: Any = None,
     max_bytes: int = MAX_BYTES,
 ) -> None:
-    """The folder of a model with this config; `tokenizer`: folder of the start weights. Collective.
+    """Write the folder of a model with this config; `tokenizer`: folder of the start weights. Collective.
 
-    `weights`: every parameter by its name in transformers, whole, valid until the next is asked for; `generation`: its
-    generation config where that folder has none.
+    `weights`: every parameter by its name in transformers, whole, valid until the next one; `generation`: its
+    generation config if the start folder has none.
     """
     writer = FolderWriter(folder, config, dtype=dtype, source=tokenizer, max_bytes=max_bytes) if gang.lead else None
     for name, tensor in weights:
@@ -65,18 +65,18 @@ def write_folder(
 
 
 class FolderWriter:
-    """Takes the tensors of a model one by one, on one process."""
+    """Takes the tensors of a model one by one, in one process."""
 
     def __init__(self, folder: Path, config: Any, *, dtype: torch.dtype, source: Path, max_bytes: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._source, self._dtype = folder, source, dtype
         self._config = config_for(config, source=source, dtype=dtype)
-        self._skeleton = skeleton_of(self._config)
+        self._skeleton = build_skeleton(self._config)
         self._pieces = Pieces(self._skeleton)
         self.files = ShardFiles(folder, max_bytes=max_bytes)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """A parameter by its name in transformers, whole; it may change afterwards."""
+        """Add a whole parameter by its name in transformers; it is copied."""
         self._take(self._pieces.add(name, tensor.to(device="cpu", dtype=self._dtype, copy=True)))
 
     def _take(self, found: dict[str, Tensor]) -> None:
@@ -84,13 +84,13 @@ class FolderWriter:
             self.files.add(name, tensor)
 
     def close(self, generation: Any = None) -> list[Path]:
-        """Write the rest; the files of weights."""
+        """Write the rest and return the files of weights."""
         self._take(self._pieces.close())
         for name, tensor in stored_buffers(self._skeleton, self._source):
             self.files.add(name, tensor)
         written = self.files.close()
         self._config.save_pretrained(self._folder)
-        patterns = (*BESIDE, "*.py") if getattr(self._config, "auto_map", None) else BESIDE
+        patterns = (*COPIED_FILES, "*.py") if getattr(self._config, "auto_map", None) else COPIED_FILES
         for path in sorted({path for pattern in patterns for path in self._source.glob(pattern)}):
             target = self._folder / path.relative_to(self._source)
             target.parent.mkdir(exist_ok=True)
@@ -101,9 +101,8 @@ class FolderWriter:
 
 
 class Pieces:
-    """Parameters as transformers has them in memory, into what it writes: most leave at once, as they are.
-
-    Where one written tensor is made of several parameters, those of a layer are held until the layer is whole.
+    """Converts parameters from their form in memory to the form in files. If a written tensor consists of several
+    parameters, the parameters of a layer are held until the layer is complete.
     """
 
     def __init__(self, skeleton: Any) -> None:
@@ -113,11 +112,11 @@ class Pieces:
         self._layer = ""
 
     def add(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Take one; what can leave."""
+        """Add a parameter and return the tensors that are ready."""
         if self._skeleton is None:
             return {name: tensor}
         if not self._by_layer:
-            return self._written({name: tensor})
+            return self._revert({name: tensor})
         words = name.split(".")
         number = next((place for place, word in enumerate(words) if word.isdigit()), len(words) - 1)
         layer, ready = ".".join(words[: number + 1]), {}
@@ -128,20 +127,20 @@ class Pieces:
 
     def close(self) -> dict[str, Tensor]:
         held, self._held = self._held, {}
-        return self._written(held) if held else {}
+        return self._revert(held) if held else {}
 
-    def _written(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _revert(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
 
         made: dict[str, Tensor] = revert_weight_conversion(self._skeleton, found)
-        # A slice of a fused tensor would keep all of it in memory, and count only itself.
+        # A slice would keep the whole fused tensor in memory.
         return {
             name: part.clone() if part.nbytes < part.untyped_storage().nbytes() else part for name, part in made.items()
         }
 
 
 def _joins(skeleton: Any) -> bool:
-    """Whether a written tensor is made of several parameters."""
+    """Whether a written tensor consists of several parameters."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -152,7 +151,7 @@ def _joins(skeleton: Any) -> bool:
 
 
 def config_for(config: Any, *, source: Path, dtype: torch.dtype) -> Any:
-    """The config as it is written: with the dtype of the weights and the cache that the learner switches off."""
+    """Return the config to write: with the dtype of the weights, and the cache setting that the learner disables."""
     own = copy.deepcopy(config)
     try:
         given = json.loads((source / "config.json").read_text())
@@ -163,8 +162,8 @@ def config_for(config: Any, *, source: Path, dtype: torch.dtype) -> Any:
     return own
 
 
-def skeleton_of(config: Any) -> Any:
-    """The model of a config without memory for its weights; None where its class cannot be made so."""
+def build_skeleton(config: Any) -> Any:
+    """Return the model of a config without memory for weights; None if its class does not support that."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kinds = getattr(config, "architectures", None) or [""]
@@ -172,12 +171,12 @@ def skeleton_of(config: Any) -> Any:
     try:
         with torch.device("meta"):
             return auto.from_config(config, trust_remote_code=bool(getattr(config, "auto_map", None)))
-    except Exception:  # a foreign class may raise anything; its tensors then leave under the names that they have
+    except Exception:  # a foreign class may raise anything; its tensors keep their names
         return None
 
 
 def stored_buffers(skeleton: Any, source: Path) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the start weights that a model stores and that are no parameters."""
+    """Yield tensors of the start weights that a model stores and that are not parameters."""
     from learners.backends.safetensors_writer import open_tensors
 
     if skeleton is None:

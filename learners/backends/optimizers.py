@@ -1,18 +1,17 @@
-"""Optimizers of a sharded module, as `[learner.optim]` names them.
+"""Optimizers of a sharded module, by their names in `[learner.optim]`.
 
-Made by `fsdp2` for the policy and by `companion` for the models beside it; `sharded` steps, saves and loads them.
 Guarantees:
-1. every parameter that trains is in exactly one optimizer; parameters of several meshes are in groups of their own,
-   since kernels over many tensors refuse to mix them;
-2. `prime` makes every state as the first step would, without changing a weight: a checkpoint names the same tensors
-   before the first update as after it;
-3. AdamW's fused kernel runs where the device has one and the states are on it;
-4. `adamw_8bit` (arXiv 2110.02861, by torchao) keeps both moments in 8 bits with a scale for each block of 256; where a
-   rank's part of a tensor is smaller than 4096 or no multiple of 256, in float32. Master weights stay float32.
-`muon` is for the matrices of the decoder layers; embeddings, heads, norms, biases and fused experts have AdamW with the
-same learning rate: Muon's updates are scaled to the size of AdamW's (arXiv 2502.16982, eq. 4). Its iteration runs in
-bfloat16 over the whole matrix: results on several ranks equal those on one up to that precision.
+1. every trained parameter is in exactly one optimizer; parameters of different meshes are in different groups, because
+   fused kernels do not mix them;
+2. `prime` creates every state without changing a weight: a checkpoint has the same tensors before the first update as
+   after it;
+3. AdamW's fused kernel is used if the device has one and holds the states;
+4. `adamw_8bit` (arXiv 2110.02861, by torchao) stores both moments in 8 bits with a scale for each block of 256; in
+   float32 if a rank's part of a tensor is smaller than 4096 or no multiple of 256. Master weights stay float32.
 
+`muon` trains the matrices of the decoder layers; embeddings, heads, norms, biases and fused experts use AdamW with the
+same learning rate, because Muon's updates are scaled to the size of AdamW's (arXiv 2502.16982, eq. 4). It iterates in
+bfloat16 over the whole matrix: several ranks equal one up to that precision.
 Example: Qwen3 with 2 layers and tied embeddings: 14 matrices in Muon, the embedding and 9 norms in AdamW.
 """
 
@@ -30,17 +29,17 @@ from asyncrl.errors import ConfigError
 
 
 class Optimizers:
-    """One or two optimizers of torch as one."""
+    """One or two torch optimizers as one."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self._parts = parts
 
     def step(self, lr: float) -> None:
-        """Update with the gradients as they are."""
+        """Update with the current gradients."""
         for part in self._parts:
             for group in part.param_groups:
                 if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(lr)  # torchao's is a tensor, so that its kernel is compiled once
+                    group["lr"].fill_(lr)  # torchao uses a tensor, so that its kernel compiles once
                 else:
                     group["lr"] = lr
             with _plain_on_a_cpu(part):
@@ -51,11 +50,11 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
     def states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """What is remembered of a parameter, by name."""
+        """Return the states of a parameter, by name."""
         return next((part.state[parameter] for part in self._parts if part.state.get(parameter)), {})
 
     def move(self, device: torch.device) -> None:
-        """Take what is remembered of every parameter to a device. Step counts stay where they are."""
+        """Move the states of every parameter to a device, without step counts."""
         for part in self._parts:
             for state in part.state.values():
                 for name, value in state.items():
@@ -63,7 +62,7 @@ class Optimizers:
                         state[name] = value.to(device)
 
     def prime(self) -> None:
-        """Make the states that are not there yet."""
+        """Create missing states."""
         for part in self._parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
@@ -72,7 +71,7 @@ class Optimizers:
 
 
 def _plain_on_a_cpu(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
-    """torchao compiles its step: on a CPU that takes longer than the steps of a short run, and a compiler."""
+    """Disable torchao's compilation on a CPU, which takes longer than a short run."""
     if _is_8bit(part) and all(one.device.type == "cpu" for group in part.param_groups for one in group["params"]):
         eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
         return eager
@@ -93,7 +92,7 @@ def _fresh(part: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
         }
     if isinstance(part, torch.optim.Muon):
         return {"momentum_buffer": torch.zeros_like(parameter)}
-    # Fused kernels want the step count beside the parameter, the others on the host.
+    # Fused kernels need the step count on the device of the parameter, the others on the host.
     device = parameter.device if part.defaults.get("fused") else torch.device("cpu")
     return {
         "step": torch.zeros((), dtype=torch.float32, device=device),
@@ -103,7 +102,7 @@ def _fresh(part: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 
 
 def make_optimizer(module: nn.Module, layers: Iterable[nn.Module], optim: OptimConfig, *, fused: bool) -> Optimizers:
-    """The optimizer of the parameters of a sharded module that train; `layers` are its decoder layers."""
+    """Return the optimizer of a sharded module's trained parameters; `layers` are its decoder layers."""
     matrices: list[nn.Parameter] = []
     if optim.name == "muon":
         matrices = [parameter for layer in layers for parameter in layer.parameters() if parameter.dim() == 2]
@@ -113,7 +112,7 @@ def make_optimizer(module: nn.Module, layers: Iterable[nn.Module], optim: OptimC
     if matrices:
         parts.append(
             torch.optim.Muon(
-                list(_by_mesh(matrices)),
+                list(_mesh_groups(matrices)),
                 lr=optim.lr,
                 weight_decay=optim.weight_decay,
                 momentum=optim.momentum,
@@ -127,7 +126,7 @@ def make_optimizer(module: nn.Module, layers: Iterable[nn.Module], optim: OptimC
             kind, options = _adamw_8bit(), {}
         parts.append(
             kind(
-                list(_by_mesh(rest)),
+                list(_mesh_groups(rest)),
                 lr=optim.lr,
                 betas=(optim.beta1, optim.beta2),
                 eps=optim.eps,
@@ -139,9 +138,10 @@ def make_optimizer(module: nn.Module, layers: Iterable[nn.Module], optim: OptimC
 
 
 def _adamw_8bit() -> Any:
-    """
+    """Import the class.
+
     Raises:
-        ConfigError: `config.extra`, without torchao.
+        ConfigError: `config.extra`: torchao is missing.
     """
     try:
         from torchao.optim import AdamW8bit
@@ -151,7 +151,7 @@ def _adamw_8bit() -> Any:
     return AdamW8bit
 
 
-def _by_mesh(parameters: Iterable[nn.Parameter]) -> Iterator[dict[str, Any]]:
+def _mesh_groups(parameters: Iterable[nn.Parameter]) -> Iterator[dict[str, Any]]:
     found: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)

@@ -1,16 +1,15 @@
-"""Whole tensors into safetensors files of bounded size, with the index that transformers and vLLM read.
+"""Writes whole tensors into safetensors files of bounded size, with the index that transformers and vLLM read.
 
 Guarantees:
-1. it holds the tensors of one file at most, and what it is given: a file is written as soon as the next tensor would
-   make it larger than `max_bytes`, straight from the tensors' memory, without a copy;
-2. one file is `model.safetensors`; several are `model-00001-of-00003.safetensors` and so on, and
-   `model.safetensors.index.json` says which tensor lies where. A tensor that is larger has a file of its own;
-3. the files have their names only when all of them are whole and on the disk; those of an earlier export then go;
-4. a name that comes twice is `internal`.
-Inside a file tensors lie by width of their elements, then by name: the same tensors in the same order give the same
-bytes.
+1. it holds the tensors of at most one file: a file is written when the next tensor would exceed `max_bytes`, directly
+   from the tensors' memory;
+2. one file is `model.safetensors`; several are `model-00001-of-00003.safetensors` and so on, with
+   `model.safetensors.index.json`. A tensor above the limit has its own file;
+3. files get their names only when all are complete and synced; files of an earlier export are then removed;
+4. a repeated name raises `internal`.
 
-Example: tensors of 3, 3 and 5 GB with 5 GB: three files; with 6 GB: two.
+Inside a file tensors are sorted by element size, then by name: the same tensors in the same order give the same bytes.
+Example: tensors of 3, 3 and 5 GB with a limit of 5 GB: three files; with 6 GB: two.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ NAMES = {
 
 
 class ShardFiles:
-    """Writes into `folder`, which exists."""
+    """Writes into an existing folder."""
 
     def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
         self._folder, self._max_bytes = folder, max_bytes
@@ -55,7 +54,7 @@ class ShardFiles:
         self.elements = self.bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor that lies on the host and stays as it is."""
+        """Add a tensor on the host, which must not change."""
         if name in self._known:
             raise AsyncRLError("internal", f"{name} is exported twice")
         self._known.add(name)
@@ -67,10 +66,10 @@ class ShardFiles:
         self.bytes += tensor.nbytes
 
     def close(self) -> list[Path]:
-        """Write what is left, and give all files their names; the files.
+        """Write the rest and name all files; return them.
 
         Raises:
-            OSError: the disk is full, for one.
+            OSError: for example the disk is full.
         """
         if self._held or not self._written:
             self._write()
@@ -101,7 +100,7 @@ class ShardFiles:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """One safetensors file: the length of the header, the header, the tensors' bytes; synced."""
+    """Write and sync one safetensors file: the length of the header, the header, the bytes of the tensors."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
@@ -114,7 +113,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         }
         place += one.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the first tensor begins at a multiple of 8
+    text += b" " * (-len(text) % 8)  # align the first tensor to 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
@@ -125,7 +124,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def open_tensors(path: Path) -> Any:
-    """A safetensors file, open: what its `__exit__` closes."""
+    """Open a safetensors file; close it with its `__exit__`."""
     from safetensors import safe_open
 
     file: Any = safe_open(path, framework="pt")

@@ -1,17 +1,18 @@
-"""Sharded training state in safetensors files: one per rank, read back by any number of ranks in any layout.
+"""Sharded training state in safetensors files: one per rank, readable by any number of ranks in any layout.
 
-Each rank writes the box (a range of every dimension) that it holds of every tensor; where the boxes
-lie stands as JSON in the file's metadata. `torch.distributed.checkpoint` would do the same, but it pickles its metadata
-and its plans, and this project reads no pickle. Guarantees:
+Each rank writes its box (a range of every dimension) of every tensor; the starts of boxes are JSON in the file's
+metadata. `torch.distributed.checkpoint` would need pickle.
+
+Guarantees:
 1. a file holds plain tensors and text: reading it runs no code;
 2. loading fills every element of every tensor, or raises `learner.checkpoint`;
-3. what several ranks hold alike (a replica, a step count) is written by one of them;
-4. a tensor that is held in 8 bits is written so (codes, scales, values of codes, as `NAME#part`): the same box gets the
-   same bits back, any other layout and any other optimizer the numbers that they stand for.
-It does not make the files durable or complete as a set: `learners.checkpoints.checkpoint` does.
+3. what several ranks hold (a replica, a step count) is written by one of them;
+4. an 8-bit tensor is written in 8 bits (codes, scales, values of codes, as `NAME#part`): the same box is restored bit
+   by bit, any other layout or optimizer gets the numbers.
 
-Example: `[10, 4]` on 2 replicas of 2 ranks: rank 0 writes rows 0..4 with start 0, rank 1 rows 5..9 with start 5, and
-ranks 2 and 3 nothing. With the columns split over 2 ranks as well: rows 0..4, columns 2..3 have start [0, 2].
+`learners.checkpoints.checkpoint` makes the files durable and complete as a set.
+Example: `[10, 4]` on 2 replicas of 2 ranks: rank 0 writes rows 0..4 with start 0, rank 1 rows 5..9 with start 5, ranks
+2 and 3 nothing. With columns split over 2 ranks as well: rows 0..4, columns 2..3 have start [0, 2].
 """
 
 from __future__ import annotations
@@ -32,37 +33,37 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from asyncrl.errors import AsyncRLError
 
 _EXTRA = "extra/"
-#: Of a tensor in 8 bits (arXiv 2110.02861): number i is `qmap[codes[i]] * scale[i // block]`.
+#: Parts of an 8-bit tensor (arXiv 2110.02861): number i is `qmap[codes[i]] * scale[i // block]`.
 PARTS = ("codes", "scale", "qmap")
-#: As files hold it: the first row of a slab of rows, or the first index of every dimension.
+#: In files: the first row of a slab of rows, or the first index of every dimension.
 Start = int | tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """What a rank holds of a tensor: a range of every dimension. `first`: no rank before it holds the same."""
+    """A rank's part of a tensor: a range of every dimension. `first`: no earlier rank holds the same."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
     first: bool
 
 
-def box_of(tensor: Tensor) -> Box:
-    """This rank's box of a tensor; all of it where the tensor is not distributed.
+def local_box(tensor: Tensor) -> Box:
+    """Return this rank's box of a tensor; the whole if the tensor is not distributed.
 
     Raises:
-        AsyncRLError: `internal`, for layouts whose parts are no boxes.
+        AsyncRLError: `internal`: the part is not a box.
     """
     start, shape = [0] * tensor.dim(), list(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Box(tuple(start), tuple(shape), first=True)
     mesh, later = tensor.device_mesh, []
-    first = int(mesh.mesh.min()) == 0  # of meshes side by side that hold the same, the one with rank 0
+    first = int(mesh.mesh.min()) == 0  # of several meshes with the same content, the one with rank 0
     for dimension, placement in enumerate(tensor.placements):
         place, size = mesh.get_local_rank(dimension), mesh.size(dimension)
         if isinstance(placement, Replicate):
             first = first and place == 0
         elif isinstance(placement, _StridedShard):
-            # Cut last, although it stands first: FSDP over what tensor or expert parallelism has already cut.
+            # Apply it last: FSDP shards what tensor or expert parallelism has already split.
             later.append((placement.dim % tensor.dim(), place, size))
         elif isinstance(placement, Shard):
             _cut(start, shape, placement.dim % tensor.dim(), place, size)
@@ -76,31 +77,30 @@ def box_of(tensor: Tensor) -> Box:
 
 
 def _cut(start: list[int], shape: list[int], dim: int, place: int, size: int) -> None:
-    """As `torch.chunk`: every rank gets ceil(length / size), the last ones what is left."""
+    """Like `torch.chunk`: every rank gets ceil(length / size), the last ones the rest."""
     each, length = -(-shape[dim] // size), shape[dim]
     low = min(each * place, length)
     start[dim] += low
     shape[dim] = min(each, length - low)
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def parts_of(tensor: Tensor) -> dict[str, Tensor]:
-    """What this rank holds of a tensor, by what comes after its name in a file: numbers, or what stands for them."""
-    local = local_of(tensor)
+def local_parts(tensor: Tensor) -> dict[str, Tensor]:
+    """Return this rank's tensors for the file, by suffix of the name."""
+    local = local_tensor(tensor)
     return {f"#{part}": getattr(local, part) for part in PARTS} if hasattr(local, "codes") else {"": local}
 
 
 def shard_path(folder: Path, rank: int) -> Path:
-    """Where a rank writes."""
     return folder / f"shard_{rank:05d}.safetensors"
 
 
 class HostShard(NamedTuple):
-    """What a rank writes: tensors on the host, where those that are boxes begin, and what they are for (`about_of`)."""
+    """Content of a rank's file: tensors on the host, the starts of their boxes, and a note (`read_about`)."""
 
     rank: int
     tensors: dict[str, Tensor]
@@ -108,35 +108,35 @@ class HostShard(NamedTuple):
     about: str = ""
 
     def save(self, folder: Path) -> Path:
-        """Write the file; where."""
+        """Write the file and return its path."""
         path = shard_path(folder, self.rank)
         notes = {"about": self.about} if self.about else {}
         try:
             save_file(self.tensors, path, metadata={"starts": msgspec.json.encode(self.starts).decode(), **notes})
-        except SafetensorError as error:  # what the library makes of a full disk
+        except SafetensorError as error:  # for example a full disk
             raise OSError(str(error)) from error
         return path
 
 
-def shard_of(
+def host_shard(
     state: Mapping[str, Tensor], *, rank: int, extra: Mapping[str, Tensor], copy: bool, about: str = ""
 ) -> HostShard:
-    """This rank's boxes and its own `extra` tensors; `copy`: such as no later update changes."""
+    """Return this rank's boxes and its `extra` tensors; `copy`: no later update changes them."""
     tensors: dict[str, Tensor] = {_EXTRA + name: value for name, value in extra.items()}
     starts: dict[str, Start] = {}
     for name, value in state.items():
         if not isinstance(value, DTensor) and rank > 0:
             continue
-        box, local = box_of(value), local_of(value)
+        box, local = local_box(value), local_tensor(value)
         if local.numel() and box.first:
-            for part, held in parts_of(value).items():
+            for part, held in local_parts(value).items():
                 tensors[name + part] = held.detach().to("cpu", copy=copy).contiguous()
             starts[name] = box.start if any(box.start[1:]) else (box.start or (0,))[0]
     return HostShard(rank, tensors, starts, about)
 
 
-def about_of(folder: Path) -> str:
-    """What `shard_of` was told that these files are for; empty where nothing was said."""
+def read_about(folder: Path) -> str:
+    """Return the note of `host_shard`; empty if there is none."""
     for path in sorted(folder.glob("shard_*.safetensors"))[:1]:
         with safe_open(path, framework="pt") as file:
             return str(file.metadata().get("about", ""))
@@ -144,12 +144,12 @@ def about_of(folder: Path) -> str:
 
 
 def load_shards(folder: Path, state: Mapping[str, Tensor], *, rank: int, ranks: int) -> dict[str, Tensor]:
-    """Fill the tensors of `state` in place; this rank's extras where the number of files equals `ranks`, else none."""
+    """Fill the tensors of `state` in place. Return this rank's extras if the number of files equals `ranks`."""
     paths = sorted(folder.glob("shard_*.safetensors"))
-    boxes = {name: box_of(value) for name, value in state.items()}
+    boxes = {name: local_box(value) for name, value in state.items()}
     missing = {name: math.prod(box.shape) for name, box in boxes.items()}
     extra: dict[str, Tensor] = {}
-    numbers: dict[str, Tensor] = {}  # of tensors in 8 bits, where a file has them in other boxes
+    numbers: dict[str, Tensor] = {}  # of 8-bit tensors with other boxes in the file
     for number, path in enumerate(paths):
         with safe_open(path, framework="pt") as file:
             starts = msgspec.json.decode(file.metadata()["starts"], type=dict[str, Start])
@@ -162,24 +162,25 @@ def load_shards(folder: Path, state: Mapping[str, Tensor], *, rank: int, ranks: 
     if short := [name for name, elements in missing.items() if elements]:
         raise AsyncRLError("learner.checkpoint", f"{short[0]} and {len(short) - 1} others are not in {folder}")
     for name, values in numbers.items():
-        local_of(state[name]).copy_(values)
+        local_tensor(state[name]).copy_(values)
     return extra
 
 
 @torch.no_grad()
 def _fill(target: Tensor, box: Box, file: Any, name: str, start: Start, numbers: dict[str, Tensor]) -> int:  # noqa: PLR0917
-    """Copy the elements that the file and this rank have in common; how many. Tensors in 8 bits go to `numbers`, but
-    where the file has the very same box."""
-    local = local_of(target)
+    """Copy the elements that the file and this rank share; return their number. 8-bit tensors go to `numbers`, unless
+    the file has the same box.
+    """
+    local = local_tensor(target)
     if target.dim() == 0:
         local.copy_(file.get_tensor(name))
         return 1
-    narrow, written = "#codes" in parts_of(target), name + "#codes" in file.keys()  # noqa: SIM118
+    narrow, written = "#codes" in local_parts(target), name + "#codes" in file.keys()  # noqa: SIM118
     piece = file.get_slice(name + "#codes" if written else name)
     shape = tuple(piece.get_shape())
     begin = (start, *[0] * (len(shape) - 1)) if isinstance(start, int) else tuple(start)
     if narrow and written and (begin, shape) == (box.start, box.shape) and _same_blocks(target, file, name):
-        for part, held in parts_of(target).items():
+        for part, held in local_parts(target).items():
             held.copy_(file.get_tensor(name + part))
         return math.prod(shape)
     mine, theirs, count = [], [], 1
@@ -197,11 +198,11 @@ def _fill(target: Tensor, box: Box, file: Any, name: str, start: Start, numbers:
 
 
 def _same_blocks(target: Tensor, file: Any, name: str) -> bool:
-    return tuple(file.get_slice(f"{name}#scale").get_shape()) == tuple(parts_of(target)["#scale"].shape)
+    return tuple(file.get_slice(f"{name}#scale").get_shape()) == tuple(local_parts(target)["#scale"].shape)
 
 
 def _numbers(file: Any, name: str) -> Tensor:
-    """What a box in 8 bits stands for."""
+    """Decode an 8-bit box."""
     codes, scale, qmap = (file.get_tensor(f"{name}#{part}") for part in PARTS)
     values: Tensor = qmap[codes.int()].view(scale.numel(), -1) * scale[:, None]
     return values.view(codes.shape)

@@ -1,17 +1,16 @@
-"""Start weights read part by part: a model is made without memory and split, and then each rank reads what it keeps.
+"""Reads start weights in parts: a model is created without memory and split, then each rank reads its own parts.
 
 Guarantees:
-1. weights are bit by bit those of transformers' `from_pretrained`, and so are the buffers that no file holds (rotary
-   frequencies): they are computed by the model's own code before anything is split;
-2. a rank reads the elements of its own boxes and no others; of a model it never holds more in host memory than its
-   part in float32 and one box as the file has it;
+1. weights equal those of transformers' `from_pretrained`, bit by bit, and so do computed buffers (rotary frequencies),
+   which the model's own code fills before the split;
+2. a rank reads only the elements of its own boxes; it holds at most its part in float32 and one box as in the file;
 3. tied weights stay one parameter;
-4. what cannot be read so is said (`Unfit`), before anything is split: the caller then reads the model whole.
-Only safetensors files are read so, under the names that the model has or that transformers renames to them; of its
-conversions those that stack the matrices of single experts. Quantized files are read whole.
+4. models that cannot be read this way raise `Unfit` before anything is split; the caller then reads the whole model.
 
-Example: 2 ranks, a matrix `[10, 4]`: rank 1 reads rows 5..9 of the file. A mixture of 8 experts with expert = 2: rank 1
-reads gate and up of the experts 4..7 and stacks them.
+Supported are safetensors files with the names of the model or names that transformers renames, and conversions that
+stack the matrices of experts. Quantized files are read whole.
+Example: 2 ranks, a matrix `[10, 4]`: rank 1 reads rows 5..9. A mixture of 8 experts with expert = 2: rank 1 reads gate
+and up of the experts 4..7 and stacks them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import UNREADABLE, AsyncRLError
-from learners.backends.sharded_checkpoint import Box, box_of
+from learners.backends.sharded_checkpoint import Box, local_box
 from learners.models.score_model import new_head, scalar_head
 
 _MARK = "_asyncrl_start"
@@ -37,18 +36,18 @@ ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Unfit(Exception):
-    """Why a model cannot be read part by part."""
+    """A model that cannot be read in parts, and why."""
 
 
 class Source(NamedTuple):
-    """Where a tensor stands: one name of the files; or `stacked`: the names of each expert, joined along its rows."""
+    """Place of a tensor in the files: one name; or `stacked`: the names of each expert, joined along rows."""
 
     names: tuple[tuple[str, ...], ...]
     stacked: bool = False
 
 
 class Start:
-    """What `fill` needs of a folder. `made`: tensors that no file holds, such as a new scalar head."""
+    """What `fill` needs from a folder. `made`: tensors in no file, such as a new scalar head."""
 
     def __init__(self, files: Mapping[str, Path], sources: Mapping[str, Source], made: Mapping[str, Tensor]) -> None:
         self._files = files
@@ -57,23 +56,23 @@ class Start:
         self._open: dict[Path, Any] = {}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The elements of a box of a tensor, as the file has them.
+        """Return the elements of a box, as the file has them.
 
         Raises:
-            AsyncRLError: `internal`, for a name that the model did not have when it was described.
+            AsyncRLError: `internal`: the model did not have this name in `describe_model`.
         """
         if name in self._made:
             return self._made[name][_range(box.start, box.shape)]
         if name not in self._sources:
-            raise AsyncRLError("internal", f"{name} is in no file: it was made after the weights were looked for")
+            raise AsyncRLError("internal", f"{name} is in no file: the model created it later")
         names, stacked = self._sources[name]
         if not stacked:
             return self._slice(names[0][0], box.start, box.shape)
         experts = names[box.start[0] : box.start[0] + box.shape[0]]
-        return torch.stack([self._joined(parts, box.start[1:], box.shape[1:]) for parts in experts])
+        return torch.stack([self._join(parts, box.start[1:], box.shape[1:]) for parts in experts])
 
-    def _joined(self, parts: Sequence[str], start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Of matrices below each other a range of rows and columns."""
+    def _join(self, parts: Sequence[str], start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """Return a range of rows and columns from matrices stacked along rows."""
         found, above = [], 0
         for part in parts:
             rows = self.shape(part)[0]
@@ -89,7 +88,7 @@ class Start:
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor in the files."""
+        """Return the shape of a tensor in the files."""
         return tuple(self._file(name).get_slice(name).get_shape())
 
     def _file(self, name: str) -> Any:
@@ -99,7 +98,6 @@ class Start:
         return self._open[path]
 
     def close(self) -> None:
-        """Let go of the files."""
         self._open.clear()
 
 
@@ -110,14 +108,14 @@ def _range(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
 # ---------------------------------------------------------------- before the split
 
 
-def described(path: str, *, scorer: bool, seed: int, **options: Any) -> Any:
-    """The model of a folder as transformers makes it, without its weights: `fill` reads them once it is split.
+def describe_model(path: str, *, scorer: bool, seed: int, **options: Any) -> Any:
+    """Return the model of a folder without its weights; `fill` reads them after the split.
 
-    `scorer`: a classifier with one label; its head is made from `seed` where the folder has none, as in
-    `score_model.load_scorer`. `options` as `from_pretrained` takes them.
+    `scorer`: a classifier with one label; without a head in the folder a new one is made from `seed`, as in
+    `score_model.load_scorer`. `options` as for `from_pretrained`.
 
     Raises:
-        Unfit: where the files do not hold the weights one by one.
+        Unfit: the files do not hold the weights one by one.
         OSError, ValueError: the folder cannot be read.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -155,7 +153,7 @@ def described(path: str, *, scorer: bool, seed: int, **options: Any) -> Any:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Which file holds which name."""
+    """Return the file of each tensor name."""
     try:
         if (folder / ONE).exists():
             with safe_open(folder / ONE, framework="pt") as file:
@@ -169,9 +167,9 @@ def _files(folder: Path) -> dict[str, Path]:
 
 @torch.no_grad()
 def _settle_buffers(model: Any) -> None:
-    """Real buffers where no file holds them, computed by the model's own code, as `from_pretrained` does it."""
+    """Compute the buffers that no file holds with the model's own code, like `from_pretrained`."""
     for tensor in (*model.parameters(), *model.buffers()):
-        tensor._is_hf_initialized = True  # the mark of transformers: leave these alone
+        tensor._is_hf_initialized = True  # tells transformers to skip them
     fresh = []
     for name, buffer in list(model.named_non_persistent_buffers()):
         parent, _, own = name.rpartition(".")
@@ -184,22 +182,22 @@ def _settle_buffers(model: Any) -> None:
         raise Unfit(f"its code wants real weights: {error}") from error
     for name, real in fresh:
         if bool(real.isnan().any()) if real.is_floating_point() else real.numel():
-            raise Unfit(f"its buffer {name} is computed where it is made")
+            raise Unfit(f"its buffer {name} is computed in the constructor")
 
 
 def _generation(model: Any, path: str) -> None:
-    """The generation config of the folder, as `from_pretrained` sets it."""
+    """Set the generation config of the folder, like `from_pretrained`."""
     from transformers import GenerationConfig
 
     if model.can_generate():
         try:
             model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
         except OSError:
-            return  # none there: that of the model stays
+            return  # keep the model's own
 
 
 def _sources(model: Any, files: Mapping[str, Path]) -> dict[str, Source]:
-    """Where each tensor of the model stands, by the names that transformers gives those of the files."""
+    """Return the place of each tensor, by the names that transformers gives to those of the files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -208,7 +206,7 @@ def _sources(model: Any, files: Mapping[str, Path]) -> dict[str, Source]:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     found: dict[str, Source] = {}
-    pieces: dict[str, dict[int, dict[int, str]]] = {}  # of stacked ones: expert, part, name
+    pieces: dict[str, dict[int, dict[int, str]]] = {}  # stacked tensors: expert -> part -> name
     for name in files:
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if pattern is None:
@@ -227,7 +225,7 @@ def _sources(model: Any, files: Mapping[str, Path]) -> dict[str, Source]:
 
 
 def _piece(name: str, pattern: str, converters: Sequence[Any]) -> tuple[int, int]:
-    """Number of the expert and place of the part that a name of the files is for."""
+    """Return the expert and the part that a name in the files belongs to."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     rule = next(rule for rule in converters if pattern in rule.source_patterns)
@@ -241,16 +239,16 @@ def _piece(name: str, pattern: str, converters: Sequence[Any]) -> tuple[int, int
     return int(number[1]), rule.source_patterns.index(pattern)
 
 
-def _wanted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a folder must hold: parameters, a tied one once, and the buffers that are saved."""
+def _stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor that a folder must hold: parameters, a tied one once, and saved buffers."""
     yield from model.named_parameters()
     real = {name for name, _ in model.named_non_persistent_buffers()}  # type: ignore[operator]
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in real)
 
 
 def _check(model: Any, start: Start, sources: Mapping[str, Source], made: Mapping[str, Tensor]) -> None:
-    """Raise `Unfit` where a tensor is missing or has another shape, or where both of a tied pair stand in the files."""
-    wanted = dict(_wanted(model))
+    """Raise `Unfit` if a tensor is missing, has another shape, or if both tensors of a tied pair are in the files."""
+    wanted = dict(_stored_tensors(model))
     if doubled := sorted((model.state_dict().keys() - wanted.keys()) & sources.keys()):
         raise Unfit(f"its files hold {doubled[0]}, which is tied to another tensor")
     for name, tensor in wanted.items():
@@ -272,14 +270,13 @@ def _check(model: Any, start: Start, sources: Mapping[str, Source], made: Mappin
 
 @torch.no_grad()
 def fill(model: Any, device: torch.device) -> int:
-    """Give a split model of `described` its weights on a device; how many elements were read. Not collective.
-
-    A model that is whole already is left as it is: 0.
+    """Load the weights of a split `describe_model` model to a device. Return the number of elements read; 0 for a
+    complete model. Not collective.
     """
     start: Start | None = model.__dict__.pop(_MARK, None)
     if start is None:
         return 0
-    known: dict[int, tuple[Tensor, Tensor]] = {}  # the old one too: while it lives, its id is its own
+    known: dict[int, tuple[Tensor, Tensor]] = {}  # keep the old one alive, so that its id stays unique
     count = 0
     try:
         for prefix, module in model.named_modules():
@@ -288,7 +285,7 @@ def fill(model: Any, device: torch.device) -> int:
                     if old is None or not old.is_meta:
                         continue
                     if id(old) not in known:
-                        box = box_of(old)
+                        box = local_box(old)
                         local = torch.empty(box.shape, dtype=old.dtype, device=device)
                         if local.numel():
                             local.copy_(start.read(f"{prefix}.{own}" if prefix else own, box))
@@ -301,7 +298,7 @@ def fill(model: Any, device: torch.device) -> int:
 
 
 def _like(old: Tensor, local: Tensor) -> Tensor:
-    """A tensor in the layout of another, with this as its part; a parameter where that is one."""
+    """Return a tensor (or parameter) in the layout of another, with this local part."""
     new = local
     if isinstance(old, DTensor):
         new = DTensor.from_local(

@@ -1,14 +1,15 @@
-"""The learner's archive: every claimed batch as a file, before its step trains.
+"""The learner's archive: every claimed batch as a file, written before its step trains.
 
-Beside the batches lie the
-configurations they were trained under (`config-<digest>.toml`) and what was taken out (`quarantined.jsonl`).
+The folder also holds the configurations (`config-<digest>.toml`) and the quarantined groups (`quarantined.jsonl`).
+
 Guarantees:
-1. the batch of a step is on the disk, whole and synced, before the step trains; a file is never half written;
-2. a batch that comes back after a restart is compared with what is there: the same groups, samples and rewards leave
-   the file as it is; others are said aloud, and the file is written anew, as the weights will hold the new ones;
-3. a full disk costs the archive of that step, which is said and counted, and ends nothing;
-4. `recorded` gives a batch as `LearnerClient.claim` gave it, bit by bit.
-What it costs: about 8 bytes per token (ids and log-probs) and one fsync per step; nothing is ever removed.
+1. the batch of a step is complete and synced on disk before the step trains; a file is never half written;
+2. a batch that comes again after a restart is compared with the file. If groups, samples or rewards differ, a warning
+   is printed and the file is replaced, because the weights will contain the new batch;
+3. a full disk loses the archive of that step; it is reported and counted, and the run continues;
+4. `read_step` returns a batch exactly as `LearnerClient.claim` returned it.
+
+Cost: about 8 bytes per token (ids and log-probs) and one fsync per step; nothing is removed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Say = Callable[[str], None]
 
 
 class Archive:
-    """Writes. `lost` counts the steps that could not be written."""
+    """Writes batches. `lost` counts the steps that could not be written."""
 
     def __init__(self, config: Config, *, say: Say) -> None:
         self.folder = RunDir(config.run_dir).archive
@@ -47,7 +48,7 @@ class Archive:
         self._text = text
 
     def put(self, batch: ClaimedBatch, *, epoch: int) -> None:
-        """Record the batch as it was claimed, unless it is there."""
+        """Record the batch as it was claimed, unless the file has it."""
         if batch.frames is None:  # made by hand, not claimed
             return
         try:
@@ -63,7 +64,7 @@ class Archive:
             self._say(f"ERROR: the batch of step {batch.step} is not archived ({self.lost} so far): {error}")
 
     def quarantine(self, step: int, group: int, reason: str) -> None:
-        """A group of the step was taken out."""
+        """Record that a group of the step was quarantined."""
         try:
             self._prepare()
             with (self.folder / batch_file.NOTES).open("ab", buffering=0) as file:
@@ -84,15 +85,15 @@ class Archive:
             self._say(f"warning: {path.name} is written again: {error.message}")
             return False
         out = batch_file.quarantined(self.folder).get(batch.step, {})
-        if why := differs(found, batch, out):
-            if batch.replayed:  # else it was made anew: the store had lost it, or an older checkpoint was taken
+        if why := find_difference(found, batch, out):
+            if batch.replayed:  # otherwise the buffer made a new batch after losing state
                 self._say(f"warning: the batch of step {batch.step} came back and is not the one in the archive: {why}")
             return False
         return found.meta.config == self._config
 
 
-def differs(found: BatchFile, batch: ClaimedBatch, out: dict[int, str]) -> str:
-    """How a claimed batch is not the recorded one, but for the groups `out` that were quarantined since."""
+def find_difference(found: BatchFile, batch: ClaimedBatch, out: dict[int, str]) -> str:
+    """Describe how a claimed batch differs from the recorded one, without the groups `out` quarantined since."""
     assert batch.frames is not None
     recorded, claim = _contents(found.batch, found.payloads), _contents(batch.frames.batch, batch.frames.payloads)
     expected = [number for number in recorded if number in claim or number not in out]
@@ -105,7 +106,7 @@ def differs(found: BatchFile, batch: ClaimedBatch, out: dict[int, str]) -> str:
 
 
 def _contents(batch: wire.Batch, payloads: tuple[wire.Buffer, ...]) -> dict[int, object]:
-    """group -> what training sees of it."""
+    """Return group -> what training uses of it."""
     contents: dict[int, object] = {}
     place = 0
     for head in batch.groups:
@@ -115,7 +116,9 @@ def _contents(batch: wire.Batch, payloads: tuple[wire.Buffer, ...]) -> dict[int,
     return contents
 
 
-def recorded(folder: Path, step: int) -> tuple[ClaimedBatch, Meta]:
-    """The batch of a step as it was claimed. Raises `WireError` where the file is damaged, OSError without one."""
+def read_step(folder: Path, step: int) -> tuple[ClaimedBatch, Meta]:
+    """Return the batch of a step as it was claimed. Raises `WireError` if the file is damaged, OSError if it is
+    missing.
+    """
     found = batch_file.read(batch_file.batch_path(folder, step))
     return decode_batch(found.batch, found.payloads), found.meta

@@ -2,11 +2,9 @@
 
 Guarantees:
 1. what mixes samples (advantages, weights by lag, resampling, denominators) is computed once, on the whole batch,
-   before it is cut; an estimator that needs the model's log-probs or values follows in `learners.step.batch_passes`,
-   likewise once;
+   before the split. Estimators that need the model's numbers follow in `learners.step.batch_passes`, also once;
 2. every rank has the same number of micro-batches (some may be empty), balanced by tokens;
 3. the same batch gives the same rows (replay is bitwise).
-It does not validate samples: the buffer's client and `unusable` do.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ Array = npt.NDArray[Any]
 
 
 def unusable(group: GroupData, *, max_tokens: int, vocabulary: int = 0) -> str:
-    """Why the learner cannot train this group; the empty string where it can. Looks at what the wire checks do not."""
-    for cut in estimates.cuts_of(group.samples):
+    """Return why the learner cannot train this group; empty if it can. Checks what the wire format does not."""
+    for cut in estimates.iter_cuts(group.samples):
         tokens = (cut.prompt or group.prompt_ids.size) + cut.stop - cut.start
         if tokens > max_tokens:
             which = group.samples[cut.sample].index
@@ -47,7 +45,7 @@ def unusable(group: GroupData, *, max_tokens: int, vocabulary: int = 0) -> str:
 
 
 def group_lag(group: GroupData, version: int) -> int:
-    """The training version minus the oldest version of any token of the group."""
+    """Return the training version minus the oldest version of any token of the group."""
     oldest = oldest_version(run for sample in group.samples for run in sample.runs)
     return 0 if oldest is None else lag(version, oldest)
 
@@ -62,16 +60,16 @@ def assemble(
     baselines: Mapping[int, float] | None = None,
     seed: int = 0,
 ) -> StepBatch:
-    """Advantages, statistics, mini-batches (whole groups, in the order of the batch) and rows for every rank.
+    """Return advantages, statistics, mini-batches (whole groups, in batch order) and rows for every rank.
 
-    `baselines`: score of the greedy response by group. `seed` of PF-PPO's draws.
+    `baselines`: score of the greedy response by group. `seed`: of PF-PPO's draws.
     """
-    whole = estimates.whole_of(batch, algorithm, baselines)
-    found = estimates.before_the_model(whole, algorithm, seed=seed)
+    whole = estimates.describe_batch(batch, algorithm, baselines)
+    found = estimates.estimate_early(whole, algorithm, seed=seed)
     prompts = [group.prompt_ids for group in batch.groups for _ in group.samples]
     sequences = [_sequence(number, one, prompts, whole, found) for number, one in enumerate(whole.cuts)]
     chunks = _split_groups(
-        [sum(1 for _ in estimates.cuts_of(group.samples)) for group in batch.groups], algorithm.minibatches
+        [sum(1 for _ in estimates.iter_cuts(group.samples)) for group in batch.groups], algorithm.minibatches
     )
     cut = [
         _minibatch(
@@ -91,7 +89,7 @@ def assemble(
 def _sequence(
     number: int, cut: estimates.Cut, prompts: Sequence[Array], whole: estimates.Whole, found: estimates.Found
 ) -> Sample:
-    """One sequence of the batch, with its part of what was found for its sample."""
+    """Return one sequence of the batch with its part of the sample's estimates."""
     of, place = cut.sample, slice(cut.start, cut.stop)
     sample = whole.samples[of]
     if sample.logprobs.size != sample.response.size:
@@ -112,10 +110,10 @@ def _sequence(
 
 
 def statistics(batch: ClaimedBatch, advantages: Array) -> dict[str, float]:
-    """Metrics of the batch by catalogue name."""
+    """Return metrics of the batch by catalogue name."""
     samples = [sample for group in batch.groups for sample in group.samples]
     rewards = np.array([sample.reward for sample in samples] or [0.0])
-    lengths = np.array([estimates.length_of(sample) for sample in samples] or [0])
+    lengths = np.array([estimates.response_length(sample) for sample in samples] or [0])
     lags = np.array([group_lag(group, batch.version) for group in batch.groups] or [0])
     bounds = np.array([group.bound for group in batch.groups] or [0])
     flat = [len({sample.reward for sample in group.samples}) == 1 for group in batch.groups]
@@ -135,22 +133,22 @@ def statistics(batch: ClaimedBatch, advantages: Array) -> dict[str, float]:
     }
     if any(sample.mask is not None for sample in samples):
         stats["observed_share"] = 1 - stats["tokens"] / max(1.0, float(lengths.sum()))
-        stats["rows_mean"] = sum(1 for _ in estimates.cuts_of(samples)) / len(samples)
+        stats["rows_mean"] = sum(1 for _ in estimates.iter_cuts(samples)) / len(samples)
     for name in sorted({name for sample in samples for name in sample.parts}):
-        # Over the samples that it applies to (`data_sources`): a 0 for the others would be a reward nobody gave.
+        # Only over samples with this reward (`data_sources`): a 0 for the others would be invented.
         stats[f"reward/{name}"] = float(np.mean([sample.parts[name] for sample in samples if name in sample.parts]))
     return stats
 
 
 def _split_groups(sizes: Sequence[int], parts: int) -> list[slice]:
-    """`parts` slices over the samples that cut between groups, as equal in groups as can be (some may be empty)."""
+    """Return `parts` slices over the samples that split between groups, as equal as possible (some may be empty)."""
     ends = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
     marks = [len(sizes) * part // parts for part in range(parts + 1)]
     return [slice(int(ends[low]), int(ends[high])) for low, high in itertools.pairwise(marks)]
 
 
 def _minibatch(sequences: Sequence[Sample], *, ranks: int, max_tokens: int, packing: bool) -> tuple[Minibatch, ...]:
-    """The mini-batch of every rank."""
+    """Return the mini-batch of every rank."""
     tokens = sum(int(sequence.mask.sum()) for sequence in sequences)
     trained = sum(bool(sequence.mask.any()) for sequence in sequences)
     right = sum(int(sequence.mask.sum()) for sequence in sequences if sequence.right)
@@ -163,8 +161,8 @@ def _minibatch(sequences: Sequence[Sample], *, ranks: int, max_tokens: int, pack
         Minibatch(
             tokens,
             trained,
-            tuple(build([sequences[item] for item in rows[row]] if row >= 0 else []) for row in of_rank),
+            tuple(build([sequences[item] for item in rows[row]] if row >= 0 else []) for row in rows_of_rank),
             right,
         )
-        for of_rank in per_rank
+        for rows_of_rank in per_rank
     )

@@ -1,10 +1,9 @@
-"""Finds the groups that break the assembling or the loss of a step.
+"""Finds the groups that break the assembly or the loss of a step.
 
 Guarantees:
 1. the search halves the batch: with k bad groups of n it asks about 2 k log2(n) times, at most 2 n;
-2. a group is bad only if it breaks alone; where no group does, nothing is blamed;
-3. a bad group comes with what it broke: the error and the innermost places of its trace, or what is not finite.
-It trains nothing and knows no ranks: `ask` does.
+2. a group is bad only if it fails alone; if none does, no group is reported;
+3. a bad group comes with a reason: the error and the innermost frames of its trace, or what is not finite.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ if TYPE_CHECKING:
     from asyncrl.wire.batch_arrays import GroupData
     from learners.batch.micro_batches import StepBatch
 
-#: What is wrong with these groups by themselves; the empty string where nothing is.
+#: Returns the failure of these groups alone; empty if there is none.
 Ask = Callable[[Sequence["GroupData"]], str]
 
 REASON_LIMIT = 480  # characters; the buffer keeps 500
 PLACES = 3  # innermost frames of a trace
 
 
-def culprits(groups: Sequence[GroupData], ask: Ask) -> dict[int, str]:
-    """Bad groups and why, of a batch that is known to be broken as a whole."""
+def find_bad_groups(groups: Sequence[GroupData], ask: Ask) -> dict[int, str]:
+    """Return bad groups and their reasons, from a batch that fails as a whole."""
     if len(groups) == 1:
         why = ask(groups)
         return {groups[0].group: why} if why else {}
@@ -35,12 +34,12 @@ def culprits(groups: Sequence[GroupData], ask: Ask) -> dict[int, str]:
     found: dict[int, str] = {}
     for half in (groups[:middle], groups[middle:]):
         if len(half) == 1 or ask(half):
-            found.update(culprits(half, ask))
+            found.update(find_bad_groups(half, ask))
     return found
 
 
 def not_finite(cut: StepBatch) -> str:
-    """Which numbers of an assembled batch would spoil the gradient; the empty string where all are finite."""
+    """Return what in an assembled batch would break the gradient; empty if everything is finite."""
     for share in cut.shares:
         for part in share:
             for micro in part.micro:
@@ -53,8 +52,8 @@ def not_finite(cut: StepBatch) -> str:
     return ""
 
 
-def reason_of(place: str, error: BaseException) -> str:
-    """`loss: ValueError: too long | losses.py:41 in token_loss | ...`, the innermost place first."""
+def describe_error(place: str, error: BaseException) -> str:
+    """Example: `loss: ValueError: too long | losses.py:41 in token_loss | ...`, the innermost frame first."""
     frames = traceback.extract_tb(error.__traceback__)[-PLACES:]
     places = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]
     return " | ".join([f"{place}: {type(error).__name__}: {error}", *places])[:REASON_LIMIT]

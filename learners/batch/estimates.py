@@ -1,12 +1,12 @@
-"""The whole batch `[S, T]` on rank 0: rewards shaped, advantages estimated, before it is cut into ranks and rows.
+"""Estimates over the whole batch `[S, T]` on rank 0: shaped rewards and advantages, before the split into rows.
 
 Guarantees:
 1. everything that mixes rows is computed here, once: group statistics, whitening, weights by lag, resampling, and
-   corrections that look at all rows: no rank or micro-batch has statistics of its own;
-2. float64; the result depends on the batch, the settings and the seed alone;
-3. an estimator that needs the model (values of a critic, proximal log-probs, a KL penalty in the reward) gives zeros
-   before the model has run, and its advantages after it (`after_the_model`);
-4. rewards of single turns stand at their last tokens, so that estimators that look at places credit them there;
+   corrections over all rows;
+2. float64; the result depends only on the batch, the settings and the seed;
+3. an estimator that needs the model (values, proximal log-probs, a KL penalty in the reward) gives zeros in
+   `estimate_early`, and advantages in `estimate_late`;
+4. rewards of single turns stand at their last tokens, so estimators with token credit use them there;
 5. rows cut by the length limit may be left out of the loss; they count in the statistics of their group.
 
 Example: two samples of a group with rewards 1 and 0 under GRPO: advantages 0.7071 and -0.7071 at every token.
@@ -34,8 +34,9 @@ Array = npt.NDArray[Any]
 
 
 class Cut(NamedTuple):
-    """One sequence of the batch: the tokens `start .. stop` of a sample's response, behind the group's prompt or behind
-    the `prompt` tokens of the response before `start`. A sample is one sequence, or several (`SampleHead.rows`)."""
+    """One sequence: the tokens `start .. stop` of a sample's response, after the group's prompt or after the `prompt`
+    tokens before `start`. A sample has one sequence or several (`SampleHead.rows`).
+    """
 
     sample: int  # its place among the samples
     start: int
@@ -44,7 +45,7 @@ class Cut(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """The batch before it is cut: its samples in order, and what estimators see of them."""
+    """The batch before the split: its samples in order, and the estimators' view of them."""
 
     samples: Sequence[Any]  # SampleData, S of them
     rollouts: Rollouts
@@ -56,9 +57,9 @@ class Whole(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What assembly takes of it, per sample."""
+    """Estimates per sample, for assembly."""
 
-    masks: tuple[Array, ...]  # u1 [T]: what the loss trains
+    masks: tuple[Array, ...]  # u1 [T]: trained tokens
     advantages: tuple[Array, ...]  # f4 [T]
     first: tuple[float, ...]  # advantage of the first trained token
     lags: tuple[Array, ...]
@@ -69,7 +70,7 @@ class Found(NamedTuple):
 
 
 class ModelNumbers(NamedTuple):
-    """Per sample, f4 `[T]` each, from the learner's forward passes; None where they were not asked for."""
+    """Numbers per sample from the learner's forward passes, f4 `[T]` each; None: not computed."""
 
     proximal: Sequence[Array] | None = None
     reference: Sequence[Array] | None = None
@@ -81,7 +82,7 @@ class ModelNumbers(NamedTuple):
 
 
 class Late(NamedTuple):
-    """What comes after the model has run, per sample; None where it is not needed."""
+    """Estimates per sample after the forward passes; None: not needed."""
 
     advantages: list[Array] | None = None
     returns: list[Array] | None = None
@@ -91,19 +92,21 @@ class Late(NamedTuple):
     kl: float | None = None  # mean KL(proximal || reference) where it was a penalty
 
 
-def waits_for_the_model(algorithm: AlgorithmConfig) -> bool:
-    """Whether advantages can be estimated only after forward passes over the whole batch."""
-    from learners.algorithms.registry import needs_of
+def needs_model(algorithm: AlgorithmConfig) -> bool:
+    """Whether advantages need forward passes over the whole batch."""
+    from learners.algorithms.registry import needs_for
 
     late = {"critic", "proximal", "values", "square_sums", "process"}
-    return algorithm.kl.where == "reward" or bool(late & set(needs_of(algorithm)))
+    return algorithm.kl.where == "reward" or bool(late & set(needs_for(algorithm)))
 
 
 # ---------------------------------------------------------------- before the model
 
 
-def whole_of(batch: ClaimedBatch, algorithm: AlgorithmConfig, baselines: Mapping[int, float] | None = None) -> Whole:
-    """Masks, shaped rewards and groups of the batch."""
+def describe_batch(
+    batch: ClaimedBatch, algorithm: AlgorithmConfig, baselines: Mapping[int, float] | None = None
+) -> Whole:
+    """Return masks, shaped rewards and groups of the batch."""
     import torch
 
     from learners.algorithms.tensors import place_outcomes
@@ -113,9 +116,9 @@ def whole_of(batch: ClaimedBatch, algorithm: AlgorithmConfig, baselines: Mapping
     samples = [sample for _, sample in pairs]
     numbers = {group.group: number for number, group in enumerate(batch.groups)}
     owners = torch.tensor([numbers[group.group] for group, _ in pairs], dtype=torch.int64)
-    mask = torch.from_numpy(padded([_mask_of(sample).astype(bool) for sample in samples])).bool()
+    mask = torch.from_numpy(padded([_loss_mask(sample).astype(bool) for sample in samples])).bool()
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-    lengths = torch.tensor([length_of(sample) for sample in samples], dtype=torch.int64)
+    lengths = torch.tensor([response_length(sample) for sample in samples], dtype=torch.int64)
     scores = _shaped(rewards, owners, lengths, algorithm)
     parts = None
     if names := sorted({name for sample in samples for name in sample.parts}):
@@ -124,7 +127,7 @@ def whole_of(batch: ClaimedBatch, algorithm: AlgorithmConfig, baselines: Mapping
     if baselines is not None:
         greedy = torch.tensor([baselines[group.group] for group, _ in pairs], dtype=torch.float64)
     placed = place_outcomes(scores, mask)
-    if not algorithm.shaping.passk:  # which makes other scores of them
+    if not algorithm.shaping.passk:  # pass@k replaces the scores
         _credit_turns(placed, samples, mask)
     rollouts = Rollouts(
         placed,
@@ -137,32 +140,31 @@ def whole_of(batch: ClaimedBatch, algorithm: AlgorithmConfig, baselines: Mapping
     )
     lags = tuple(_lags(sample, batch.version) for sample in samples)
     right = rewards > algorithm.shaping.correct_above
-    return Whole(samples, rollouts, scores, right, lags, batch.step, tuple(cuts_of(samples)))
+    return Whole(samples, rollouts, scores, right, lags, batch.step, tuple(iter_cuts(samples)))
 
 
 def rows_in(sample: Any) -> tuple[tuple[int, int], ...]:
-    """Start and prompt tokens of the sequences of a sample that have a prompt of their own."""
+    """Return start and prompt tokens of a sample's sequences that have their own prompt."""
     return getattr(sample, "rows", ())  # samples of the modes without reward have none
 
 
-def cuts_of(samples: Sequence[Any]) -> Iterator[Cut]:
-    """The sequences of some samples."""
+def iter_cuts(samples: Sequence[Any]) -> Iterator[Cut]:
     for number, sample in enumerate(samples):
         rows = rows_in(sample)
-        if not rows or rows[0][0]:  # the first one goes on from the group's prompt
+        if not rows or rows[0][0]:  # the first sequence follows the group's prompt
             yield Cut(number, 0, rows[0][0] if rows else sample.response.size)
         ends = [*(start for start, _ in rows[1:]), sample.response.size]
         for (start, prompt), end in zip(rows, ends, strict=False):  # no rows, one end
             yield Cut(number, start + prompt, end, prompt)
 
 
-def length_of(sample: Any) -> int:
-    """Tokens of the response, observations among them, without the prompts of later sequences."""
+def response_length(sample: Any) -> int:
+    """Count the tokens of the response, with observations but without the prompts of later sequences."""
     return int(sample.response.size) - sum(prompt for _, prompt in rows_in(sample))
 
 
-def by_sample(whole: Whole, rows: Sequence[Array] | None) -> list[Array] | None:
-    """Rows `[T]` of the samples from those of the sequences: 0 where a prompt stands."""
+def to_samples(whole: Whole, rows: Sequence[Array] | None) -> list[Array] | None:
+    """Convert rows of sequences to rows `[T]` of samples, 0 at prompts."""
     if rows is None:
         return None
     found = [np.zeros(sample.response.size, np.float32) for sample in whole.samples]
@@ -171,13 +173,13 @@ def by_sample(whole: Whole, rows: Sequence[Array] | None) -> list[Array] | None:
     return found
 
 
-def by_cut(whole: Whole, rows: Sequence[Array]) -> list[Array]:
-    """Rows of the sequences from those of the samples."""
+def to_cuts(whole: Whole, rows: Sequence[Array]) -> list[Array]:
+    """Convert rows of samples to rows of sequences."""
     return [rows[cut.sample][cut.start : cut.stop] for cut in whole.cuts]
 
 
 def _credit_turns(rewards: Tensor, samples: Sequence[Any], mask: Tensor) -> None:
-    """Move the rewards of single turns `[S, T]` to their last tokens; the sums of the rows stay as they are."""
+    """Move the rewards of single turns `[S, T]` to their last tokens; the sums of the rows stay the same."""
     from learners.algorithms.tensors import last_tokens
 
     last = last_tokens(mask).long().argmax(-1)
@@ -202,7 +204,7 @@ def _shaped(rewards: Tensor, owners: Tensor, lengths: Tensor, algorithm: Algorit
 
 
 def _behaviour(samples: Sequence[Any], mask: Tensor) -> Tensor | None:
-    """The recorded log-probs; None where a sample's do not fit its tokens (the packer names the group)."""
+    """Return the recorded log-probs; None if some have the wrong length (the packer reports the group)."""
     import torch
 
     if any(sample.logprobs.size != sample.response.size for sample in samples):
@@ -210,12 +212,12 @@ def _behaviour(samples: Sequence[Any], mask: Tensor) -> Tensor | None:
     return torch.from_numpy(padded([sample.logprobs.astype(np.float64) for sample in samples])).reshape(mask.shape)
 
 
-def _mask_of(sample: Any) -> Array:
+def _loss_mask(sample: Any) -> Array:
     return np.ones(sample.response.size, np.uint8) if sample.mask is None else sample.mask
 
 
 def _lags(sample: Any, version: int) -> Array:
-    """Training version minus the version of each response token."""
+    """Return the training version minus the version of each response token."""
     runs = sample.runs or ((version, sample.response.size),)
     versions = np.repeat(np.array([run[0] for run in runs]), [run[1] for run in runs])
     lags = np.maximum(version - versions, 0).astype(np.int32)
@@ -223,7 +225,7 @@ def _lags(sample: Any, version: int) -> Array:
 
 
 def padded(rows: Sequence[Array]) -> Array:
-    """Rows of unequal lengths as one `[S, T]`, zeros on the right; T at least 1."""
+    """Stack rows of unequal lengths as one `[S, T]`, with zeros on the right; T is at least 1."""
     width = max([1, *(row.size for row in rows)])
     result = np.zeros((len(rows), width), rows[0].dtype if rows else np.float64)
     for number, row in enumerate(rows):
@@ -231,18 +233,18 @@ def padded(rows: Sequence[Array]) -> Array:
     return result
 
 
-def before_the_model(whole: Whole, algorithm: AlgorithmConfig, *, seed: int = 0) -> Found:
-    """Advantages where they need no model, else zeros; weights by lag; how often each row is trained."""
+def estimate_early(whole: Whole, algorithm: AlgorithmConfig, *, seed: int = 0) -> Found:
+    """Return advantages (zeros if they need the model), weights by lag, and how often each row is trained."""
     import torch
 
     from learners.algorithms.filters import overlong_mask
     from learners.algorithms.passk import pass_at_means
-    from learners.algorithms.registry import advantage_of
+    from learners.algorithms.registry import advantage_for
 
     rollouts, mask = whole.rollouts, whole.rollouts.mask
     estimate = None
-    if whole.samples and not waits_for_the_model(algorithm):
-        estimate = advantage_of(algorithm)(rollouts)
+    if whole.samples and not needs_model(algorithm):
+        estimate = advantage_for(algorithm)(rollouts)
     advantages = torch.zeros(mask.shape, dtype=torch.float64) if estimate is None else estimate.advantages
     trained = mask
     if algorithm.shaping.overlong_filter:
@@ -255,9 +257,9 @@ def before_the_model(whole: Whole, algorithm: AlgorithmConfig, *, seed: int = 0)
         assert rollouts.lengths is not None
         stats["overlong_share"] = float((rollouts.lengths > start).double().mean())
     return Found(
-        masks=tuple(row.astype(np.uint8) for row in rows_of(whole, trained)),
-        advantages=tuple(row.astype(np.float32) for row in rows_of(whole, advantages)),
-        first=first_of(advantages, mask),
+        masks=tuple(row.astype(np.uint8) for row in unpad(whole, trained)),
+        advantages=tuple(row.astype(np.float32) for row in unpad(whole, advantages)),
+        first=first_advantages(advantages, mask),
         lags=whole.lags,
         scales=scales,
         right=whole.right.numpy(),
@@ -266,14 +268,14 @@ def before_the_model(whole: Whole, algorithm: AlgorithmConfig, *, seed: int = 0)
     )
 
 
-def rows_of(whole: Whole, values: Tensor) -> list[Array]:
-    """A row per sample, without the padding."""
+def unpad(whole: Whole, values: Tensor) -> list[Array]:
+    """Return a row per sample, without the padding."""
     data = values.numpy()
     return [data[number, : sample.response.size] for number, sample in enumerate(whole.samples)]
 
 
-def first_of(advantages: Tensor, mask: Tensor) -> tuple[float, ...]:
-    """The advantage of each row's first trained token; 0 without any."""
+def first_advantages(advantages: Tensor, mask: Tensor) -> tuple[float, ...]:
+    """Return the advantage of each row's first trained token; 0 if it has none."""
     if not mask.numel():
         return ()
     places = mask.long().argmax(-1, keepdim=True)
@@ -288,14 +290,14 @@ def _scales(whole: Whole, algorithm: AlgorithmConfig) -> Array:
     lag = algorithm.lag
     if lag.weight == "off":
         return np.ones(len(whole.samples))
-    rows = zip(whole.lags, rows_of(whole, whole.rollouts.mask), strict=True)
+    rows = zip(whole.lags, unpad(whole, whole.rollouts.mask), strict=True)
     ages = torch.tensor([float(lags[mask].mean()) if mask.any() else 0.0 for lags, mask in rows])
     found = staleness_weights(ages, kind=lag.weight, tau=lag.tau, kappa=lag.kappa, normalize=lag.normalize)
     return np.asarray(found.numpy())
 
 
 def _repeats(whole: Whole, algorithm: AlgorithmConfig, seed: int) -> list[int]:
-    """1 for every row, or with PF-PPO how often each was drawn."""
+    """Return 1 for every row, or with PF-PPO how often it was drawn."""
     from learners.algorithms.filters import pf_ppo_draw, pf_ppo_probs
 
     method, count = algorithm.shaping.resample, len(whole.samples)
@@ -309,7 +311,7 @@ def _repeats(whole: Whole, algorithm: AlgorithmConfig, seed: int) -> list[int]:
 # ---------------------------------------------------------------- after the model
 
 
-def after_the_model(
+def estimate_late(
     whole: Whole,
     numbers: ModelNumbers,
     algorithm: AlgorithmConfig,
@@ -318,13 +320,14 @@ def after_the_model(
     correct: bool,
     scoring: ProcessRewardConfig | None = None,
 ) -> Late:
-    """Advantages, critic targets and (`correct`) the weights of a correction over all rows. `scoring`: how log-probs of
-    the process reward model become rewards."""
+    """Return advantages, critic targets and (`correct`) the weights of a correction over all rows. `scoring`: how
+    log-probs of the process reward model become rewards.
+    """
     mask = whole.rollouts.mask
     proximal, reference, values = (_padded(found, mask) for found in numbers[:3])
     squares = _padded(numbers.square_sums, mask)
     if squares is not None and proximal is not None:
-        # One of the squares is that of the token itself: rounding must not make a weight of the baseline negative.
+        # The sum includes the square of the token itself: rounding must not make a baseline weight negative.
         squares = squares.maximum((2 * proximal).exp())
     rollouts, kl = whole.rollouts._replace(proximal=proximal, values=values, square_sums=squares), None
     if numbers.after is not None:
@@ -343,22 +346,24 @@ def after_the_model(
         shaped = kl_penalty(rollouts.rewards, proximal, reference, mask, coeff=kl_coeff, kind=kind)
         rollouts, kl = rollouts._replace(rewards=shaped.rewards), float(shaped.kl)
     late = Late(kl=kl)
-    if waits_for_the_model(algorithm):
-        from learners.algorithms.registry import advantage_of
+    if needs_model(algorithm):
+        from learners.algorithms.registry import advantage_for
 
-        estimate: Estimate = advantage_of(algorithm)(rollouts)
+        estimate: Estimate = advantage_for(algorithm)(rollouts)
         returns = None if estimate.returns is None else _floats(whole, estimate.returns)
         late = late._replace(
-            advantages=_floats(whole, estimate.advantages), returns=returns, first=first_of(estimate.advantages, mask)
+            advantages=_floats(whole, estimate.advantages),
+            returns=returns,
+            first=first_advantages(estimate.advantages, mask),
         )
     if correct:
         weights, keep = _corrected(rollouts, algorithm)
-        late = late._replace(weights=_floats(whole, weights), keep=rows_of(whole, keep))
+        late = late._replace(weights=_floats(whole, weights), keep=unpad(whole, keep))
     return late
 
 
 def _process(numbers: ModelNumbers, mask: Tensor, scoring: ProcessRewardConfig) -> Tensor:
-    """Process rewards `[S, T]` of the whole batch."""
+    """Return process rewards `[S, T]` of the whole batch."""
     from learners.algorithms.prime import token_scores
 
     model, reference = _padded(numbers.process, mask), _padded(numbers.process_reference, mask)
@@ -367,15 +372,15 @@ def _process(numbers: ModelNumbers, mask: Tensor, scoring: ProcessRewardConfig) 
 
 
 def _corrected(rollouts: Rollouts, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Weights and kept tokens `[S, T]` of a correction that looks at all rows."""
+    """Return weights and kept tokens `[S, T]` of a correction over all rows."""
     import torch
 
-    from learners.algorithms.registry import correction_of
+    from learners.algorithms.registry import correction_for
 
     mask, places = rollouts.mask, rollouts.mask.nonzero()
     assert rollouts.proximal is not None and rollouts.behaviour is not None
     flat = mask[mask]
-    found = correction_of(algorithm)(rollouts.proximal[mask], rollouts.behaviour[mask], flat, places[:, 0])
+    found = correction_for(algorithm)(rollouts.proximal[mask], rollouts.behaviour[mask], flat, places[:, 0])
     weights, keep = torch.zeros(mask.shape, dtype=torch.float64), torch.zeros(mask.shape, dtype=torch.bool)
     weights[mask], keep[mask] = found.weights.double(), found.keep
     return weights, keep
@@ -390,4 +395,4 @@ def _padded(rows: Sequence[Array] | None, mask: torch.Tensor) -> Tensor | None:
 
 
 def _floats(whole: Whole, values: Tensor) -> list[Array]:
-    return [row.astype(np.float32) for row in rows_of(whole, values)]
+    return [row.astype(np.float32) for row in unpad(whole, values)]

@@ -1,8 +1,8 @@
-"""Micro-batches: sequences packed into rows of tokens, balanced over ranks, and their encoding between ranks.
+"""Micro-batches: sequences packed into rows, balanced over ranks, and encoded for transfer between ranks.
 
 Guarantees:
-1. a sequence lies whole in one row; a row holds at most `micro_batch_tokens` tokens;
-2. ranks exchange numpy arrays and msgpack: no pickle.
+1. a sequence lies completely in one row; a row holds at most `micro_batch_tokens` tokens;
+2. ranks exchange numpy arrays and msgpack, never pickle.
 
 Example: sequences of 5, 3, 3 and 1 tokens, rows of at most 6, 2 ranks: rows {5, 1} and {3, 3}, one for each rank.
 """
@@ -23,24 +23,24 @@ Array = npt.NDArray[Any]
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One sequence as training sees it: a sample, or one of several of it that share its advantage."""
+    """One sequence for training: a sample, or one of several that share its advantage."""
 
     tokens: Array  # i4 [P + T]
     prompt_tokens: int
     behaviour: Array  # f4 [T]
     mask: Array  # u1 [T]: 1 where the policy sampled the token
-    advantage: float  # of every token, where `advantages` is None
+    advantage: float  # of every token, if `advantages` is None
     number: int = 0  # its place among the sequences of the batch
     advantages: Array | None = None  # f4 [T]
     lags: Array | None = None  # i4 [T]: training version minus the token's; None: 0
-    scale: float = 1.0  # how much the sample counts by its lag
-    right: bool = False  # its score is that of a right answer
+    scale: float = 1.0  # weight by lag
+    right: bool = False  # the answer is right
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
-    """What one forward pass takes: flat arrays over R rows of W tokens, and over the N response tokens in them.
+    """Input of one forward pass: flat arrays over R rows of W tokens, and over the N response tokens in them.
 
-    Packed: one row of sequences after each other. Not packed: one sequence per row, padded on the right.
+    Packed: one row of consecutive sequences. Not packed: one sequence per row, padded on the right.
     """
 
     width: int  # W
@@ -54,8 +54,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
     mask: Array  # u1 [N]
     advantages: Array  # f4 [N]
     lags: Array  # i4 [N]: training version minus the token's
-    scales: Array  # f4 [S]: how much each sequence counts by its lag
-    right: Array  # u1 [S]: 1 where the score is that of a right answer
+    scales: Array  # f4 [S]: weight of each sequence by lag
+    right: Array  # u1 [S]: 1 if the answer is right
     samples: Array  # i4 [S]: place of each sequence among those of the batch
 
 
@@ -69,12 +69,12 @@ class Minibatch(msgspec.Struct, frozen=True):
 
 
 class StepBatch(msgspec.Struct, frozen=True):
-    """A batch cut for the gang: `shares[rank]` is one mini-batch per optimizer step; `stats` are metrics."""
+    """A batch split for the gang: `shares[rank]` has one mini-batch per optimizer step; `stats` are metrics."""
 
     shares: tuple[tuple[Minibatch, ...], ...]
     stats: dict[str, float]
-    advantages: tuple[float, ...] = ()  # of every sample (its first trained token), in the order of the batch
-    whole: Any = None  # `estimates.Whole`: what is left to estimate once the model's numbers are there
+    advantages: tuple[float, ...] = ()  # of the first trained token of every sample
+    whole: Any = None  # `estimates.Whole`, for estimates after the forward passes
 
 
 _FIELDS = {
@@ -95,10 +95,10 @@ _FIELDS = {
 
 
 def pack(lengths: Sequence[int], *, limit: int, multiple: int = 1) -> list[list[int]]:
-    """Rows of item numbers with at most `limit` tokens each.
+    """Return rows of item numbers with at most `limit` tokens each.
 
-    First-fit-decreasing finds how few rows there can be; that number is rounded up to a multiple of the ranks and the
-    items are spread over so many rows, the longest to the emptiest row. Where that overflows, the first-fit rows stay.
+    First-fit-decreasing finds the smallest number of rows. It is rounded up to a multiple of `multiple`, and the items
+    are spread over that many rows, the longest to the emptiest row. If that overflows, the first-fit rows are returned.
     """
     order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     rows: list[list[int]] = []
@@ -123,7 +123,7 @@ def pack(lengths: Sequence[int], *, limit: int, multiple: int = 1) -> list[list[
 
 
 def pad(lengths: Sequence[int], *, limit: int) -> list[list[int]]:
-    """Micro-batches of item numbers of like length, so that rows x longest stays within `limit`."""
+    """Return micro-batches of item numbers with similar lengths, so that rows x longest stays within `limit`."""
     order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     batches: list[list[int]] = []
     for item in order:
@@ -134,7 +134,7 @@ def pad(lengths: Sequence[int], *, limit: int) -> list[list[int]]:
 
 
 def balance(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Item numbers per rank, equally many each (-1 fills up), the costliest to the rank with the least so far."""
+    """Return item numbers per rank, the same count for each (-1 fills up), the costliest to the least loaded rank."""
     each = max(1, -(-len(costs) // ranks))
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -146,7 +146,7 @@ def balance(costs: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def packed_row(sequences: Sequence[Sample]) -> MicroBatch:
-    """One row of the sequences after each other. Without any: one token that nothing is trained on."""
+    """Return one row of consecutive sequences; without sequences one token that is not trained."""
     if not sequences:
         return _micro([], np.zeros(1, np.int32), np.zeros(1, np.int32), starts=[], width=1, end=1)
     lengths = [sequence.tokens.size for sequence in sequences]
@@ -157,7 +157,7 @@ def packed_row(sequences: Sequence[Sample]) -> MicroBatch:
 
 
 def padded_rows(sequences: Sequence[Sample]) -> MicroBatch:
-    """One sequence per row, padded on the right: attention is causal, so no token sees the padding."""
+    """Return one sequence per row, padded on the right: attention is causal, so no token sees the padding."""
     if not sequences:
         return packed_row([])
     width = max(sequence.tokens.size for sequence in sequences)
@@ -172,7 +172,7 @@ def padded_rows(sequences: Sequence[Sample]) -> MicroBatch:
 def _micro(
     sequences: Sequence[Sample], tokens: Array, position_ids: Array, *, starts: Sequence[int], width: int, end: int
 ) -> MicroBatch:
-    def joined(parts: list[Array], dtype: str) -> Array:
+    def concatenate(parts: list[Array], dtype: str) -> Array:
         return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
 
     counts = [sequence.mask.size for sequence in sequences]
@@ -182,20 +182,20 @@ def _micro(
         input_ids=tokens,
         position_ids=position_ids,
         cu_seqlens=np.array([*starts, end], np.int32),
-        positions=joined([np.arange(low, low + n) for low, n in zip(first, counts, strict=True)], "i4"),
-        targets=joined([sequence.tokens[sequence.prompt_tokens :] for sequence in sequences], "i4"),
+        positions=concatenate([np.arange(low, low + n) for low, n in zip(first, counts, strict=True)], "i4"),
+        targets=concatenate([sequence.tokens[sequence.prompt_tokens :] for sequence in sequences], "i4"),
         sequences=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
-        behaviour=joined([sequence.behaviour for sequence in sequences], "f4"),
-        mask=joined([sequence.mask for sequence in sequences], "u1"),
-        advantages=joined([_of_tokens(s.advantages, s.advantage, s.mask.size) for s in sequences], "f4"),
-        lags=joined([_of_tokens(s.lags, 0, s.mask.size) for s in sequences], "i4"),
+        behaviour=concatenate([sequence.behaviour for sequence in sequences], "f4"),
+        mask=concatenate([sequence.mask for sequence in sequences], "u1"),
+        advantages=concatenate([_expand(s.advantages, s.advantage, s.mask.size) for s in sequences], "f4"),
+        lags=concatenate([_expand(s.lags, 0, s.mask.size) for s in sequences], "i4"),
         scales=np.array([s.scale for s in sequences], np.float32),
         right=np.array([s.right for s in sequences], np.uint8),
         samples=np.array([sequence.number for sequence in sequences], np.int32),
     )
 
 
-def _of_tokens(values: Array | None, otherwise: float, count: int) -> Array:
+def _expand(values: Array | None, otherwise: float, count: int) -> Array:
     return np.full(count, otherwise) if values is None else values
 
 
@@ -203,7 +203,7 @@ def _of_tokens(values: Array | None, otherwise: float, count: int) -> Array:
 
 
 class _ShareHead(msgspec.Struct, frozen=True, array_like=True):
-    """`micro[m][k]` is the width and, by field, the number of elements of micro-batch k of mini-batch m."""
+    """`micro[m][k]`: width and, by field, number of elements of micro-batch k of mini-batch m."""
 
     tokens: tuple[int, ...]
     sequences: tuple[int, ...]
@@ -213,7 +213,7 @@ class _ShareHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_share(share: Sequence[Minibatch]) -> bytes:
-    """A rank's share as bytes: length of the head, head in msgpack, one buffer of arrays."""
+    """Encode a rank's share: length of the head, head in msgpack, one buffer of arrays."""
     pieces = [micro for part in share for micro in part.micro]
     arrays = {
         name: np.concatenate([getattr(micro, name) for micro in pieces]).astype(dtype)
@@ -233,7 +233,7 @@ def encode_share(share: Sequence[Minibatch]) -> bytes:
 
 
 def decode_share(data: bytes | memoryview) -> tuple[Minibatch, ...]:
-    """Undo of `encode_share`; the arrays are views into `data`."""
+    """Decode `encode_share`; the arrays are views into `data`."""
     view = memoryview(data)
     end = 8 + int.from_bytes(view[:8], "little")
     try:

@@ -1,15 +1,13 @@
-"""The few samples of a step that the run keeps for people: words, rewards, and token by token how engine and learner
-differ.
+"""The samples of a step that the run keeps for people: text, rewards, and the log-probs of engine and learner by token.
 
 Guarantees:
-1. the best and the worst samples of the batch, `log.samples_per_step` in all; the same batch keeps the same ones;
-2. `engine` are the recorded log-probs, `learner` those of the step's own forward pass; both stand only where the policy
-   sampled the token, else null, and the gap of a token is their difference;
-3. the texts of the tokens joined are the text of these tokens: a character of several tokens stands at its last one;
-4. a long sample keeps its first `MAX_TOKENS` tokens; what a rank sends is of the kept samples alone.
+1. the best and the worst samples of the batch, `log.samples_per_step` in total; the same batch gives the same ones;
+2. `engine` are the recorded log-probs, `learner` those of the step's forward pass; both are null for tokens that the
+   policy did not sample;
+3. the joined texts of the tokens are the text of the response: a character of several tokens stands at its last one;
+4. a long sample keeps its first `MAX_TOKENS` tokens; ranks send only what is kept.
 
-A sample of several sequences (`wire.SampleHead.rows`) is shown as one: the prompts in it are tokens without log-probs.
-
+A sample of several sequences (`wire.SampleHead.rows`) is one line: its inner prompts are tokens without log-probs.
 Example: of rewards 1, 0, 1, 0.5 with two to keep, the samples at places 0 and 1.
 """
 
@@ -23,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from learners.batch.assembly import group_lag
-from learners.batch.estimates import Cut, cuts_of
+from learners.batch.estimates import Cut, iter_cuts
 
 if TYPE_CHECKING:
     from asyncrl.wire.batch_arrays import ClaimedBatch
@@ -32,12 +30,12 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 Decode = Callable[[list[int]], str]
 MAX_TOKENS = 256
-BROKEN = "\ufffd"  # what a tokenizer gives for a character whose last bytes are still to come
+BROKEN = "\ufffd"  # a tokenizer's text of an incomplete character
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def places(batch: ClaimedBatch, count: int) -> list[int]:
-    """Which samples are kept, by their place in the batch: the best, then the worst."""
+    """Return the places of the kept samples in the batch: the best, then the worst."""
     rewards = [sample.reward for group in batch.groups for sample in group.samples]
     order = sorted(range(len(rewards)), key=lambda place: (-rewards[place], place))
     half = -(-count // 2)
@@ -45,15 +43,18 @@ def places(batch: ClaimedBatch, count: int) -> list[int]:
 
 
 def gather(gang: Gang, mine: Mapping[int, Array], batch: ClaimedBatch | None, count: int) -> dict[int, list[float]]:
-    """The learner's log-probs of the samples that are kept, by place: NaN where the policy did not go. Collective.
+    """Return the learner's log-probs of the kept samples, by place; NaN for tokens that the policy did not sample.
+    Collective.
 
-    `mine`: of this rank, by the place of the sequence: a sample may be several. `batch` on rank 0.
+    `mine`: log-probs of this rank by place of the sequence. `batch` on rank 0.
     """
     cuts: dict[int, Cut] = {}
     if batch is not None:
         samples, kept = [sample for group in batch.groups for sample in group.samples], set(places(batch, count))
         cuts = {
-            number: cut for number, cut in enumerate(cuts_of(samples)) if cut.sample in kept and cut.start < MAX_TOKENS
+            number: cut
+            for number, cut in enumerate(iter_cuts(samples))
+            if cut.sample in kept and cut.start < MAX_TOKENS
         }
     chosen = msgspec.msgpack.decode(gang.share(None if batch is None else _encode(list(cuts))), type=list[int])
     part = {place: mine[place][:MAX_TOKENS].astype(np.float32).tobytes() for place in chosen if place in mine}
@@ -69,7 +70,7 @@ def gather(gang: Gang, mine: Mapping[int, Array], batch: ClaimedBatch | None, co
 
 
 def lines(batch: ClaimedBatch, count: int, decode: Decode, learner: Mapping[int, list[float]]) -> list[dict[str, Any]]:
-    """The lines of samples.jsonl of a step."""
+    """Return the lines of samples.jsonl of a step."""
     every = [(group, sample) for group in batch.groups for sample in group.samples]
     found = []
     for place in places(batch, count):
@@ -97,13 +98,13 @@ def _numbers(values: Sequence[float], trained: Sequence[bool]) -> list[float | N
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
-    """The text that each token adds.
+    """Return the text that each token adds.
 
     >>> pieces([2, 3], lambda ids: "".join("abcd"[one] for one in ids))
     ['c', 'd']
     """
     found: list[str] = []
-    start = done = 0  # the window that is decoded, and the tokens of it whose text was given out
+    start = done = 0  # the decoded window, and its tokens with known text
     for end in range(1, len(ids) + 1):
         before, text = decode(list(ids[start:done])), decode(list(ids[start:end]))
         if text.endswith(BROKEN) and end < len(ids):

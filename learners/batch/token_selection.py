@@ -1,13 +1,12 @@
-"""Tokens picked over all ranks, whatever the cut: by a loss (KL-Cov, Clip-Cov), or for their entropy.
+"""Selects tokens over all ranks: for a loss (KL-Cov, Clip-Cov), or by entropy.
 
-`choose_tokens` is called by `learners.step.update` before the gradients of a mini-batch, `keep_high_entropy` by
-`learners.step.batch_passes` before the first of them. Guarantees:
-1. every rank sees the same tokens of all ranks and picks the same ones;
-2. a random pick depends on step, mini-batch and tokens alone;
-3. the threshold of the entropy is over the trained tokens of the whole batch, by the weights at the start of the step:
-   neither ranks, rows, micro-batches nor mini-batches have one of their own.
-A loss that picks costs one forward pass, at the weights of that update.
+Guarantees:
+1. every rank sees the tokens of all ranks and selects the same ones;
+2. a random selection depends only on step, mini-batch and tokens;
+3. the entropy threshold covers the trained tokens of the whole batch, by the weights at the start of the step. It does
+   not depend on ranks, rows, micro-batches or mini-batches.
 
+A loss that selects tokens costs one extra forward pass.
 Example: entropies 0.1, 2.0 on rank 0 and 0.3, 1.0 on rank 1 with keep = 0.5: the threshold is 1.0 on both.
 """
 
@@ -31,15 +30,15 @@ from learners.gang.gang import Gang
 
 
 class Known(NamedTuple):
-    """By micro-batch; None: not known before the forward pass."""
+    """Inputs by micro-batch; None: not known before the forward pass."""
 
     proximal: Sequence[Tensor] | None
     advantages: Sequence[Tensor] | None
-    high: Sequence[Tensor] | None  # tokens that `entropy_keep` leaves in the loss; None: all
+    high: Sequence[Tensor] | None  # tokens that `entropy_keep` keeps; None: all
 
 
 class HighEntropy(NamedTuple):
-    """`pieces`: by mini-batch and micro-batch of this rank, bool `[N]`; `threshold` in nats, the same on every rank."""
+    """`pieces`: by mini-batch and micro-batch of this rank, bool `[N]`; `threshold` in nats, equal on every rank."""
 
     pieces: list[list[Tensor]]
     threshold: float
@@ -48,9 +47,9 @@ class HighEntropy(NamedTuple):
 def keep_high_entropy(
     share: Sequence[Minibatch], entropy: Sequence[Sequence[Tensor]], *, keep: float, gang: Gang
 ) -> HighEntropy:
-    """The trained tokens whose entropy is among the `keep` highest of the batch (arXiv 2506.01939). Collective.
+    """Select the `keep` share of the batch's trained tokens with the highest entropy (arXiv 2506.01939). Collective.
 
-    `entropy`: nats, by mini-batch and micro-batch `[N]`. Tokens at the threshold are kept. With nothing to train the
+    `entropy`: nats, by mini-batch and micro-batch `[N]`. Tokens at the threshold are kept. Without trained tokens the
     threshold is 0.
     """
     masks = [[torch.from_numpy(micro.mask.astype(bool)) for micro in part.micro] for part in share]
@@ -76,7 +75,9 @@ def choose_tokens(
     gang: Gang,
     seed: tuple[int, int],
 ) -> list[Tensor]:
-    """The picked tokens of each micro-batch of this rank, bool `[N]`. `known` has the fields of `Known`. Collective."""
+    """Return the selected tokens of each micro-batch of this rank, bool `[N]`. `known` has the fields of `Known`.
+    Collective.
+    """
     mine: dict[int, list[bytes]] = {}
     for number, (micro, now) in enumerate(zip(part.micro, current, strict=True)):
         for sample, rows in _rows(micro, _columns(micro, number, now, known, algorithm)):
@@ -95,7 +96,7 @@ def choose_tokens(
 def _columns(
     micro: MicroBatch, number: int, now: Tensor, known: Any, algorithm: AlgorithmConfig
 ) -> list[np.ndarray[Any, Any]]:
-    """current, proximal, behaviour, advantages, mask of a micro-batch, f4 `[N]` each."""
+    """Return current, proximal, behaviour, advantages and mask of a micro-batch, f4 `[N]` each."""
     current = now.float().cpu().numpy()
     proximal = current if known.proximal is None else known.proximal[number].float().cpu().numpy()
     if algorithm.proximal == "behaviour":
@@ -114,7 +115,7 @@ def _rows(micro: MicroBatch, columns: Sequence[np.ndarray[Any, Any]]) -> list[tu
 
 
 def _pick(chooser: Callable[..., Tensor], every: Mapping[int, list[bytes]], seed: tuple[int, int]) -> dict[int, Tensor]:
-    """What the function picks of all tokens, by sample."""
+    """Return the selection among all tokens, by sample."""
     order = sorted(every)
     joined = [
         torch.frombuffer(bytearray(b"".join(every[n][column] for n in order) or bytes(4)), dtype=torch.float32)

@@ -1,16 +1,16 @@
 """Durable checkpoints of the learner: a folder per step, complete or invisible.
 
-A checkpoint
-`step_000020/` holds one shard file per rank (weights, optimizer, generator states), `state.json` (step, ledger of the
-buffer, digests, configuration) and `manifest.json` (size and BLAKE2b of every other file). Guarantees:
-1. it is written under a hidden name, synced, and renamed last: a crash at any point leaves the earlier ones untouched;
-2. `newest` checks every byte against the manifest, skips what is damaged and says why;
-3. the last `keep` stay, and the best (`learners.checkpoints.retention`); others and left-overs of crashes are
-   removed, and only
-   after a new one is durable;
+A checkpoint `step_000020/` holds one shard file per rank (weights, optimizer, generator states), `state.json` (step,
+ledger of the buffer, digests, configuration) and `manifest.json` (size and BLAKE2b of every other file). All ranks must
+see the folder.
+
+Guarantees:
+1. it is written under a hidden name, synced, and renamed last: a crash leaves earlier checkpoints untouched;
+2. `newest` checks every byte against the manifest, skips damaged checkpoints and reports them;
+3. the last `keep` stay, and the best (`learners.checkpoints.retention`). Others are removed only after a new one is
+   durable;
 4. no pickle: safetensors and JSON;
-5. a full disk is `disk.full` on every rank alike: the hidden folder goes, the earlier checkpoints stay.
-The folder must be on a file system that all ranks see.
+5. a full disk raises `disk.full` on every rank: the hidden folder is removed, earlier checkpoints stay.
 """
 
 from __future__ import annotations
@@ -36,36 +36,33 @@ from learners.step.coefficients import Coefficients
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-SPARE_BYTES = 1 << 20  # left free beside a checkpoint: logs and the index need room as well
+SPARE_BYTES = 1 << 20  # left free after a checkpoint, for logs and the index
 _NAME = re.compile(r"step_(\d{6,})")
 
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a learner needs beside its tensors. `ledger` is the buffer's own JSON; `config` the resolved TOML."""
+    """The state of a learner without tensors. `ledger` is the buffer's own JSON; `config` the resolved TOML."""
 
     step: int
     ledger: str
-    digests: dict[int, str] = {}  # version -> digest of the weights as they were published
+    digests: dict[int, str] = {}  # version -> digest of the published weights
     ranks: int = 1
     config: str = ""
-    coefficients: Coefficients | None = None  # of the step after it
-    critic_warm: bool = False  # the critic's warm-up has ended before its last step
+    coefficients: Coefficients | None = None  # of the next step
+    critic_warm: bool = False  # the critic's warm-up ended early
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Size and BLAKE2b-256 of one file."""
-
     bytes: int
     blake2b: str
 
 
-def folder_of(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+def step_folder(root: Path, step: int) -> Path:
     return root / f"step_{step:06d}"
 
 
 def steps_in(root: Path) -> list[int]:
-    """Steps that have a folder, newest first; whether they are usable is another question."""
+    """Return the steps that have a folder, newest first; the checkpoints may be damaged."""
     found = [_NAME.fullmatch(path.name) for path in root.iterdir()] if root.exists() else []
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
@@ -81,22 +78,24 @@ def save(
     fence: Callable[[], None] = lambda: None,
     ranking: retention.Ranking | None = None,
 ) -> Path:
-    """Write the checkpoint of `step` (`state` is needed on rank 0). Collective; durable when it returns.
+    """Write the checkpoint of `step` (`state` is needed on rank 0). Collective; durable on return.
 
-    `backend` writes this rank's part: itself, or a snapshot of it. `ranking`: by which the best stay. `fence` is asked
-    on rank 0 right before the checkpoint becomes visible, and raises where another learner took over.
-    Raises `disk.full` on every rank where one of them could not write; earlier checkpoints are as they were.
+    `backend` writes this rank's part: itself, or a snapshot of it. `ranking` selects the best. `fence` runs on rank 0
+    right before the checkpoint becomes visible, and raises if another learner took over.
+
+    Raises:
+        AsyncRLError: `disk.full` on every rank if one could not write; earlier checkpoints are unchanged.
     """
-    target = folder_of(root, step)
+    target = step_folder(root, step)
     temporary = root / f".{target.name}.tmp"
 
     def agree(error: str) -> None:
-        """Rank 0 says whether it worked; where it did not, every rank raises the same."""
+        """Share rank 0's error; every rank raises it."""
         said = gang.share(error.encode()).decode()
         if said:
             if gang.lead:
-                fence()  # its owner may have removed the folder below this process
-                shutil.rmtree(temporary, ignore_errors=True)  # its bytes are needed more than its content
+                fence()  # another learner may own the folder now
+                shutil.rmtree(temporary, ignore_errors=True)  # free its space
             raise AsyncRLError("disk.full", f"checkpoint of step {step}: {said}", where=str(root))
 
     if gang.lead:
@@ -122,7 +121,7 @@ def save(
 
 
 def _attempt(work: Callable[[], None]) -> str:
-    """Run it; what the file system said against it."""
+    """Run `work` and return the error of the file system; empty if it succeeded."""
     try:
         work()
     except OSError as error:
@@ -131,10 +130,10 @@ def _attempt(work: Callable[[], None]) -> str:
 
 
 def _begin(root: Path, temporary: Path) -> None:
-    """An empty hidden folder, where there is room for a checkpoint as large as the last one."""
+    """Create an empty hidden folder, if there is room for a checkpoint as large as the last one."""
     shutil.rmtree(temporary, ignore_errors=True)
     root.mkdir(parents=True, exist_ok=True)
-    needed = next((size_of(folder_of(root, known)) for known in steps_in(root)), 0)
+    needed = next((folder_size(step_folder(root, known)) for known in steps_in(root)), 0)
     free = shutil.disk_usage(root).free
     if free < needed + SPARE_BYTES:
         raise OSError(errno.ENOSPC, f"{free} bytes are free, the last checkpoint has {needed}")
@@ -151,15 +150,15 @@ def _shard(temporary: Path, backend: Snapshot) -> dict[str, FileEntry]:
     return found
 
 
-def size_of(folder: Path) -> int:
-    """Bytes of the files of a checkpoint."""
+def folder_size(folder: Path) -> int:
+    """Return the bytes of a checkpoint's files."""
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def _complete(
     temporary: Path, target: Path, state: State, entries: dict[str, FileEntry], fence: Callable[[], None]
 ) -> None:
-    """State and manifest, then the rename that makes the checkpoint exist."""
+    """Write state and manifest, then rename: the checkpoint becomes visible."""
     failpoint("learner.checkpoint_state")
     write_atomic(temporary / STATE, msgspec.json.encode(state))
     entries[STATE] = _entry(temporary / STATE)
@@ -167,7 +166,7 @@ def _complete(
     write_atomic(temporary / MANIFEST, msgspec.json.encode(entries, order="sorted"))
     failpoint("learner.checkpoint_rename")
     fence()
-    if target.exists():  # the same step again after a restart, or a damaged one
+    if target.exists():  # the same step after a restart, or a damaged checkpoint
         shutil.rmtree(target)
     os.replace(temporary, target)
     failpoint("learner.checkpoint_renamed")
@@ -175,30 +174,30 @@ def _complete(
 
 
 def newest(root: Path, *, say: Callable[[str], None] = print) -> tuple[State, Path] | None:
-    """The newest checkpoint whose every byte agrees with its manifest; None where there is none at all.
+    """Return the newest undamaged checkpoint; None if there is no checkpoint.
 
-    Raises `learner.checkpoint` where there are some and all are damaged: starting afresh would lose the run silently.
+    Raises:
+        AsyncRLError: `learner.checkpoint`: all are damaged. Starting from zero would lose the run silently.
     """
     problems = []
     for step in steps_in(root):
-        folder = folder_of(root, step)
-        why = problem_of(folder)
+        folder = step_folder(root, step)
+        why = find_problem(folder)
         if not why:
             return msgspec.json.decode((folder / STATE).read_bytes(), type=State), folder
         problems.append(f"{folder.name}: {why}")
-        say(f"checkpoint {folder.name} is not used: {why}")
+        say(f"checkpoint {folder.name} is skipped: {why}")
     if problems:
         raise AsyncRLError("learner.checkpoint", "; ".join(problems), where=str(root))
     return None
 
 
-def state_of(folder: Path) -> State:
-    """The state of one checkpoint."""
+def read_state(folder: Path) -> State:
     return msgspec.json.decode((folder / STATE).read_bytes(), type=State)
 
 
-def problem_of(folder: Path) -> str:
-    """What is wrong with a checkpoint; the empty string where it is whole."""
+def find_problem(folder: Path) -> str:
+    """Return what is wrong with a checkpoint; empty if it is complete."""
     try:
         entries = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=dict[str, FileEntry])
         for name, entry in entries.items():
@@ -227,17 +226,18 @@ def _sync(path: Path) -> None:
 
 
 def clean(root: Path, *, step: int, keep: int, ranking: retention.Ranking | None = None) -> None:
-    """Keep the newest `keep` up to the step just written, and the best. Later ones were found damaged when this run was
-    restored. No checkpoint may be under way."""
+    """Keep the newest `keep` up to the step just written, and the best. No checkpoint may be in progress. Later steps
+    were found damaged when the run was restored.
+    """
     known = steps_in(root)
-    kept = retention.kept(known, newest=step, keep=keep, ranking=ranking)
+    kept = retention.select(known, newest=step, keep=keep, ranking=ranking)
     if ranking is not None:
-        with contextlib.suppress(OSError):  # a full disk: it is written again with the next checkpoint
+        with contextlib.suppress(OSError):  # a full disk: the next checkpoint writes it again
             retention.write(root, kept, ranking)
     else:
         (root / retention.BEST).unlink(missing_ok=True)
     for number in known:
         if number not in kept:
-            shutil.rmtree(folder_of(root, number), ignore_errors=True)
+            shutil.rmtree(step_folder(root, number), ignore_errors=True)
     for path in root.glob(".step_*.tmp"):
         shutil.rmtree(path, ignore_errors=True)

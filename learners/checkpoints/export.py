@@ -1,18 +1,18 @@
-"""The weights of a checkpoint as Hugging Face folders, on demand: policy, critic, process reward model.
+"""Exports a checkpoint as Hugging Face folders: policy, critic, process reward model.
 
-Started by `asyncrl export`, which replaces itself by it, or by hand: `python -m learners.checkpoints.export RUN ...`.
-The learner
-itself exports at the end of a run; this is for runs that have not ended, or never will. Guarantees:
-1. nothing in the run is changed but the new folder: it must be new or empty, and is filled under a hidden name that is
-   replaced last, so that a folder which is there is whole;
-2. a damaged checkpoint is `learner.checkpoint`, not an export: every byte is compared with its manifest first;
-3. what is written is what the learner would have written at that step, in the dtype that is asked for;
-4. tensors are read one by one from the files of the checkpoint, whatever backend and layout wrote them: no model is
-   built, no device is used. Peak memory is one file (`--max-shard-size`) and one tensor in float32, with fused experts
-   one layer; not counted are the pages of the checkpoint that the kernel keeps;
-5. a checkpoint whose tensors are not the model's (a plugin's backend, adapters) is loaded by the backend it belongs to,
-   which takes the memory of the training state; the size of files is then the backend's own.
-A run may go on meanwhile: the files are opened first, so that a checkpoint which is removed is still read to its end.
+Used by `asyncrl export`, or `python -m learners.checkpoints.export RUN ...`. The run may continue meanwhile: the files
+are opened first, so a removed checkpoint can still be read.
+
+Guarantees:
+1. the run only gets the new folder. It must be new or empty, and is written under a hidden name, so an existing folder
+   is complete;
+2. a damaged checkpoint raises `learner.checkpoint`: every byte is compared with its manifest first;
+3. the result equals the learner's own export at that step, in the requested dtype;
+4. tensors are read one by one from the checkpoint, for any backend and layout: no model is built and no device is used.
+   Peak memory is one file (`--max-shard-size`) and one tensor in float32, with fused experts one layer, without the
+   kernel's page cache;
+5. a checkpoint with other tensors than the model's (a plugin's backend, adapters) is loaded by its backend, which needs
+   the memory of the training state and chooses the size of files.
 
 Example: `asyncrl export runs/my --step 20` writes runs/my/export-step_000020, with `critic` below it.
 """
@@ -37,7 +37,7 @@ from asyncrl.plugins import find
 from asyncrl.runs.export import DTYPES as DTYPE_NAMES
 from asyncrl.runs.export import no_checkpoint, parse_size, refuse_target, size_text
 from asyncrl.runtime.run_dir import RunDir
-from learners.backends.hf_folder import SCORER, FolderWriter, skeleton_of
+from learners.backends.hf_folder import SCORER, FolderWriter, build_skeleton
 from learners.backends.megatron.checkpoint import Store
 from learners.backends.megatron.mapping import Part
 from learners.backends.safetensors_writer import MAX_BYTES
@@ -59,9 +59,8 @@ def export(
     say: Say = lambda _: None,
     gang: Gang | None = None,
 ) -> Path:
-    """Write the folders of checkpoint `step` (None: the newest whole one); where.
-
-    `gang` for a checkpoint that only its backend can read (then collective); made where it is None.
+    """Write the folders of checkpoint `step` (None: the newest complete one) and return the path. `gang` is used,
+    collectively, if only the backend can read the checkpoint; None: join one.
 
     Raises:
         ConfigError: `usage`: there is no such checkpoint, or the folder is not empty.
@@ -72,9 +71,9 @@ def export(
     source = _source(run, step, say)
     target = target or refuse_target(run.root / f"export-{source.name}")
     name = config.model.dtype if dtype == "auto" else dtype
-    if not from_files(config, source, target, dtype=DTYPES[name], max_bytes=max_bytes, say=say):
-        say("its tensors are not those of the model: the backend loads it, with optimizer states")
-        _by_backend(config, source, target, name, gang)
+    if not export_files(config, source, target, dtype=DTYPES[name], max_bytes=max_bytes, say=say):
+        say("the checkpoint has other tensors than the model: its backend loads it, with optimizer states")
+        _export_with_backend(config, source, target, name, gang)
     return target
 
 
@@ -91,8 +90,8 @@ def _source(run: RunDir, step: int | None, say: Say) -> Path:
             where=str(run.checkpoints),
             remedy="name one of these, or none for the newest",
         )
-    folder = checkpoint.folder_of(run.checkpoints, step)
-    if why := checkpoint.problem_of(folder):
+    folder = checkpoint.step_folder(run.checkpoints, step)
+    if why := checkpoint.find_problem(folder):
         raise AsyncRLError("learner.checkpoint", why, where=str(folder))
     return folder
 
@@ -100,7 +99,7 @@ def _source(run: RunDir, step: int | None, say: Say) -> Path:
 # ---------------------------------------------------------------- straight from the files
 
 
-def from_files(
+def export_files(
     config: Config,
     source: Path,
     target: Path,
@@ -109,8 +108,9 @@ def from_files(
     max_bytes: int = MAX_BYTES,
     say: Say = lambda _: None,
 ) -> bool:
-    """Write the folders from the files of the checkpoint `source`; False where they hold other tensors than the models.
-    Of several processes the first alone writes."""
+    """Write the folders from the files of the checkpoint `source`. Return False if they hold other tensors than the
+    models. Only the first of several processes writes.
+    """
     store = Store(source)
     try:
         models = _models(config, store)
@@ -122,18 +122,19 @@ def from_files(
 
 
 class Model(msgspec.Struct, frozen=True):
-    """One of the models of a checkpoint: its folder in the export, what its names begin with there, its config and
-    the shapes of its parameters, in the order of the model."""
+    """One model of a checkpoint: its folder in the export, the prefix of its names, its config and the shapes of its
+    parameters in model order.
+    """
 
     folder: str
     kind: str
     config: Any
     shapes: dict[str, tuple[int, ...]]
-    beside: Path  # tokenizer and what else lies beside weights
+    beside: Path  # folder with the tokenizer
 
 
 def _models(config: Config, store: Store) -> list[Model] | None:
-    """The models that the checkpoint holds and the settings export; None where one of them is another than expected."""
+    """Return the models that the checkpoint holds and the settings export; None if one differs from the expectation."""
     learner, path = config.learner, config.model.path
     policy = _model(config, path, "", "model", store, scorer=learner.mode == "reward_model")
     found = [policy]
@@ -158,7 +159,7 @@ def _model(config: Config, path: str, folder: str, kind: str, store: Store, *, s
         raise ConfigError("config.model", f"{path}: {error}") from error
     if scorer:
         hf.architectures = [SCORER]
-    skeleton = skeleton_of(hf)
+    skeleton = build_skeleton(hf)
     if skeleton is None:
         return None
     hf.architectures = [type(skeleton).__name__]
@@ -171,7 +172,7 @@ def _model(config: Config, path: str, folder: str, kind: str, store: Store, *, s
 def _stream(
     models: Sequence[Model], store: Store, folder: Path, *, dtype: torch.dtype, max_bytes: int, say: Say
 ) -> None:
-    """Every model of the checkpoint, tensor by tensor."""
+    """Write every model of the checkpoint, tensor by tensor."""
     for model in models:
         place = folder / model.folder
         writer = FolderWriter(place, model.config, dtype=dtype, source=model.beside, max_bytes=max_bytes)
@@ -183,20 +184,20 @@ def _stream(
 
 
 def _generation(config: Any) -> Any:
-    """What a language model generates by where its start weights said nothing."""
+    """Return the default generation config of a language model."""
     from transformers import GenerationConfig
 
     return None if config.architectures[0].endswith(SCORER) else GenerationConfig.from_model_config(config)
 
 
 def _filled(target: Path, write: Callable[[Path], None]) -> None:
-    """Write under a hidden name, which the target replaces last."""
+    """Write under a hidden name, then rename to the target."""
     hidden = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         hidden.mkdir(parents=True)
         write(hidden)
         if target.exists():
-            target.rmdir()  # empty: it was looked at
+            target.rmdir()  # known to be empty
         os.replace(hidden, target)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -209,8 +210,8 @@ def _filled(target: Path, write: Callable[[Path], None]) -> None:
 # ---------------------------------------------------------------- by the backend
 
 
-def _by_backend(config: Config, source: Path, target: Path, dtype: str, gang: Gang | None) -> None:
-    """The backend's own load and export. Collective."""
+def _export_with_backend(config: Config, source: Path, target: Path, dtype: str, gang: Gang | None) -> None:
+    """Load and export with the backend. Collective."""
     model = msgspec.structs.replace(config.model, dtype=dtype)
     own = msgspec.structs.replace(config, model=model)
     joined = gang or Gang.join(config, anywhere=True)
@@ -222,7 +223,6 @@ def _by_backend(config: Config, source: Path, target: Path, dtype: str, gang: Ga
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The process; its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--step", type=int, help="of a checkpoint that is kept; the newest without it")
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         run = RunDir(args.run).require()
-        config = load(run.config)  # the folder may have been moved since
+        config = load(run.config)  # the folder may have moved
         config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, dir=str(run.root)))
         lead = int(os.environ.get("RANK", "0")) == 0
         target = export(

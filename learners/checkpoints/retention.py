@@ -1,15 +1,14 @@
-"""Which checkpoints are kept: the last ones, and the best by a metric.
+"""Decides which checkpoints stay: the last ones, and the best by a metric. Scores are stored in `best.json`.
 
-The rule is a pure function; the scores that it needs
-lie in `best.json` beside the checkpoints, so that a restart goes on with them. Guarantees:
-1. the newest `keep` checkpoints are always among those that stay, whatever their scores;
-2. at most `keep + 2 * count` stay: the last, the best, and as many whose evaluation has not ended yet;
-3. of equal scores the later step is better; what is not a number is no score;
-4. a `best.json` that cannot be read costs the scores, is said, and ends nothing.
-A score by a metric of steps is its mean over the steps since the regular checkpoint before: the samples of those steps
-were made by weights up to the bound on staleness older. A score by an evaluation is that of the very step.
+Guarantees:
+1. the newest `keep` checkpoints always stay, whatever their scores;
+2. at most `keep + 2 * count` stay: the last, the best, and as many whose evaluation has not ended;
+3. of equal scores the later step is better; NaN is no score;
+4. an unreadable `best.json` loses the scores, with a warning, and the run continues.
 
-Example: steps 20, 40, 60, 80 with scores 0.5, 0.7, 0.6, 0.4, keep 1 and count 2: 40 and 60 stay beside 80.
+A score by a step metric is its mean over the steps since the previous regular checkpoint, because the samples of a step
+come from older weights. A score by an evaluation belongs to its step.
+Example: steps 20, 40, 60, 80 with scores 0.5, 0.7, 0.6, 0.4, keep 1 and count 2: 40, 60 and 80 stay.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ BEST = "best.json"
 
 
 class Ranking(msgspec.Struct, frozen=True):
-    """How good checkpoints are. `awaited`: steps whose evaluation has not ended; `count`: how many of the best stay."""
+    """Scores of checkpoints. `awaited`: steps whose evaluation has not ended; `count`: how many of the best stay."""
 
     count: int
     metric: str
@@ -41,7 +40,7 @@ class Ranking(msgspec.Struct, frozen=True):
 
 
 class BestFile(msgspec.Struct, frozen=True):
-    """What `best.json` holds: the best first."""
+    """Content of `best.json`: the best first."""
 
     metric: str
     goal: Literal["max", "min"]
@@ -50,7 +49,7 @@ class BestFile(msgspec.Struct, frozen=True):
 
 
 def best(steps: Iterable[int], ranking: Ranking) -> tuple[int, ...]:
-    """The best of these steps, best first.
+    """Return the best of these steps, best first.
 
     >>> best([20, 40, 60, 80], Ranking(2, "reward_mean", scores={20: 0.5, 40: 0.7, 60: 0.7}))
     (60, 40)
@@ -61,36 +60,36 @@ def best(steps: Iterable[int], ranking: Ranking) -> tuple[int, ...]:
     return tuple(scored[: ranking.count])
 
 
-def kept(steps: Iterable[int], *, newest: int, keep: int, ranking: Ranking | None = None) -> set[int]:
-    """Which of these steps stay once `newest` is durable; none above it do.
+def select(steps: Iterable[int], *, newest: int, keep: int, ranking: Ranking | None = None) -> set[int]:
+    """Return the steps that stay once `newest` is durable; none above it does.
 
-    >>> sorted(kept([20, 40, 60, 80], newest=60, keep=1))
+    >>> sorted(select([20, 40, 60, 80], newest=60, keep=1))
     [60]
     """
     usable = sorted((step for step in steps if step <= newest), reverse=True)
     stay = set(usable[:keep])
     if ranking is not None:
         stay.update(best(usable, ranking))
-        # The oldest first: were it the newest, slow evaluations would never find their checkpoint.
+        # Keep the oldest: otherwise slow evaluations would never find their checkpoint.
         stay.update(sorted(step for step in usable if step in ranking.awaited and step not in stay)[: ranking.count])
     return stay
 
 
 def write(root: Path, steps: Iterable[int], ranking: Ranking) -> None:
-    """Name the best of these steps in `best.json`; scores of others are forgotten."""
+    """Write `best.json` for these steps; drop scores of others."""
     known = {step: ranking.scores[step] for step in sorted(steps) if step in ranking.scores}
     found = BestFile(ranking.metric, ranking.goal, best(known, ranking), known)
     write_atomic(root / BEST, msgspec.json.encode(found))
 
 
 def read(root: Path) -> BestFile | None:
-    """What `best.json` says; None where there is none. Raises OSError or one of `UNREADABLE`."""
+    """Read `best.json`; None if there is none. Raises OSError or one of `UNREADABLE`."""
     path = root / BEST
     return msgspec.json.decode(path.read_bytes(), type=BestFile) if path.exists() else None
 
 
 class Scores:
-    """What rank 0 knows of how good its checkpoints are."""
+    """Scores of the checkpoints, on rank 0."""
 
     def __init__(self, root: Path, config: Config, *, say: Callable[[str], None]) -> None:
         learner = config.learner
@@ -101,7 +100,7 @@ class Scores:
             learner.checkpoint_best,
         )
         self._say = say
-        self._window: list[float] = []  # of the steps since the last regular checkpoint
+        self._window: list[float] = []  # metric of the steps since the last regular checkpoint
         self._evaluated = -1  # the newest step whose evaluation has ended
         self._scores: dict[int, float] = {}
         if not self._count:
@@ -117,23 +116,22 @@ class Scores:
             say(f"checkpoints were ranked by {found.metric} ({found.goal}); their scores are forgotten")
 
     def forget_after(self, step: int) -> None:
-        """The run goes on from this step: later ones will be made again."""
+        """Drop scores after this step: the run continues from it."""
         self._scores = {number: score for number, score in self._scores.items() if number <= step}
 
-    def trained(self, values: Mapping[str, float]) -> None:
-        """The metrics of a step."""
+    def add_metrics(self, values: Mapping[str, float]) -> None:
         value = values.get(self._metric, math.nan)
         if self._count and math.isfinite(value):
             self._window.append(value)
 
-    def reached(self, step: int) -> None:
-        """A regular checkpoint is made of this step."""
+    def add_checkpoint(self, step: int) -> None:
+        """Score the regular checkpoint of this step."""
         if self._window:
             self._scores[step] = math.fsum(self._window) / len(self._window)
             self._window.clear()
 
-    def evaluated(self, figures: Mapping[int, Mapping[str, float]]) -> bool:
-        """Evaluations that have ended, by step; whether they changed a score."""
+    def add_evaluations(self, figures: Mapping[int, Mapping[str, float]]) -> bool:
+        """Add finished evaluations by step. Return whether they changed a score."""
         if not self._count or not self._metric.startswith(METRICS):
             return False
         changed = False
@@ -148,7 +146,7 @@ class Scores:
         return changed
 
     def ranking(self, steps: Iterable[int]) -> Ranking | None:
-        """For `kept`; None where only the last checkpoints stay."""
+        """Return the ranking for `select`; None if only the last checkpoints stay."""
         if not self._count:
             return None
         awaited: tuple[int, ...] = ()

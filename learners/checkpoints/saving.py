@@ -1,19 +1,19 @@
-"""When and how one rank's checkpoints are written: in the step, or beside the training by a thread.
+"""Writes one rank's checkpoints, in the step or in a thread during training.
 
-The files are `learners.checkpoints.checkpoint`'s. Guarantees:
-1. what a checkpoint holds are the weights, optimizer and ledger of its step, however long the writing takes: an
-   asynchronous one (`learner.checkpoint_async`) is copied to host memory within the step, and that copy is written;
-2. one is under way at a time: the next one waits for it, and so does the end of the run, whatever its reason;
-3. `durable` is called on rank 0, on the main thread, after the checkpoint has its name and is synced: not before;
-4. what the file system says against one is counted and said on every rank alike, `learner.checkpoint_failures` in a row
-   raise; anything else is raised where the main thread meets the writer next (`settle`);
-5. the ranks' writers talk over a process group of their own: no word of theirs gets between those of the training;
+Guarantees:
+1. a checkpoint holds weights, optimizer and ledger of its step: an asynchronous one (`learner.checkpoint_async`) is
+   copied to host memory within the step, and the copy is written;
+2. one checkpoint is in progress at a time: the next one, and the end of the run, wait for it;
+3. `durable` is called on rank 0, in the main thread, only after the checkpoint is renamed and synced;
+4. file system errors are counted and reported on every rank; `learner.checkpoint_failures` in a row raise. Other errors
+   are raised when the main thread next calls `settle`;
+5. writers use a process group of their own, separate from training;
 6. every wait for the writer ends after `run.hang_timeout_s` with `hang`.
-An asynchronous checkpoint needs host memory for one copy of what this rank saves (12 bytes for each parameter that it
-holds in float32 with AdamW), from the copy to the end of the writing; the last one of a run is written without a copy.
 
-Example: every 20 steps of 30 s, 3 s to copy and 200 s to write: the training stands still for 3 s instead of 203 s, and
-a crash costs at most 20 steps and those that began while the newest checkpoint was written (7).
+An asynchronous checkpoint needs host memory for a copy of this rank's state (12 bytes per float32 parameter with
+AdamW). The last checkpoint of a run is written without a copy.
+Example: every 20 steps of 30 s, 3 s to copy and 200 s to write: training pauses for 3 s instead of 203 s, and a crash
+loses at most 20 steps and those begun while the newest checkpoint was written (7).
 
       save             copied                 renamed, synced               settle
     ---------> COPY --------------> WRITING ------------------> WRITTEN -----------------> durable, counted
@@ -33,14 +33,14 @@ from learners.backends.base import Backend, Snapshot
 from learners.checkpoints import checkpoint, retention
 from learners.gang.gang import Gang, waiting_s
 
-CLOSE_S = 20.0  # how long a process that ends by an error waits for the writer: less than torchrun's patience
+CLOSE_S = 20.0  # longest wait for the writer after an error, before torchrun kills the process
 
 Durable = Callable[[checkpoint.State], None]
 Fence = Callable[[], None]
 
 
 class _Job:
-    """A checkpoint under way."""
+    """A checkpoint in progress."""
 
     def __init__(self, step: int, state: checkpoint.State | None) -> None:
         self.step = step
@@ -51,7 +51,7 @@ class _Job:
 
 
 class Checkpoints:
-    """Those of one rank. `saved` is the step of the newest durable one; `durable` is told of each on rank 0."""
+    """Checkpoints of one rank. `saved` is the step of the newest durable one; rank 0 calls `durable` for each."""
 
     def __init__(
         self, config: Config, *, gang: Gang, backend: Backend, durable: Durable, say: Callable[[str], None]
@@ -62,9 +62,9 @@ class Checkpoints:
         self._config = config
         self._root = RunDir(config.run_dir).checkpoints
         self._gang = gang
-        self._beside = gang
+        self._writer_gang = gang
         if config.learner.checkpoint_async:
-            self._beside = gang.beside(timeout_s=waiting_s(config))
+            self._writer_gang = gang.clone(timeout_s=waiting_s(config))
         self._backend = backend
         self._durable = durable
         self._say = say if gang.lead else _silent
@@ -72,10 +72,10 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._scores = retention.Scores(self._root, config, say=self._say) if gang.lead else None
         self._told: tuple[int, ...] = ()
-        self._changed = False  # a score, since checkpoints were last looked through
+        self._changed = False  # a score changed since the last cleanup
 
     def restored(self, step: int) -> None:
-        """The run goes on from the checkpoint of this step."""
+        """Continue from the checkpoint of this step."""
         self.saved = step
         if self._scores is not None:
             self._scores.forget_after(step)
@@ -85,23 +85,23 @@ class Checkpoints:
     def save(
         self, step: int, state: checkpoint.State | None, *, fence: Fence, wait: bool = False, last: bool = False
     ) -> None:
-        """Write the checkpoint of `step`, or begin to (asynchronous, unless `wait`). `state` on rank 0. Collective.
+        """Write the checkpoint of `step`, or start to (asynchronous, unless `wait`). `state` on rank 0. Collective.
 
         Raises:
-            AsyncRLError: `disk.full` after so many failures in a row, or where the `last` one of the run failed.
+            AsyncRLError: `disk.full` after `learner.checkpoint_failures` failures in a row, or if `last` and it failed.
         """
         self.settle()
         if self._scores is not None and step % self._config.learner.checkpoint_every == 0:
-            self._scores.reached(step)
+            self._scores.add_checkpoint(step)
         job, ranking = _Job(step, state), self._ranking(step)
         if not self._config.learner.checkpoint_async or wait or last:
             self._write(job, self._backend, self._gang, fence, ranking)
-            self._heed(job, last=last)
+            self._handle(job, last=last)
             return
         self._job = job
         self._thread = threading.Thread(
             target=self._write,
-            args=(job, self._backend.snapshot(), self._beside, fence, ranking),
+            args=(job, self._backend.snapshot(), self._writer_gang, fence, ranking),
             name="checkpoint",
             daemon=True,
         )
@@ -121,18 +121,18 @@ class Checkpoints:
                 keep=self._config.learner.checkpoint_keep,
             )
         except AsyncRLError as error:
-            job.error = error.with_traceback(None)  # its frames would keep the copy in memory
-        except Exception as error:  # of a thread: the main one raises it
+            job.error = error.with_traceback(None)  # its frames hold the copy in memory
+        except Exception as error:  # the main thread raises it
             job.error = error
         job.seconds = time.monotonic() - started
         job.ended.set()
 
     def ended(self) -> bool:
-        """Whether one that was under way has ended, and `settle` has not been called."""
+        """Whether a checkpoint has ended and `settle` was not called yet."""
         return self._job is not None and self._job.ended.is_set()
 
     def settle(self) -> None:
-        """Wait for the one under way, and heed how it ended. On every rank, or on none. Raises what `save` raises."""
+        """Wait for the checkpoint in progress and handle its result. On all ranks or none. Raises like `save`."""
         job, self._job = self._job, None
         if job is None:
             return
@@ -141,9 +141,9 @@ class Checkpoints:
             raise AsyncRLError(
                 "hang", f"the checkpoint of step {job.step} is not written after {limit:g} s", where=str(self._root)
             )
-        self._heed(job)
+        self._handle(job)
 
-    def _heed(self, job: _Job, *, last: bool = False) -> None:
+    def _handle(self, job: _Job, *, last: bool = False) -> None:
         error, learner = job.error, self._config.learner
         if error is None:
             self.failures, self.saved = 0, job.step
@@ -162,24 +162,24 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """The process ends: wait a little for the one under way, which is worth having. Raises nothing."""
+        """Wait shortly for a checkpoint in progress, when the process ends. Raises nothing."""
         if self._thread is not None:
             self._thread.join(timeout=CLOSE_S)
 
     # ------------------------------------------------------------ the best ones
 
     def note(self, values: Mapping[str, float], evaluated: Mapping[int, Mapping[str, float]]) -> None:
-        """The metrics of a step (empty: of none) and the evaluations that have ended, by step. On rank 0."""
+        """Add the metrics of a step (or none) and finished evaluations by step. On rank 0."""
         if self._scores is None:
             return
-        self._scores.trained(values)
-        self._changed = self._scores.evaluated(evaluated) or self._changed
+        self._scores.add_metrics(values)
+        self._changed = self._scores.add_evaluations(evaluated) or self._changed
         if self._changed and self._job is None and self.saved:
             self._changed, keep = False, self._config.learner.checkpoint_keep
             checkpoint.clean(self._root, step=self.saved, keep=keep, ranking=self._ranking(self.saved))
 
     def _ranking(self, step: int) -> retention.Ranking | None:
-        """As it is once the checkpoint of `step` is there; says so where it has changed."""
+        """Return the ranking with the checkpoint of `step`; report a change."""
         if self._scores is None:
             return None
         known = sorted({*checkpoint.steps_in(self._root), step})
@@ -192,4 +192,4 @@ class Checkpoints:
 
 
 def _silent(_text: str) -> None:
-    """The ranks beside rank 0 have nothing to say."""
+    """Report nothing: only rank 0 prints."""

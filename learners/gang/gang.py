@@ -1,10 +1,10 @@
 """The learner's ranks as one gang: joining, orders from rank 0, and sums over ranks.
 
-Rank 0 alone talks to services; the others follow its orders. Guarantees:
+Guarantees:
 1. orders and batches are msgpack and raw arrays on CPU tensors over Gloo, never pickled objects;
 2. every wait has the process group's timeout, which is longer than the longest wait for a batch;
-3. a gang of one opens no port, ranks on one host meet on loopback alone;
-4. batches are handed out by share and sums count once per share, whatever the layout (`learners.gang.topology`).
+3. a gang of one opens no port; ranks on one host meet on loopback only;
+4. batches are distributed by share and sums count once per share, in every layout (`learners.gang.topology`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from learners.gang.topology import Topology
 
 
 def _store(rank: int, size: int, *, timeout_s: float) -> Any:
-    """Where the ranks of one host meet: in memory where there is one, else on a port of loopback and nowhere else.
+    """Create the store where ranks of one host meet: in memory for one rank, otherwise on a loopback port.
 
-    None where they are on several hosts, or torchrun brings a store of its own: then torch connects them.
+    None if the ranks are on several hosts, or if torchrun has its own store: then torch connects them.
     """
     known: Any = dist
     if size == 1:
@@ -52,14 +52,14 @@ def _store(rank: int, size: int, *, timeout_s: float) -> Any:
 
 
 class Gang:
-    """This process among its ranks. `lead` is rank 0; `topology` its place (without it every rank is a share)."""
+    """This process among its ranks. `lead`: rank 0; `topology`: its place (by default every rank is a share)."""
 
     def __init__(self, rank: int, size: int, device: Device, topology: Topology | None = None) -> None:
         self.rank = rank
         self.size = size
         self.device = device
         self.topology = topology or Topology(rank, size)
-        self._group: dist.ProcessGroup | None = None  # of its words; None: the group of all ranks
+        self._group: dist.ProcessGroup | None = None  # for messages; None: the group of all ranks
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
     @property
@@ -69,33 +69,35 @@ class Gang:
 
     @property
     def shares(self) -> int:
-        """Into how many shares a batch is cut."""
+        """Number of shares of a batch."""
         return self.topology.shares
 
     @staticmethod
     def join(config: Config, *, anywhere: bool = False) -> Gang:
         """Join the process group that torchrun (or `learners.main`) describes in the environment.
 
-        `anywhere`: a gang of one may take the place of any layout, for what only reads checkpoints.
+        `anywhere`: a gang of one may replace any layout, for reading checkpoints.
 
         Raises:
-            ConfigError: `config.conflict`, where the ranks do not divide into `[learner.parallel]`.
+            ConfigError: `config.conflict`: the ranks do not divide into `[learner.parallel]`.
         """
         for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, default)
         device = Device.find(config.learner.device, index=int(os.environ["LOCAL_RANK"]))
         longest = waiting_s(config)
-        # Alone and without torchrun there is nobody to meet: no port is opened, and none can be taken.
+        # A single rank without torchrun opens no port.
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         plain = anywhere and size == 1
-        topology = Topology(rank, size) if plain else Topology.of(config.learner.parallel, rank=rank, size=size)
+        topology = (
+            Topology(rank, size) if plain else Topology.from_config(config.learner.parallel, rank=rank, size=size)
+        )
         found = None if "MASTER_PORT" not in os.environ and size > 1 else _store(rank, size, timeout_s=longest)
         store = {"store": found, "rank": rank, "world_size": size} if found is not None else {}
         dist.init_process_group(device.group_string, timeout=timedelta(seconds=longest), **store)
         return Gang(rank, size, device, topology)
 
-    def beside(self, *, timeout_s: float) -> Gang:
-        """The same ranks for another thread: what they share and gather meets nothing of this gang's. Collective."""
+    def clone(self, *, timeout_s: float) -> Gang:
+        """Return the same ranks for another thread, with a process group of their own. Collective."""
         made = Gang(self.rank, self.size, self.device, self.topology)
         if self.size > 1:
             made._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -107,7 +109,7 @@ class Gang:
         dist.destroy_process_group()
 
     def mesh(self, **sizes: int) -> DeviceMesh:
-        """The ranks as a grid with these dimensions, slowest first; made once. Collective."""
+        """Return the ranks as a grid with these dimensions, slowest first; cached. Collective."""
         key = tuple(sizes.items())
         if key not in self._meshes:
             names = tuple(sizes)
@@ -115,11 +117,10 @@ class Gang:
         return self._meshes[key]
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
         dist.barrier()  # bounded: the timeout of the group
 
     def share(self, data: bytes | None) -> bytes:
-        """The bytes of rank 0, on every rank."""
+        """Return the bytes of rank 0 on every rank."""
         if self.size == 1:
             return data or b""
         size = torch.tensor([len(data or b"")], dtype=torch.int64)
@@ -130,7 +131,7 @@ class Gang:
         return content.numpy().tobytes()
 
     def scatter(self, shares: Sequence[bytes] | None) -> bytes:
-        """Of the `shares` that rank 0 gives its own, on each rank."""
+        """Return each rank's own part of the `shares` of rank 0."""
         if self.size == 1:
             return (shares or [b""])[0]
         sizes = torch.tensor([len(part) for part in shares] if shares else [0] * self.shares, dtype=torch.int64)
@@ -138,14 +139,14 @@ class Gang:
         if self.lead:
             assert shares is not None
             for rank in range(1, self.size):
-                dist.send(_tensor(shares[self.topology.at(rank).share]), rank)
+                dist.send(_tensor(shares[self.topology.peer(rank).share]), rank)
             return shares[self.topology.share]
         content = torch.empty(int(sizes[self.topology.share]), dtype=torch.uint8)
         dist.recv(content, 0)  # bounded: the timeout of the group
         return content.numpy().tobytes()
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank, on every rank; for short texts such as digests."""
+        """Return the bytes of every rank, on every rank; for short texts such as digests."""
         if self.size == 1:
             return [data]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -156,14 +157,14 @@ class Gang:
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def gather_shares(self, data: bytes) -> list[bytes]:
-        """The bytes of the counting rank of every share, by share, on every rank: for sums over a batch."""
+        """Return the bytes of the counting rank of every share, by share, on every rank."""
         every = self.gather(data)
         return every if self.shares == self.size else [every[rank] for rank in self.topology.counting]
 
     def total(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Sums over shares; of names that end in `_max`, the maximum over ranks.
+        """Return sums over shares; for names that end in `_max`, the maximum over ranks.
 
-        Every rank that counts must pass the same names; the others may leave names out.
+        Every counting rank must pass the same names; the others may leave names out.
         """
         if self.size == 1:
             return dict(sums)
@@ -179,7 +180,7 @@ class Gang:
         return result
 
     def _total_of_shares(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """As `total` where some ranks have the same share: in the order of the shares, as every rank sees them."""
+        """Like `total` if several ranks have the same share: summed in the order of the shares."""
         every = [
             msgspec.msgpack.decode(part, type=dict[str, float])
             for part in self.gather(msgspec.msgpack.encode(dict(sums)))
@@ -195,7 +196,7 @@ class Gang:
 
 
 def waiting_s(config: Config) -> float:
-    """How long a collective may wait: longer than the longest wait for a batch."""
+    """Return the timeout of collectives: longer than the longest wait for a batch."""
     return max(config.learner.batch_timeout_s, config.run.hang_timeout_s) + 120
 
 
@@ -204,7 +205,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 def lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because another rank has gone or does not answer: not this rank's own fault.
+    """Whether a collective failed because another rank is gone or does not answer.
 
     Gloo raises a plain RuntimeError that names its source file; NCCL and the store raise `DistError`.
     """

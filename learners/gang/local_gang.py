@@ -1,12 +1,14 @@
 """torchrun for a gang on one host: `python -m learners.gang.local_gang <arguments of torchrun>`.
 
-Started by the launcher (`asyncrl.process_plan.plan`). The rendezvous of one host with itself needs no network:
-torchrun's own opens
-a store on every interface, in which it keeps pickles that whoever connects may write. Guarantees:
-1. nothing listens: the store is in this process, the address that the ranks are given is loopback (`learners.gang.gang`
-   listens there);
-2. everything else is torchrun's: its arguments, its watch over the ranks, its report.
-With several hosts it is torchrun itself (docs/clusters.md), on an isolated network.
+torchrun's own rendezvous opens a store on every interface and stores pickles that any connection may write. On one host
+no network is needed.
+
+Guarantees:
+1. nothing listens on other interfaces: the store is in this process, the ranks' address is loopback
+   (`learners.gang.gang` listens there);
+2. everything else is torchrun's: arguments, supervision of the ranks, report.
+
+Several hosts use torchrun itself (docs/clusters.md), on an isolated network.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ dist: Any = torch.distributed
 
 
 class LocalRendezvous(RendezvousHandler):
-    """One node that meets nobody."""
+    """The rendezvous of one node."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -41,15 +43,14 @@ class LocalRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks make a store of their own."""
+        """Ranks create their own store."""
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """A store in memory, and a free port of loopback for rank 0."""
+        """Return a store in memory, and a free loopback port for rank 0."""
         return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo(HOST, _free_port()))
 
     def is_closed(self) -> bool:
-        """Never: there is nobody to close it."""
         return False
 
     def set_closed(self) -> None: ...
@@ -58,7 +59,6 @@ class LocalRendezvous(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """That of the command line."""
         return self._run_id
 
     def shutdown(self) -> bool:
@@ -76,10 +76,10 @@ def _make(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """torchrun with this rendezvous."""
+    """Run torchrun with this rendezvous."""
     rendezvous_handler_registry.register(BACKEND, _make)
     words = list(sys.argv[1:] if argv is None else argv)
-    # An endpoint that nobody opens: without one torchrun warns of a master address that is not used.
+    # The endpoint is never opened: without one torchrun warns of an unused master address.
     run.main(
         ["--rdzv-backend", BACKEND, "--rdzv-endpoint", f"{HOST}:0", "--rdzv-id", "gang", "--local-addr", HOST, *words]
     )

@@ -1,15 +1,15 @@
-"""Where a rank stands in the layout of `[learner.parallel]`: which share of a batch it gets and whether its sums count.
+"""The place of a rank in the layout of `[learner.parallel]`: its share of a batch, and whether its sums count. Pure.
 
-Made by `learners.gang.gang` and read by the backends. Pure arithmetic. Ranks are numbered like Megatron-core and the
-device
-meshes of transformers number them: tensor places are neighbours, then sequence places, then shares, then pipeline
-stages; `replicate` and `expert` divide the shares and make none of their own. Guarantees:
+Ranks are numbered as in Megatron-core and the device meshes of transformers: tensor places are neighbours, then
+sequence places, then shares, then pipeline stages; `replicate` and `expert` divide the shares.
+
+Guarantees:
 1. ranks that differ only in tensor, sequence or pipeline place have the same share of every batch;
-2. exactly one rank of each share counts: tensor and sequence place 0 of the last stage, where losses are computed;
+2. exactly one rank of each share counts: tensor and sequence place 0 of the last stage, which computes losses;
 3. a size that the layout does not divide is `config.conflict`, never a smaller layout.
 
 Example: 8 ranks with tensor = 2 and pipeline = 2 have 2 shares. Rank 5 is tensor place 1 of share 0 in stage 1 and does
-not count; rank 4 beside it does; rank 0 leads and does not count.
+not count; rank 4 counts; rank 0 leads and does not count.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Topology(NamedTuple):
     expert: int = 1
 
     @staticmethod
-    def of(config: ParallelConfig, *, rank: int, size: int) -> Topology:
-        """The place of a rank.
+    def from_config(config: ParallelConfig, *, rank: int, size: int) -> Topology:
+        """Return the place of a rank.
 
         Raises:
-            ConfigError: `config.conflict`, where the ranks do not divide into the layout.
+            ConfigError: `config.conflict`: the ranks do not divide into the layout.
         """
         found = Topology(rank, size, config.replicate, config.tensor, config.sequence, config.pipeline, config.expert)
         each = config.tensor * config.sequence * config.pipeline
@@ -49,7 +49,7 @@ class Topology(NamedTuple):
 
     @property
     def shares(self) -> int:
-        """Into how many shares a batch is cut: `size / (tensor * sequence * pipeline)`."""
+        """Number of shares of a batch: `size / (tensor * sequence * pipeline)`."""
         return self.size // (self.tensor * self.sequence * self.pipeline)
 
     @property
@@ -64,7 +64,7 @@ class Topology(NamedTuple):
 
     @property
     def share(self) -> int:
-        """Which share this rank gets, 0 .. shares - 1."""
+        """The share of this rank, 0 .. shares - 1."""
         return self.rank // (self.tensor * self.sequence) % self.shares
 
     @property
@@ -82,14 +82,14 @@ class Topology(NamedTuple):
         """Whether this rank talks to the services and publishes."""
         return self.rank == 0
 
-    def at(self, rank: int) -> Topology:
-        """The place of another rank of the same gang."""
+    def peer(self, rank: int) -> Topology:
+        """Return the place of another rank of the same gang."""
         return self._replace(rank=rank)
 
     @property
     def counting(self) -> list[int]:
-        """The ranks that count, by share."""
-        found = [place for place in map(self.at, range(self.size)) if place.counts]
+        """The counting ranks, by share."""
+        found = [place for place in map(self.peer, range(self.size)) if place.counts]
         return [place.rank for place in sorted(found, key=lambda place: place.share)]
 
 

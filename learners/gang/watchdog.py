@@ -1,9 +1,9 @@
-"""Ends a rank that makes no progress, with a diagnosis: a collective whose peer stands still would wait for ever.
+"""Ends a rank that makes no progress, because a collective with a stuck peer would wait for ever.
 
 Guarantees:
-1. without `progress()` for `limit_s` the stacks of all threads and what is waited for go to stderr, and the process
-   ends with exit code 70;
-2. it needs nothing of the main thread, which may hang inside a collective.
+1. after `limit_s` without `progress()`, the stacks of all threads and a diagnosis go to stderr, and the process exits
+   with code 70;
+2. it does not need the main thread, which may hang inside a collective.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncrl.errors import EXIT_INTERNAL, AsyncRLError
 
 
 class Watchdog:
-    """A thread. `diagnosis` says what this rank waits for; `end` leaves the process (tests replace it)."""
+    """A thread. `diagnosis` describes what this rank waits for; `end` exits the process."""
 
     def __init__(
         self,
@@ -39,7 +39,6 @@ class Watchdog:
         self._thread.start()
 
     def progress(self) -> None:
-        """A step is done."""
         self._last = self._clock()
 
     def stop(self) -> None:

@@ -1,18 +1,18 @@
-"""Attention over packed rows by device: which kernel serves rows of several sequences, and what it is checked against.
+"""Attention over packed rows: the kernel for each device.
 
-Where `model.attn_implementation` is
-"auto": flash-attn on CUDA where it is installed, the fused operators of torch_npu on an NPU (both under transformers'
-name "flash_attention_2", in half precision), else "sdpa" one sequence at a time; transformers' own "sdpa" gives a
-packed row a dense mask over the whole row: its cost grows with the square of the row, not of the sequences. "varlen"
-is torch's own kernel for CUDA in half precision (`torch.nn.attention.varlen`). Guarantees, of "auto" and "varlen":
-1. every sequence gets what it would get alone in a row, by the same kernel (`scaled_dot_product_attention`, causal);
-2. a layer that asks for more than causal attention inside a sequence (a window, chunks, padding) gets transformers'
-   dense mask and "sdpa", exact as before;
-3. a model that does not tell its attention the positions is refused, not wrongly computed;
-4. the check at the start compares packed rows with single sequences under transformers' plain "sdpa" (`plain`), so that
-   a kernel that is wrong for both is found too.
-It does not serve generation: with a cache, transformers' "sdpa" is right.
+With `model.attn_implementation` "auto": flash-attn on CUDA if installed, the fused operators of torch_npu on an NPU
+(both named "flash_attention_2" in transformers, in half precision), otherwise "sdpa" one sequence at a time. The "sdpa"
+of transformers uses a dense mask over the whole row, so its cost grows with the square of the row. "varlen" is torch's
+own CUDA kernel in half precision (`torch.nn.attention.varlen`). Guarantees of "auto" and "varlen":
+1. every sequence gets the result that it has alone in a row, by the same kernel (`scaled_dot_product_attention`,
+   causal);
+2. a layer that needs more than causal attention inside a sequence (a window, chunks, padding) gets transformers' dense
+   mask and "sdpa";
+3. a model that does not pass positions to its attention is refused;
+4. the check at the start compares packed rows with single sequences under transformers' plain "sdpa" (`plain`), so it
+   also finds kernels that are wrong for both.
 
+It does not support generation with a cache.
 Example: a row of 8192 tokens in 40 sequences of about 200: 40 x 200^2 / 2 = 0.8 million scores per head instead of 67.
 """
 
@@ -30,20 +30,20 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.runtime.device import Device
 from learners.models import sequence_parallel as sequence
 
-#: The name to transformers. It holds "sdpa", so that models without that support are refused by transformers itself.
+#: The name in transformers. It contains "sdpa", so transformers refuses models without that support.
 BY_SEQUENCE = "sdpa_by_sequence"
 VARLEN = "sdpa_varlen"
-#: What `model.attn_implementation` calls it.
+#: The name in `model.attn_implementation`.
 VARLEN_SETTING = "varlen"
 FLASH = "flash_attention_2"
 _LENGTHS = "_asyncrl_lengths"
 
 
-def chosen(wanted: str, device: Device, dtype: str) -> str:
-    """The attention that transformers loads a model with. `dtype`: of compute, by the name in the settings.
+def select_kernel(wanted: str, device: Device, dtype: str) -> str:
+    """Return the attention with which transformers loads a model. `dtype`: of compute, by its name in the settings.
 
     Raises:
-        ConfigError: `config.conflict`, where the device or the dtype has no such kernel.
+        ConfigError: `config.conflict`: the device or the dtype has no such kernel.
     """
     if wanted == VARLEN_SETTING:
         if not device.supports("varlen_attention") or dtype == "float32":
@@ -57,12 +57,11 @@ def chosen(wanted: str, device: Device, dtype: str) -> str:
 
 
 def sequence_lengths(position_ids: Tensor) -> list[int]:
-    """Lengths of the sequences of one row of positions `[1, W]`; a sequence ends where the next is not one more.
-
-    Of several rows `[R, W]` each must be one sequence: `[W]`.
+    """Return the lengths of the sequences of one row of positions `[1, W]`; a sequence ends where positions do not rise
+    by one. Of several rows `[R, W]` each must be one sequence: `[W]`.
 
     Raises:
-        AsyncRLError: `internal`, where one of several rows has more than one sequence, or the shape is another.
+        AsyncRLError: `internal`: one of several rows has more than one sequence, or the shape is wrong.
     """
     if position_ids.dim() != 2:
         raise AsyncRLError("internal", f"positions of shape {tuple(position_ids.shape)}")
@@ -79,29 +78,29 @@ def sequence_lengths(position_ids: Tensor) -> list[int]:
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: heads `[R, H, W, D]` to `[R, W, H, D]`.
+    """Implement transformers' attention interface: heads `[R, H, W, D]` to `[R, W, H, D]`.
 
     Raises:
-        AsyncRLError: `learner.packing`, where the model does not hand on its positions.
+        AsyncRLError: `learner.packing`: the model does not pass its positions.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
     if attention_mask is None:
         positions = given.get("position_ids")
         if positions is None:
-            why = f"{type(module).__name__} hands no positions on: set model.attn_implementation = 'sdpa'"
+            why = f"{type(module).__name__} passes no positions: set model.attn_implementation = 'sdpa'"
             raise AsyncRLError("learner.packing", why)
-        lengths = _lengths_of(positions)
+        lengths = _cached_lengths(positions)
         if len(lengths) > 1:
-            # One split and one cat: slices would each have a gradient of the size of the whole row.
+            # Use split and cat: each slice would have a gradient of the size of the whole row.
             parts = zip(*(torch.split(heads, lengths, dim=2) for heads in (query, key, value)), strict=True)
             return torch.cat([sdpa(module, q, k, v, None, **given)[0] for q, k, v in parts], dim=1), None
     result: tuple[Tensor, None] = sdpa(module, query, key, value, attention_mask, **given)
     return result
 
 
-def _lengths_of(positions: Tensor) -> list[int]:
-    """`sequence_lengths`, asked of the device once for all layers that are given the same positions."""
+def _cached_lengths(positions: Tensor) -> list[int]:
+    """Cache `sequence_lengths` for all layers with the same positions, to read the device once."""
     known: list[int] | None = getattr(positions, _LENGTHS, None)
     if known is None:
         known = sequence_lengths(positions)
@@ -112,12 +111,12 @@ def _lengths_of(positions: Tensor) -> list[int]:
 def attend_varlen(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
-    """As `attend`, by one call of torch's kernel for all sequences of a row."""
+    """Like `attend`, with one call of torch's kernel for all sequences of a row."""
     from torch.nn.attention.varlen import varlen_attn
 
     if attention_mask is not None or given.get("position_ids") is None or query.shape[0] > 1 or given.get("dropout"):
         return attend(module, query, key, value, attention_mask, **given)
-    lengths = _lengths_of(given["position_ids"])
+    lengths = _cached_lengths(given["position_ids"])
     ends = torch.tensor([0, *lengths], dtype=torch.int32, device=query.device).cumsum(0, dtype=torch.int32)
     query, key, value = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))  # [W, H, D]
     longest = max(lengths)
@@ -137,7 +136,9 @@ def attend_varlen(
 
 
 def mask(*, local_size: int | None = None, use_vmap: bool = False, **given: Any) -> Tensor | None:
-    """transformers' mask interface: none where attention is causal inside sequences, else the dense one of "sdpa"."""
+    """Implement transformers' mask interface: None for causal attention inside sequences, otherwise the dense mask of
+    "sdpa".
+    """
     from transformers.masking_utils import sdpa_mask
 
     two_sided = given.get("allow_is_bidirectional_skip", False)
@@ -148,7 +149,7 @@ def mask(*, local_size: int | None = None, use_vmap: bool = False, **given: Any)
 
 
 def install(model: Any, name: str = BY_SEQUENCE) -> bool:
-    """Let a model that was loaded with "sdpa" attend by sequence; whether it can (else it stays as it is)."""
+    """Let a model loaded with "sdpa" attend by sequence. Return whether it supports that."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if not getattr(model, "_supports_attention_backend", False):
@@ -161,7 +162,7 @@ def install(model: Any, name: str = BY_SEQUENCE) -> bool:
 
 @contextmanager
 def plain(model: Any) -> Iterator[None]:
-    """Single sequences by transformers' own "sdpa" in this block, where that computes what the model asks for."""
+    """Use transformers' own "sdpa" for single sequences in this block, if it computes what the model needs."""
     before = model.config._attn_implementation
     inner = before.removeprefix(sequence.PREFIX)
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)

@@ -1,13 +1,11 @@
 """Liger's fused kernels (arXiv 2410.10989) for norms, rotary embeddings and gated MLPs, on devices with Triton.
 
 Guarantees:
-1. only the layers change: log-probs come from `learners.models.logprobs` as without it, never from Liger's own losses;
-2. a device without Triton, a missing package and an architecture that Liger does not know are refused, not left as they
-   were in silence.
-Its rotary embedding takes the place of transformers' for all models of the architecture in this process. Results equal
-those of the plain layers up to rounding; where there is a GPU, `tests/unit/test_liger.py` compares them.
+1. only layers change: log-probs still come from `learners.models.logprobs`, never from Liger's losses;
+2. a device without Triton, a missing package or an unknown architecture is an error.
 
-Example: Qwen3: every RMSNorm (of queries and keys too) and every MLP of the instance, and `apply_rotary_pos_emb`.
+The rotary embedding replaces that of transformers for all models of the architecture in this process. Results equal
+those of the plain layers up to rounding.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
 
 WHERE = "learner.liger"
-#: What replaces the model's forward or its loss.
+#: Options that would replace the model's forward or its loss.
 OFF = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 def install(model: Any, device: Device) -> None:
-    """Change the layers of a model of transformers in place.
+    """Replace the layers of a model of transformers in place.
 
     Raises:
         ConfigError: `config.conflict`, `config.extra` or `config.model`.

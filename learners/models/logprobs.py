@@ -1,17 +1,16 @@
-"""Log-probs and entropy of a causal language model without its logits ever existing whole.
+"""Log-probs and entropy of a causal language model, computed in chunks: the whole logits never exist.
 
 Guarantees:
-1. at most `chunk_tokens` rows of logits exist at a time, in forward and in backward; of the softmax only its
-   logsumexp, the entropy and (where asked for) the sum of its squares are kept, `[N]` each, and for the backward
-   pass its last chunk, or as many of the last as fit into `KEPT_BYTES`: those are not computed again;
+1. at most `chunk_tokens` rows of logits exist at a time, in forward and backward. Only logsumexp, entropy and (on
+   request) the sum of squared probabilities are stored, `[N]` each, and for the backward pass the softmax of the last
+   chunks, up to `KEPT_BYTES`;
 2. the gradient (to hidden states, head weight and bias) equals that of the full computation, also through the entropy;
-3. log-probs are of `softmax(logits / temperature)`, computed in float32 or wider;
+3. log-probs are of `softmax(logits / temperature)`, in float32 or wider;
 4. no 2D attention mask and no cache are passed: with either, packed rows are silently wrong in transformers;
-5. log-probs and entropies are the same bits with and without the squares, which never have a gradient.
-Where tensor parallelism splits the rows of the head over ranks, each computes the logits of its own rows
-(`split_logprobs`): the same numbers up to rounding. It refuses heads that change their logits (soft caps, scales): see
-`check_head`.
+5. log-probs and entropies have the same bits with and without squares, which never have a gradient.
 
+With tensor parallelism each rank computes the logits of its own rows of the head (`split_logprobs`): equal up to
+rounding. Heads that change their logits (soft caps, scales) are refused (`policy_model.check_head`).
 Example: probabilities 0.5, 0.25, 0.25 and target 0: log-prob -0.693, entropy 1.040, sum of squares 0.375.
 """
 
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-#: Of softmaxes, from the forward pass of a micro-batch to its backward pass.
+#: Bytes of softmaxes stored from the forward pass of a micro-batch for its backward pass.
 KEPT_BYTES = 128 << 20
 
 
@@ -37,26 +36,26 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 
 
 class TokenNumbers(NamedTuple):
-    """Of each target, `[N]` in float32 or wider, without gradient."""
+    """Numbers of each target, `[N]` in float32 or wider, without gradient."""
 
     logprobs: Tensor
     entropy: Tensor  # nats
-    square_sums: Tensor | None  # sum over the vocabulary of p^2, 1 / V .. 1; None where it was not asked for
+    square_sums: Tensor | None  # sum over the vocabulary of p^2, 1 / V .. 1; None: not requested
 
 
 class Vocabulary(NamedTuple):
-    """The rows of an output head that this rank holds: from `start` on of the vocabulary that `group` splits."""
+    """The rows of an output head on this rank: from `start` on, of the vocabulary split over `group`."""
 
     group: Any
     start: int
 
     def sum(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Over the ranks, in place."""
+        """Reduce over the ranks, in place."""
         dist.all_reduce(values, op, group=self.group)  # bounded: the timeout of the group
         return values
 
     def own(self, targets: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Which targets `[n]` lie on this rank, and their places in its `count` rows (0 for the others)."""
+        """Return which targets `[n]` lie on this rank, and their places in its `count` rows (0 for others)."""
         places = targets - self.start
         mine = (places >= 0) & (places < count)
         return mine, torch.where(mine, places, 0)
@@ -72,7 +71,7 @@ def _split_pass(  # noqa: PLR0917 - as `_pass`
     *,
     squares: bool = False,
 ) -> _Chunks:
-    """As `_pass` from this rank's part of the logits: of all others only maxima and sums are known."""
+    """Like `_pass`, from this rank's part of the logits."""
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logprobs, entropy, lse = (torch.empty(targets.numel(), dtype=wide, device=hidden.device) for _ in range(3))
     square_sums = torch.empty_like(lse) if squares else None
@@ -81,7 +80,7 @@ def _split_pass(  # noqa: PLR0917 - as `_pass`
         logits = _logits(hidden[part], weight, None, temperature)
         top = split.sum(logits.amax(-1), dist.ReduceOp.MAX)
         mine, places = split.own(targets[part], weight.shape[0])
-        sums = [mine * logits.gather(-1, places[:, None]).squeeze(-1)]  # the target's logit, from the rank that has it
+        sums = [mine * logits.gather(-1, places[:, None]).squeeze(-1)]  # the target's logit, from its rank
         weights = (logits - top[:, None]).exp_()
         sums.append(weights.sum(-1))
         if squares:
@@ -97,8 +96,7 @@ def _split_pass(  # noqa: PLR0917 - as `_pass`
 
 
 class _Chunks(NamedTuple):
-    """What one pass over the chunks finds, `[N]` each; `kept` are the softmaxes `[n, V]` of the last chunks, of whole
-    rows alone."""
+    """Results of a pass over the chunks, `[N]` each; `kept`: the softmaxes `[n, V]` of the last chunks."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -121,28 +119,31 @@ def _pass(  # noqa: PLR0917 - as torch passes them to the function below
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logprobs, entropy, lse = (torch.empty(targets.numel(), dtype=wide, device=hidden.device) for _ in range(3))
     square_sums = torch.empty_like(lse) if squares else None
-    again = targets.numel() - max(kept_bytes // max(weight.shape[0] * lse.itemsize, 1), 1)  # rows that are not kept
+    again = targets.numel() - max(
+        kept_bytes // max(weight.shape[0] * lse.itemsize, 1), 1
+    )  # rows before this one are recomputed
     kept: list[Tensor] = []
     for start in range(0, targets.numel(), chunk):
         part = slice(start, start + chunk)
         logits = _logits(hidden[part], weight, bias, temperature)
         softmax = logits.softmax(-1)
-        # From the largest entry, which is at least 1 / V: no precision is lost, and no second exp is needed.
+        # The largest entry is at least 1 / V: no precision is lost, and no second exp is needed.
         lse[part] = logits.amax(-1) - softmax.amax(-1).log_()
         logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - lse[part]
         if square_sums is not None:
-            # A norm makes no copy of its input, as a square would; at least 1 / V, so that no precision is lost.
+            # A norm does not copy its input, unlike a square.
             square_sums[part] = torch.linalg.vector_norm(softmax, dim=-1).square()
         entropy[part] = lse[part] - logits.mul_(softmax).sum(-1)
         if kept_bytes and (start >= again or start + chunk >= targets.numel()):
             kept.append(softmax)
-        del logits, softmax  # before the next ones are made
+        del logits, softmax  # free memory before the next chunk
     return _Chunks(logprobs, entropy, lse, square_sums, kept)
 
 
 class _SplitLogprobs(torch.autograd.Function):
-    """As `_ChunkedLogprobs`, with the rows of a vocabulary that this rank holds. Every rank of the group has the same
-    hidden states and the same loss: the gradient of hidden states is summed over them, that of the rows is whole."""
+    """Like `_ChunkedLogprobs`, with this rank's rows of the vocabulary. Every rank of the group has the same hidden
+    states and loss: the gradient of hidden states is summed over them.
+    """
 
     @staticmethod
     def forward(  # noqa: PLR0917 - torch passes by position
@@ -185,10 +186,10 @@ def split_logprobs(
     chunk_tokens: int = 1024,
     squares: bool = False,
 ) -> tuple[Tensor, Tensor] | TokenNumbers:
-    """As `chunked_logprobs`, or as `token_numbers` with `squares`, from this rank's `rows` of the head. Collective.
+    """Like `chunked_logprobs`, or `token_numbers` with `squares`, from this rank's `rows` of the head. Collective.
 
-    Neither the head nor a row of logits is ever whole. Two reductions over the ranks for each chunk, and one of
-    `[N, H]` in the backward pass.
+    Neither the head nor a row of logits is ever whole. Each chunk needs two reductions over the ranks, the backward
+    pass one of `[N, H]`.
     """
     if squares:
         with torch.no_grad():
@@ -200,8 +201,8 @@ def split_logprobs(
     return result
 
 
-def vocabulary_of(weight: Tensor) -> Vocabulary | None:
-    """How the rows of an output head lie on ranks; None where it is whole, or split otherwise."""
+def vocabulary_split(weight: Tensor) -> Vocabulary | None:
+    """Return how the rows of an output head lie on ranks; None if it is whole or split in another way."""
     if not isinstance(weight, DTensor) or weight.device_mesh.ndim != 1 or not weight.placements[0].is_shard(0):
         return None
     mesh, rows = weight.device_mesh, weight.shape[0]
@@ -212,7 +213,7 @@ def vocabulary_of(weight: Tensor) -> Vocabulary | None:
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Forward keeps logsumexp, entropy and the last chunks' softmax; backward computes the others again, in place."""
+    """Forward stores logsumexp, entropy and the softmax of the last chunks; backward recomputes the others in place."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - torch passes by position
@@ -225,7 +226,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk: int,
         kept_bytes: int,
     ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs the backward pass nothing
+        ctx.set_materialize_grads(False)  # an unused entropy gradient costs nothing
         logprobs, entropy, lse, _, kept = _pass(
             hidden, weight, bias, targets, temperature, chunk, kept_bytes=kept_bytes
         )
@@ -239,7 +240,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunks = -(-targets.numel() // ctx.chunk)
         up = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         grad_hidden = torch.empty_like(hidden)
-        # A frozen head (LoRA) spares the product and the room.
+        # A frozen head (LoRA) saves the product and the memory.
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
@@ -291,7 +292,7 @@ def chunked_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of each distribution, both `[N]`.
+    """Return the log-prob of each target and the entropy of each distribution, both `[N]`.
 
     `hidden` `[N, H]`, `weight` `[V, H]`, `targets` int64 `[N]`.
     """
@@ -313,14 +314,13 @@ def token_numbers(
     chunk_tokens: int = 1024,
     squares: bool = False,
 ) -> TokenNumbers:
-    """As `chunked_logprobs`, without gradient; `squares`: with the sums that the optimal token baseline weighs by.
-
-    They are of `softmax(logits / temperature)` like all the rest (arXiv 2602.17616).
+    """Like `chunked_logprobs`, without gradient; with `squares` also the sums for the optimal token baseline, of
+    `softmax(logits / temperature)` (arXiv 2602.17616).
     """
     found = _pass(hidden, weight, bias, targets, temperature, chunk_tokens, squares=squares)
     return TokenNumbers(found.logprobs, found.entropy, found.square_sums)
 
 
-def whole_of(tensor: Tensor) -> Tensor:
-    """A tensor as if it were not split over tensor or expert ranks; with gradient. Collective where it is split."""
+def gather_whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that is not split over tensor or expert ranks, with gradient. Collective if it is split."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

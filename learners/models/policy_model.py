@@ -1,4 +1,4 @@
-"""The policy as a module whose forward pass gives log-probs, so that logits never exist whole."""
+"""The policy as a module from packed rows to log-probs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from asyncrl.errors import ConfigError
 from learners.models.logprobs import (
     TokenNumbers,
     chunked_logprobs,
+    gather_whole,
     split_logprobs,
     token_numbers,
-    vocabulary_of,
-    whole_of,
+    vocabulary_split,
 )
-from learners.models.sequence_parallel import Split, states_of
+from learners.models.sequence_parallel import Split, hidden_states_at
 
 
 def check_head(config: Any) -> None:
-    """Raise where the model changes its logits after the head, which this module would not reproduce."""
+    """Raise `config.model` if the model changes its logits after the head, which this module does not reproduce."""
     for name, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
         value = getattr(config, name, neutral)
         if value not in (None, neutral):
@@ -30,7 +30,7 @@ def check_head(config: Any) -> None:
 class PolicyModel(nn.Module):
     """A causal language model of transformers as a function from packed rows to log-probs.
 
-    Tied embeddings need nothing special: the head's weight is read from the module that owns it.
+    Tied embeddings need no special treatment: the head's weight is read from its module.
     """
 
     def __init__(self, model: Any, *, temperature: float = 1.0, chunk_tokens: int = 1024) -> None:
@@ -51,24 +51,24 @@ class PolicyModel(nn.Module):
         whole: bool = False,
         squares: bool = False,
     ) -> tuple[Tensor, Tensor] | TokenNumbers:
-        """Log-probs `[N]` and entropies `[N]` of `targets` `[N]`, each predicted at `positions` `[N]`.
+        """Return log-probs `[N]` and entropies `[N]` of `targets` `[N]`, each predicted at `positions` `[N]`.
 
         Args:
             input_ids: int64 `[R, W]`; one packed row, or rows with one sequence each.
-            position_ids: int64 `[R, W]`, starting again at 0 with every sequence.
+            position_ids: int64 `[R, W]`, starting at 0 in every sequence.
             positions: index into the flattened `[R * W]` of the token that predicts the target.
             targets: token ids.
-            whole: compute full logits by the model's own forward (the start-up check compares both).
-            squares: `TokenNumbers` with sums of squares, without gradient.
+            whole: compute full logits by the model's own forward (for the check at the start).
+            squares: return `TokenNumbers` with sums of squares, without gradient.
         """
         if whole:
             with self.split.off() if self.split is not None else nullcontext():
                 logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
             logs = (logits.flatten(0, 1)[positions].float() / self.temperature).log_softmax(-1)
             return logs.gather(-1, targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
-        states = states_of(self.model.base_model, input_ids, position_ids, positions, split=self.split)
-        head, hidden, targets = self.model.get_output_embeddings(), states.hidden, states.of(targets)
-        split, bias = vocabulary_of(head.weight), getattr(head, "bias", None)
+        states = hidden_states_at(self.model.base_model, input_ids, position_ids, positions, split=self.split)
+        head, hidden, targets = self.model.get_output_embeddings(), states.hidden, states.select(targets)
+        split, bias = vocabulary_split(head.weight), getattr(head, "bias", None)
         if split is not None and bias is None:
             rows = head.weight.to_local(grad_placements=head.weight.placements)
             return split_logprobs(
@@ -80,7 +80,7 @@ class PolicyModel(nn.Module):
                 chunk_tokens=self.chunk_tokens,
                 squares=squares,
             )
-        weight = whole_of(head.weight)
+        weight = gather_whole(head.weight)
         options: dict[str, Any] = {
             "bias": bias,
             "temperature": self.temperature,

@@ -1,12 +1,12 @@
-"""A language model with a scalar head instead of its output head: what a reward model is.
+"""A language model with a scalar head: the reward model of `learner.mode = "reward_model"`, with the signature of
+`PolicyModel`.
 
-Made by the backends where `learner.mode = "reward_model"`, in the place of `logprobs.PolicyModel` and with its
-signature. Guarantees:
-1. the head is transformers' own (`AutoModelForSequenceClassification`, one label): the export loads there as it is;
-2. where the model folder has no head, it begins as normal noise of width 1 / (H + 1) from `run.seed`, equal on every
-   rank; a folder that has one is trained on;
-3. scores are computed in float32 from the hidden state AT the target token, not the one before it: the score of an
-   answer is that of its last token, the end of sequence included.
+Guarantees:
+1. the head is transformers' own (`AutoModelForSequenceClassification`, one label): the export loads there unchanged;
+2. without a head in the model folder it starts as normal noise of width 1 / (H + 1) from `run.seed`, equal on every
+   rank;
+3. scores are float32, from the hidden state AT the target token, not before it: the score of an answer is that of its
+   last token, the end of sequence included.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
-from learners.models.sequence_parallel import Split, states_of
+from learners.models.sequence_parallel import Split, hidden_states_at
 
 
 class ScoreModel(nn.Module):
@@ -31,16 +31,16 @@ class ScoreModel(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, positions: Tensor, targets: Tensor, *, whole: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Score at each target `[N]`, and zeros `[N]` in the place of entropies.
+        """Return the score at each target `[N]`, and zeros `[N]` in place of entropies.
 
         Args:
             input_ids: int64 `[R, W]`; one packed row, or rows with one sequence each.
-            position_ids: int64 `[R, W]`, starting again at 0 with every sequence.
+            position_ids: int64 `[R, W]`, starting at 0 in every sequence.
             positions: index into the flattened `[R * W]` of the token before the target.
             targets: token ids; only their number counts.
-            whole: no difference here: there are no logits to leave out.
+            whole: no effect: there are no logits.
         """
-        states = states_of(self.model.base_model, input_ids, position_ids, positions + 1, split=self.split)
+        states = hidden_states_at(self.model.base_model, input_ids, position_ids, positions + 1, split=self.split)
         weight = self.model.score.weight
         wide = torch.float64 if states.hidden.dtype == torch.float64 else torch.float32
         scores = states.whole(states.hidden.to(wide) @ weight[0].to(wide))
@@ -48,7 +48,7 @@ class ScoreModel(nn.Module):
 
 
 def load_scorer(path: str, *, seed: int, **options: Any) -> Any:
-    """The classifier of a model folder with one label; the head made where the folder has none.
+    """Return the classifier of a model folder with one label; create the head if the folder has none.
 
     Raises:
         ConfigError: the architecture has no such classifier.
@@ -68,10 +68,10 @@ def load_scorer(path: str, *, seed: int, **options: Any) -> Any:
 
 
 def scalar_head(model: Any, path: str) -> nn.Linear:
-    """The head of a classifier.
+    """Return the head of a classifier.
 
     Raises:
-        ConfigError: it has none that is linear and without a bias.
+        ConfigError: it has no linear head without bias.
     """
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear) or head.bias is not None:
@@ -80,7 +80,7 @@ def scalar_head(model: Any, path: str) -> nn.Linear:
 
 
 def new_head(model: Any, seed: int) -> Tensor:
-    """The weight `[1, H]` of a head that no folder holds."""
+    """Return the weight `[1, H]` of a new head."""
     weight = torch.empty(model.score.weight.shape, dtype=model.score.weight.dtype)
     generator = torch.Generator().manual_seed(seed)
     return weight.normal_(0.0, 1.0 / (weight.shape[1] + 1), generator=generator)

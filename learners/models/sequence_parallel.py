@@ -1,17 +1,16 @@
-"""Ulysses sequence parallelism (arXiv 2309.14509): every packed row split over ranks, exact.
+"""Ulysses sequence parallelism (arXiv 2309.14509): every packed row is split over ranks, with exact results.
 
-Installed by `learners.backends.fsdp2.backend.shard` where `learner.parallel.sequence` is above 1; used by
-`PolicyModel` and
-`ScoreModel`. Each rank of a sequence group holds the whole row's ids and positions, and activations of its own part of
-it: the decoder layers see `W / S` tokens, attention sees all W tokens of `heads / S` heads, by an all-to-all before and
-after it. Guarantees:
-1. the attention in force is called unchanged with whole rows, positions, masks: packing, windows, kernels are its;
-2. log-probs leave flat and whole, `[N]` on every rank of the group: a loss looks at rows as without it, and each rank's
-   gradient is that of its own tokens, so that sums over ranks are those of the row;
-3. a row whose width does not divide is padded at its end, where nothing sees the padding;
-4. heads that do not divide, and models whose layers take no ready rotary embeddings, are refused.
-The embedding of a row is computed whole on every rank. It does nothing for generation.
+Each rank of a sequence group holds the ids and positions of the whole row, and activations of its own part: the decoder
+layers see `W / S` tokens, attention sees all W tokens of `heads / S` heads, with an all-to-all before and after it.
 
+Guarantees:
+1. the configured attention is called unchanged with whole rows, positions and masks;
+2. log-probs are whole, `[N]` on every rank of the group. Each rank's gradient is that of its own tokens, so sums over
+   ranks are those of the row;
+3. a row whose width does not divide is padded at its end, where no token sees the padding;
+4. heads that do not divide, and models whose layers do not take rotary embeddings as input, are refused.
+
+The embedding of a row is computed whole on every rank. Generation is not supported.
 Example: 8 tokens, 4 heads, 2 ranks: rank 1 computes norms and MLPs of the tokens 4..7, and attention of heads 2 and 3
 for the tokens 0..7.
 """
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from asyncrl.errors import AsyncRLError, ConfigError
 from learners.gang.gang import Gang
 
-#: Before the name of the attention that is wrapped.
+#: Prefix of the name of a wrapped attention.
 PREFIX = "ulysses_"
 _MARK = "_asyncrl_split"
 
@@ -45,7 +44,7 @@ class Split:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Rows are computed whole on every rank; without gradient, since a later recomputation would not know."""
+        """Compute rows whole on every rank in this block. Only without gradient: recomputation would not know it."""
         self.paused = True
         try:
             yield
@@ -53,7 +52,7 @@ class Split:
             self.paused = False
 
     def padded(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows `[R, W]` and their positions, longer until S divides them; the last sequence of a row goes on."""
+        """Extend rows `[R, W]` and positions until S divides them; the last sequence of a row continues."""
         more = -input_ids.shape[1] % self.size
         if not more:
             return input_ids, position_ids
@@ -62,32 +61,34 @@ class Split:
         return ids, torch.cat((position_ids, position_ids[:, -1:] + steps), 1)
 
     def part(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """This rank's part of a whole row."""
+        """Return this rank's part of a whole row."""
         return tensor.chunk(self.size, dim)[self.place]
 
 
 class States(NamedTuple):
-    """Hidden states `[n, H]` of the asked places that lie on this rank. `mine`: which of the `[N]`; None: all."""
+    """Hidden states `[n, H]` at the requested places on this rank. `mine`: which of the `[N]`; None: all."""
 
     hidden: Tensor
     mine: Tensor | None
     asked: int  # N
     split: Split | None
 
-    def of(self, values: Tensor) -> Tensor:
-        """Of values `[N]` those of this rank's places, `[n]`."""
+    def select(self, values: Tensor) -> Tensor:
+        """Return the values `[N]` of this rank's places, `[n]`."""
         return values if self.mine is None else values[self.mine]
 
     def whole(self, values: Tensor) -> Tensor:
-        """This rank's values `[n]` with those of the other ranks, `[N]`."""
+        """Join this rank's values `[n]` with those of the other ranks, `[N]`."""
         if self.mine is None or self.split is None:
             return values
         result: Tensor = _Join.apply(values, self.mine, self.asked, self.split.group)  # type: ignore[no-untyped-call]
         return result
 
 
-def states_of(body: Any, input_ids: Tensor, position_ids: Tensor, places: Tensor, *, split: Split | None) -> States:
-    """Hidden states at `places` `[N]`, indices into the flattened rows `[R * W]`."""
+def hidden_states_at(
+    body: Any, input_ids: Tensor, position_ids: Tensor, places: Tensor, *, split: Split | None
+) -> States:
+    """Return hidden states at `places` `[N]`, indices into the flattened rows `[R * W]`."""
     if split is None or split.paused:
         hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         return States(hidden.flatten(0, 1)[places], None, places.numel(), None)
@@ -104,10 +105,10 @@ def states_of(body: Any, input_ids: Tensor, position_ids: Tensor, places: Tensor
 
 
 def install(model: Any, layers: list[nn.Module], gang: Gang) -> Split:
-    """Let the layers of a model of transformers work on parts of rows, and its attention on parts of heads. Collective.
+    """Let the layers of a model work on parts of rows, and its attention on parts of heads. Collective.
 
     Raises:
-        ConfigError: `config.conflict`, heads that do not divide; `config.model`, an attention that cannot be wrapped.
+        ConfigError: `config.conflict`: heads do not divide; `config.model`: the attention cannot be wrapped.
     """
     place = gang.topology
     check_heads(model.config.get_text_config(), place.sequence)
@@ -123,7 +124,7 @@ def install(model: Any, layers: list[nn.Module], gang: Gang) -> Split:
 
 
 def check_heads(config: Any, size: int) -> None:
-    """Raise where heads do not divide."""
+    """Raise `config.conflict` if heads do not divide."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if heads is not None and heads % size:
@@ -135,7 +136,7 @@ def check_heads(config: Any, size: int) -> None:
 
 
 def wrapped(name: str) -> str:
-    """The name under which transformers has the attention of this name over parts of rows."""
+    """Register the attention over parts of rows in transformers and return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -160,7 +161,7 @@ def _wrap_attention(model: Any) -> None:
 
 
 def _attention_over(name: str) -> Any:
-    """The attention of this name, over all tokens of a part of the heads."""
+    """Return this attention over all tokens of a part of the heads."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def attend(
@@ -179,8 +180,9 @@ def _attention_over(name: str) -> Any:
 
 
 class _Cut:
-    """Before a layer: this rank's part of the hidden states (they are whole before the first) and of the rotary
-    embeddings. Positions and masks stay those of whole rows: attention needs them."""
+    """Hook before a layer: selects this rank's part of the hidden states (whole before the first layer) and of the
+    rotary embeddings. Positions and masks stay whole, for attention.
+    """
 
     def __init__(self, split: Split, *, first: bool) -> None:
         self._split = split
@@ -209,7 +211,7 @@ class _Cut:
 
 
 class _Exchange(torch.autograd.Function):
-    """`[S, ...]`: part s goes to rank s; what came from rank s is part s. Its own inverse."""
+    """`[S, ...]`: part s goes to rank s, and part s of the result comes from rank s. Its own inverse."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -225,8 +227,9 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Values of several ranks as one tensor. Every rank computes the same loss of it: each takes the gradient of its
-    own values, and nothing is summed."""
+    """Joins values of several ranks. Every rank computes the same loss, so each takes the gradient of its own
+    values.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, mine: Tensor, count: int, group: Any) -> Tensor:
@@ -243,7 +246,7 @@ class _Join(torch.autograd.Function):
 
 
 def _tokens_whole(heads: Tensor, split: Split) -> Tensor:
-    """`[R, H, w, D]` of this rank's tokens to `[R, H / S, S * w, D]` of its heads."""
+    """Convert `[R, H, w, D]` of this rank's tokens to `[R, H / S, S * w, D]` of its heads."""
     rows, count, width, size = heads.shape
     parts = heads.view(rows, split.size, count // split.size, width, size).permute(1, 0, 2, 3, 4).contiguous()
     found: Tensor = _Exchange.apply(parts, split.group)  # type: ignore[no-untyped-call]
@@ -251,7 +254,7 @@ def _tokens_whole(heads: Tensor, split: Split) -> Tensor:
 
 
 def _heads_whole(found: Tensor, split: Split) -> Tensor:
-    """`[R, S * w, H / S, D]` of this rank's heads to `[R, w, H, D]` of its tokens."""
+    """Convert `[R, S * w, H / S, D]` of this rank's heads to `[R, w, H, D]` of its tokens."""
     rows, width, count, size = found.shape
     parts = found.view(rows, split.size, width // split.size, count, size).permute(1, 0, 2, 3, 4).contiguous()
     back: Tensor = _Exchange.apply(parts, split.group)  # type: ignore[no-untyped-call]

@@ -1,10 +1,8 @@
-"""What accelerators can do at most, by the name that torch gives them: the denominator of `mfu`.
+"""Peak performance of accelerators by torch's device name: the denominator of `mfu`. Pure.
 
-Pure. Figures are those of the vendors' data sheets for dense bfloat16 and float16
-products (half of a figure "with sparsity"), at the power and clock that the sheet assumes. A device that is not here
-has no `mfu` unless `learner.profile.peak_flops` is set, nor has float32: what it can do depends on switches (TF32).
-
-Example: `peak_of("NVIDIA H100 80GB HBM3", "bfloat16")` is 989.4e12; of "NVIDIA H100 PCIe" 756e12.
+Figures are those of vendors' data sheets for dense bfloat16 and float16 products (half of a figure "with sparsity").
+Other devices and float32 have no `mfu` unless `learner.profile.peak_flops` is set.
+Example: `peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")` is 989.4e12; of "NVIDIA H100 PCIe" 756e12.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import NamedTuple
 
 
 class Peak(NamedTuple):
-    """A device: a pattern of its name, operations per second, the sheet; `half_only`: it has no bfloat16 units."""
+    """A device: a pattern of its name, operations per second, the source; `half_only`: no bfloat16 units."""
 
     pattern: str
     flops: float
@@ -23,7 +21,7 @@ class Peak(NamedTuple):
 
 
 _HOPPER = "NVIDIA H100 Tensor Core GPU data sheet"
-#: The first pattern that is found counts: variants stand before the plain name.
+#: The first matching pattern counts, so variants come before the plain name.
 TABLE = (
     Peak(r"\bGB200\b", 2500e12, "NVIDIA GB200 NVL72 data sheet: 5 PFLOPS with sparsity per GPU"),
     Peak(r"\bB200\b", 2250e12, "NVIDIA HGX B200 data sheet: 4.5 PFLOPS with sparsity per GPU"),
@@ -48,8 +46,8 @@ TABLE = (
 )
 
 
-def peak_of(name: str, dtype: str) -> float:
-    """Operations per second of a device for products in `dtype` (a name of `model.dtype`); 0 where not known."""
+def peak_flops(name: str, dtype: str) -> float:
+    """Return operations per second of a device for products in `dtype` (a name of `model.dtype`); 0 if unknown."""
     if dtype not in ("bfloat16", "float16"):
         return 0.0
     found = next((one for one in TABLE if re.search(one.pattern, name)), None)

@@ -1,13 +1,11 @@
-"""A training backend whose passes are counted: operations of the models, and seconds of passes without gradient.
+"""Counts the passes of a training backend: operations of the models, and seconds of passes without gradient.
 
-Put around the backend by `learners.loop`, on every rank. Guarantees:
-1. the backend computes the same: calls go through with their arguments, results come back as they are;
-2. operations are those of the models for the samples of the batch (`learners.profiling.flops`): padding, masked
-   scores and
-   recomputed activations count nothing; over a gang every share counts once;
-3. seconds are the device's: on an accelerator between two events of its stream, read once per step, so that no pass
-   waits for the device;
-4. a model of unknown architecture has no `model_flops`, which is said once, and ends nothing.
+Guarantees:
+1. calls and results pass through unchanged;
+2. operations are those of the models for the samples of the batch (`learners.profiling.flops`), without padding, masked
+   scores and recomputation; over a gang every share counts once;
+3. on an accelerator, seconds are measured between two events of its stream and read once per step, so no pass waits;
+4. a model of unknown architecture has no `model_flops`; this is reported once.
 
 Example: one `forward_logprobs` and one `train` over rows of 1000 tokens: 4 forward passes of operations, and the
 seconds of the first.
@@ -25,32 +23,32 @@ import torch
 from asyncrl.config import Config
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.gang import Gang
-from learners.profiling.device_peaks import peak_of
-from learners.profiling.flops import Costs, costs_of
+from learners.profiling.device_peaks import peak_flops
+from learners.profiling.flops import Costs, model_costs
 
-#: Passes without gradient, by the name of the backend's method.
+#: Methods of a backend that run without gradient.
 FORWARD = ("forward_logprobs", "forward_numbers", "reference_logprobs", "values", "forward")
 
 
 class Meter:
-    """What the passes of a step cost. `say` is told once why there are no figures."""
+    """Costs of the passes of a step. `say` reports once why there are no figures."""
 
     def __init__(self, config: Config, gang: Gang, *, say: Callable[[str], None] = lambda _: None) -> None:
         self._gang, self._device = gang, gang.device
         self._spans: list[tuple[Any, Any]] = []
         self._operations = 0
-        self._peak = config.learner.profile.peak_flops or peak_of(gang.device.title, config.model.dtype)
+        self._peak = config.learner.profile.peak_flops or peak_flops(gang.device.title, config.model.dtype)
         self.known = True
         self._config, self._say = config, say
         self._costs: dict[tuple[str, bool], Costs | None] = {}
 
-    def around(self, backend: Any) -> Any:
+    def wrap(self, backend: Any) -> Any:
         learner, path = self._config.learner, self._config.model.path
         policy = self.costs(path, scorer=learner.mode == "reward_model")
         return Metered(backend, self, policy, reference=policy, frozen=bool(learner.lora.rank))
 
-    def beside(self, name: str, model: Any) -> Any:
-        """A model beside the policy, counted."""
+    def wrap_companion(self, name: str, model: Any) -> Any:
+        """Return a companion model with counted passes."""
         learner, path = self._config.learner, self._config.model.path
         if name == "critic":
             return Metered(model, self, self.costs(learner.critic.model or path, scorer=True))
@@ -59,7 +57,7 @@ class Meter:
         return Metered(model, self, self.costs(start), reference=frozen)
 
     def costs(self, path: str, *, scorer: bool = False) -> Costs | None:
-        """Of the model of a folder; None where they are not known."""
+        """Return the costs of the model in a folder; None if unknown."""
         key = (path, scorer)
         if key not in self._costs:
             self._costs[key] = self._read(path, scorer)
@@ -72,7 +70,7 @@ class Meter:
             config = AutoConfig.from_pretrained(
                 path, local_files_only=True, trust_remote_code=self._config.model.trust_remote_code
             )
-            return costs_of(config.to_dict(), scorer=scorer)
+            return model_costs(config.to_dict(), scorer=scorer)
         except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
             if self.known:
                 self._say(f"no model_flops and no mfu: {path}: {error}")
@@ -81,32 +79,36 @@ class Meter:
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """Around a pass without gradient."""
+        """Measure a pass without gradient."""
         start = self._device.mark()
         with torch.profiler.record_function("asyncrl: forward without gradient"):
             yield
         self._spans.append((start, self._device.mark()))
 
     def count(self, costs: Costs | None, micro: Sequence[MicroBatch], *, train: bool, frozen: bool = False) -> None:
-        """A forward pass over these micro-batches, with a backward pass to `train`; `frozen`: to adapters alone."""
+        """Add a forward pass over these micro-batches, with `train` also a backward pass; `frozen`: to adapters
+        only.
+        """
         for piece in micro if costs is not None else ():
             assert costs is not None
-            lengths, predicted = lengths_of(piece), int(piece.targets.size)
+            lengths, predicted = sample_lengths(piece), int(piece.targets.size)
             forward = costs.forward(lengths, predicted=predicted)
             self._operations += costs.training(lengths, predicted=predicted, frozen=frozen) if train else forward
 
     def take(self) -> tuple[float, float]:
-        """Seconds of passes without gradient on this rank, operations over all shares; both begin anew. Collective."""
+        """Return and reset seconds of passes without gradient on this rank, and operations over all shares.
+        Collective.
+        """
         seconds = sum(self._device.seconds_between(start, end) for start, end in self._spans)
         total = self._gang.total({"operations": float(self._operations)})["operations"]
         self._spans, self._operations = [], 0
         return seconds, total
 
     def figures(self, operations: float, times: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a step by catalogue name, from the operations over all shares and the parts of its time."""
+        """Return metrics of a step by catalogue name, from operations over all shares and the parts of its time."""
         memory = self._device.memory()
         used, peak = float(memory["used"]), float(memory["peak"])
-        found = {"memory_bytes": used, "memory_peak_bytes": max(used, peak)}  # Linux counts the two on its own
+        found = {"memory_bytes": used, "memory_peak_bytes": max(used, peak)}  # Linux counts the two separately
         if not self.known or not operations:
             return found
         each = operations / self._gang.size
@@ -118,7 +120,7 @@ class Meter:
 
 
 class Metered:
-    """A backend, or a model beside its policy. What is not a pass goes through untouched."""
+    """A backend or companion with counted passes. Everything else passes through."""
 
     def __init__(
         self, model: Any, meter: Meter, costs: Costs | None, *, reference: Costs | None = None, frozen: bool = False
@@ -129,32 +131,31 @@ class Metered:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._model, name)
         if name in ("critic", "process_reward"):
-            return None if found is None else self._meter.beside(name, found)
+            return None if found is None else self._meter.wrap_companion(name, found)
         if name in FORWARD:
-            return self._scored(found, self._reference if name == "reference_logprobs" else self._costs)
-        return self._trained(found) if name == "train" else found
+            return self._count_forward(found, self._reference if name == "reference_logprobs" else self._costs)
+        return self._count_train(found) if name == "train" else found
 
-    def _scored(self, call: Callable[..., Any], costs: Costs | None) -> Callable[..., Any]:
-        def scored(micro: Sequence[MicroBatch], **options: Any) -> Any:
+    def _count_forward(self, call: Callable[..., Any], costs: Costs | None) -> Callable[..., Any]:
+        def forward(micro: Sequence[MicroBatch], **options: Any) -> Any:
             self._meter.count(costs, micro, train=False)
             with self._meter.scoring():
                 return call(micro, **options)
 
-        return scored
+        return forward
 
-    def _trained(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def trained(micro: Sequence[MicroBatch], loss: Any) -> Any:
+    def _count_train(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def train(micro: Sequence[MicroBatch], loss: Any) -> Any:
             self._meter.count(self._costs, micro, train=True, frozen=self._frozen)
             with torch.profiler.record_function("asyncrl: forward and backward"):
                 return call(micro, loss)
 
-        return trained
+        return train
 
 
-def lengths_of(micro: MicroBatch) -> list[int]:
-    """Tokens of every sample of a micro-batch, padding left out.
-
-    A padded row is as long as its last predicted token; one that predicts nothing counts whole.
+def sample_lengths(micro: MicroBatch) -> list[int]:
+    """Return tokens of every sample of a micro-batch, without padding. A padded row ends with its last predicted token;
+    one without predictions counts whole.
     """
     starts, lengths = micro.cu_seqlens[:-1], np.diff(micro.cu_seqlens)
     if micro.input_ids.size > micro.width:

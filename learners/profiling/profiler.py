@@ -1,13 +1,12 @@
-"""A trace of some steps of a rank, and the history of its device's memory, written to RUN/profile.
+"""Writes a trace of some steps of a rank, and the history of its device's memory, to RUN/profile.
 
-Does nothing where `learner.profile` names neither this step nor this rank.
 Guarantees:
-1. steps outside of the range cost nothing; training is the same inside, only slower;
-2. a trace is Chrome's format, gzipped (chrome://tracing, ui.perfetto.dev): host and, on CUDA, device; passes
-   are named "asyncrl: ...";
-3. the allocator's history (`memory`) exists on CUDA alone: elsewhere that is said, and `memory_bytes` of the metrics
-   says how it goes by step. It is written as JSON, and as a page for a browser (which fetches the viewer's script);
-4. a file that cannot be written is said and ends nothing; a run that ends inside the range writes what it has.
+1. steps outside the range cost nothing; training gives the same results inside, but slower;
+2. a trace has Chrome's format, gzipped (chrome://tracing, ui.perfetto.dev), with the host and, on CUDA, the device;
+   passes are named "asyncrl: ...";
+3. the allocator's history (`memory`) exists only on CUDA; other devices print a note. It is written as JSON, and as a
+   page for a browser (which loads the viewer's script);
+4. a write error is reported and ends nothing; a run that ends inside the range writes its trace.
 
 Example: `steps = "5:8"`, `ranks = [0, 1]`: trace_step_000005-000008_rank0.json.gz and the same of rank 1.
 """
@@ -27,7 +26,7 @@ FOLDER = "profile"
 
 
 class Profiler:
-    """Of one rank. `say` tells the user; `root` is the run folder."""
+    """The profiler of one rank. `say` prints; `root` is the run folder."""
 
     def __init__(
         self, config: ProfileConfig, *, rank: int, device: Device, root: Path, say: Callable[[str], None]
@@ -39,7 +38,7 @@ class Profiler:
         self._running: Any = None
         self._first = 0
 
-    def before(self, step: int) -> None:
+    def start_step(self, step: int) -> None:
         if self._running is not None or step not in self._steps:
             return
         from torch.profiler import ProfilerActivity, profile
@@ -56,13 +55,12 @@ class Profiler:
         self._running.start()
         self._first = step
 
-    def after(self, step: int) -> None:
-        """The step is done."""
+    def end_step(self, step: int) -> None:
         if self._running is not None and step + 1 not in self._steps:
             self._write(step)
 
     def close(self, step: int) -> None:
-        """The run ends after `step`."""
+        """Write the trace if the run ends inside the range."""
         if self._running is not None:
             self._write(step)
 
@@ -78,14 +76,14 @@ class Profiler:
             trace = self._folder / f"trace_{name}.json.gz"
             running.export_chrome_trace(str(trace))
             written = [trace, *(_write_memory(self._folder / f"memory_{name}", snapshot) if snapshot else ())]
-        except (OSError, RuntimeError) as error:  # what the profiler's library makes of a full disk
+        except (OSError, RuntimeError) as error:  # for example a full disk
             self._say(f"ERROR: the profile of steps {self._first} to {last} is lost: {error}")
             return
         self._say(f"profile of steps {self._first} to {last}: {', '.join(map(str, written))}")
 
 
 def _write_memory(stem: Path, snapshot: dict[str, Any]) -> list[Path]:
-    """The snapshot as JSON and as a page. Not as PyTorch's pickle: nothing here needs pickle to be read."""
+    """Write the snapshot as JSON and as a page, not as PyTorch's pickle."""
     from torch.cuda import _memory_viz
 
     plain, page = stem.with_suffix(".json.gz"), stem.with_suffix(".html")

@@ -1,16 +1,14 @@
-"""What a step needs of the model over the whole batch before its first update: forward passes, gathered, used once.
+"""Forward passes over the whole batch before its first update, and the estimates made from them.
 
 Guarantees:
-1. forward passes are made only for what the settings need: proximal log-probs (several mini-batches, estimators and
-   corrections over all rows, kept denominators) and from the same pass sums of squared probabilities (optimal token
-   baseline), reference log-probs (KL), values (a critic), process rewards (PRIME);
-2. tokens of high entropy (`entropy_keep`) are chosen over the whole batch by the weights at the start of the step;
-   where log-probs are needed anyway, the same pass gives the entropies;
-3. what mixes rows is computed by rank 0 on the whole batch in float64, and handed out: it does not depend on ranks,
-   rows or micro-batches;
-4. an estimator that raises, or gives what is not finite, is seen by every rank (`broken`) before a weight changes.
-With GRPO, decoupled PPO and one mini-batch nothing is needed and nothing is done.
+1. only what the settings need is computed: proximal log-probs (several mini-batches, estimators and corrections over
+   all rows, denominator `kept`), sums of squared probabilities from the same pass (optimal token baseline), reference
+   log-probs (KL), values (critic) and process rewards (PRIME);
+2. tokens of high entropy (`entropy_keep`) are selected over the whole batch, by the weights at the start of the step;
+3. rank 0 computes in float64 what mixes rows and shares the result: it does not depend on ranks, rows or micro-batches;
+4. if an estimator raises or returns non-finite numbers, every rank knows it (`broken`) before a weight changes.
 
+GRPO with decoupled PPO and one mini-batch needs no pass at all.
 Example: GAE: values of every rank's rows -> rank 0: advantages and returns of all samples -> every rank: its own.
 """
 
@@ -27,18 +25,18 @@ from torch import Tensor
 from asyncrl.config import ProcessRewardConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from learners.algorithms.corrections import needs_whole_batch
-from learners.algorithms.registry import choose, needs_of
+from learners.algorithms.registry import choose, needs_for
 from learners.backends.base import Backend
-from learners.batch.bad_groups import reason_of
+from learners.batch.bad_groups import describe_error
 from learners.batch.estimates import (
     Array,
     Late,
     ModelNumbers,
     Whole,
-    after_the_model,
-    by_cut,
-    by_sample,
-    waits_for_the_model,
+    estimate_late,
+    needs_model,
+    to_cuts,
+    to_samples,
 )
 from learners.batch.micro_batches import MicroBatch, Minibatch
 from learners.batch.token_selection import keep_high_entropy
@@ -49,7 +47,7 @@ Pieces = list[list[Tensor]]  # by mini-batch and micro-batch of this rank, [N] e
 
 
 class Prepared(NamedTuple):
-    """On every rank; None where the settings do not need it."""
+    """Results on every rank; None if the settings do not need them."""
 
     proximal: Pieces | None = None
     reference: Pieces | None = None
@@ -58,35 +56,34 @@ class Prepared(NamedTuple):
     returns: Pieces | None = None
     weights: Pieces | None = None
     keep: Pieces | None = None
-    first: tuple[float, ...] = ()  # advantage of every sample's first token; empty where `advantages` is None
+    first: tuple[float, ...] = ()  # advantage of each sample's first token; empty without `advantages`
     kl: float | None = None  # mean KL(proximal || reference) where it was a penalty in the reward
     kl_coeff: float = 0.0  # of the KL term in this step
     broken: str = ""
-    high: Pieces | None = None  # tokens that `entropy_keep` leaves in the loss
-    entropy_threshold: float = 0.0  # nats, of `high`
-    entropy_coeff: float | None = None  # of the entropy bonus in this step; None: that of the settings
+    high: Pieces | None = None  # tokens that `entropy_keep` keeps
+    entropy_threshold: float = 0.0  # threshold of `high`, in nats
+    entropy_coeff: float | None = None  # of this step; None: as in the settings
     process: ProcessRewardStep | None = None
 
 
 class Needs(NamedTuple):
-    """What a step needs of the model before its first update."""
+    """What a step needs from the model before its first update."""
 
     proximal: bool
     reference: bool
     values: bool
     late: bool  # advantages
-    correct: bool  # weights of a correction over all rows
+    correct: bool  # a correction over all rows
     squares: bool = False  # sums over the vocabulary of p^2
-    entropy: bool = False  # which tokens have the highest
+    entropy: bool = False  # tokens of highest entropy
     process: bool = False  # log-probs of a process reward model
 
 
-def needs_of_step(algorithm: AlgorithmConfig, minibatches: int = 1) -> Needs:
-    """From the settings alone."""
-    late = waits_for_the_model(algorithm)
+def step_needs(algorithm: AlgorithmConfig, minibatches: int = 1) -> Needs:
+    late = needs_model(algorithm)
     correction = choose(algorithm, "correction")
     correct = needs_whole_batch(correction.function, correction.options)
-    wanted = set(needs_of(algorithm))
+    wanted = set(needs_for(algorithm))
     recompute = algorithm.proximal == "recompute"
     proximal = (
         correct
@@ -118,12 +115,12 @@ def prepare(
     bootstrap: bool = False,
     process: ProcessRewardStep | None = None,
 ) -> Prepared:
-    """Forward passes and what follows from them. `whole` on rank 0. Collective.
+    """Run the forward passes and the estimates. `whole` is needed on rank 0. Collective.
 
     `bootstrap`: a response cut by the length limit ends with the critic's value after it. `process`: the process reward
     model in this step; it may train here, before it scores.
     """
-    needs = needs_of_step(algorithm, len(share))
+    needs = step_needs(algorithm, len(share))
     critic = backend.critic if needs.values else None
     if not any(needs):
         return Prepared(kl_coeff=kl_coeff)
@@ -167,18 +164,20 @@ def prepare(
     answer = msgspec.msgpack.decode(gang.share(msgspec.msgpack.encode(answer)), type=_Answer)
     if answer.broken:
         return prepared._replace(broken=answer.broken)
-    return _filled(prepared, share, answer, like=_device_of(proximal or reference or values or scored))
+    return _filled(prepared, share, answer, like=_device(proximal or reference or values or scored))
 
 
 def _policy_numbers(
     backend: Backend, share: Sequence[Minibatch], needs: Needs, algorithm: AlgorithmConfig
 ) -> tuple[Pieces | None, Pieces | None, Pieces | None]:
-    """Proximal log-probs, entropies and sums of squares by the weights at the start of the step. Collective."""
+    """Return proximal log-probs, entropies and sums of squares under the weights at the start of the step.
+    Collective.
+    """
     found = None
     if needs.squares or needs.entropy:
         found = [backend.forward_numbers(part.micro, squares=needs.squares) for part in share]
     proximal = entropy = squares = None
-    # Sums of squares weigh with log-probs of the same policy, whatever the loss compares with.
+    # Sums of squares need log-probs of the same policy, whatever the loss compares with.
     if needs.proximal and algorithm.proximal == "behaviour" and not needs.squares:
         proximal = [[torch.from_numpy(micro.behaviour.copy()) for micro in part.micro] for part in share]
     elif found is not None and (needs.proximal or needs.squares):
@@ -193,7 +192,7 @@ def _policy_numbers(
 
 
 class _Answer(msgspec.Struct, array_like=True):
-    """What rank 0 hands out: arrays by name, one per sequence."""
+    """Results of rank 0: arrays by name, one per sequence."""
 
     arrays: dict[str, list[bytes]] = {}
     first: tuple[float, ...] = ()
@@ -211,25 +210,25 @@ def _estimate(
     scoring: ProcessRewardConfig | None,
 ) -> _Answer:
     try:
-        late = after_the_model(
-            whole, _of_samples(whole, found), algorithm, kl_coeff=kl_coeff, correct=correct, scoring=scoring
+        late = estimate_late(
+            whole, _sample_numbers(whole, found), algorithm, kl_coeff=kl_coeff, correct=correct, scoring=scoring
         )
     except MemoryError:
         raise
-    except Exception as error:  # a plugin's estimator may raise anything; every rank must hear of it
-        return _Answer(broken=reason_of("estimate", error))
-    arrays = {name: [row.astype(np.float32).tobytes() for row in by_cut(whole, rows)] for name, rows in _parts(late)}
+    except Exception as error:  # a plugin may raise anything; every rank must know
+        return _Answer(broken=describe_error("estimate", error))
+    arrays = {name: [row.astype(np.float32).tobytes() for row in to_cuts(whole, rows)] for name, rows in _parts(late)}
     for name, rows in _parts(late):
         if not all(np.isfinite(row).all() for row in rows):
             return _Answer(broken=f"estimate: {name} are not finite")
     return _Answer(arrays, late.first, late.kl)
 
 
-def _of_samples(whole: Whole, found: ModelNumbers) -> ModelNumbers:
-    """The numbers of samples from those of sequences; the value after a sample is that after its last sequence."""
+def _sample_numbers(whole: Whole, found: ModelNumbers) -> ModelNumbers:
+    """Convert numbers of sequences to numbers of samples; `after` is the value after the last sequence."""
     last = {cut.sample: place for place, cut in enumerate(whole.cuts)}
     after = None if found.after is None else [found.after[last[number]] for number in range(len(whole.samples))]
-    named = {name: by_sample(whole, getattr(found, name)) for name in ModelNumbers._fields if name != "after"}
+    named = {name: to_samples(whole, getattr(found, name)) for name in ModelNumbers._fields if name != "after"}
     return ModelNumbers(**named, after=after)
 
 
@@ -243,7 +242,7 @@ def _parts(late: Late) -> Iterator[tuple[str, list[Array]]]:
 def _gathered(
     gang: Gang, share: Sequence[Minibatch], pieces: Pieces | None, *, each: bool = False
 ) -> list[Array] | None:
-    """The numbers of every sequence `[T]` (`each`: one of it) from all ranks, in the order of the batch. Collective."""
+    """Return the numbers of every sequence `[T]` (`each`: one number) from all ranks, in batch order. Collective."""
     if pieces is None:
         return None
     mine: dict[int, bytes] = {}
@@ -260,9 +259,9 @@ def _gathered(
 
 
 def _filled(prepared: Prepared, share: Sequence[Minibatch], answer: _Answer, *, like: torch.device) -> Prepared:
-    """Each micro-batch's own part of what rank 0 handed out."""
+    """Select each micro-batch's part of the results of rank 0."""
     pieces: Mapping[str, Pieces] = {
-        name: [[_of(micro, rows).to(like) for micro in part.micro] for part in share]
+        name: [[_token_rows(micro, rows).to(like) for micro in part.micro] for part in share]
         for name, rows in answer.arrays.items()
     }
     keep = pieces.get("keep")
@@ -276,15 +275,15 @@ def _filled(prepared: Prepared, share: Sequence[Minibatch], answer: _Answer, *, 
     )
 
 
-def _of(micro: MicroBatch, rows: Sequence[bytes]) -> Tensor:
-    """The tokens of a micro-batch, `[N]`, from those of every sequence."""
+def _token_rows(micro: MicroBatch, rows: Sequence[bytes]) -> Tensor:
+    """Return the tokens of a micro-batch `[N]` from rows by sequence."""
     if not micro.targets.size:
         return torch.zeros(0)
     data = b"".join(rows[number] for number in micro.samples.tolist())
     return torch.frombuffer(bytearray(data), dtype=torch.float32)
 
 
-def _device_of(pieces: Pieces | None) -> torch.device:
+def _device(pieces: Pieces | None) -> torch.device:
     for part in pieces or ():
         for piece in part:
             return piece.device

@@ -1,9 +1,8 @@
-"""What the correction and the loss did in a step: metrics for the batch, by lag, and the mean weight of each sample.
+"""Metrics of correction and loss in a step: for the batch, by lag, and the mean weight of each sample.
 
 Guarantees:
-1. it keeps sums on the device and reads them once, so that no micro-batch waits for the device;
-2. sums of micro-batches, mini-batches and ranks add up (`learners.algorithms.metrics`): no metric depends on the cut;
-3. nothing has a gradient.
+1. sums stay on the device and are read once, so no micro-batch waits for the device;
+2. sums of micro-batches, mini-batches and ranks add up (`learners.algorithms.metrics`): no metric depends on the split.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
 
 _encode = msgspec.msgpack.Encoder().encode
 
-#: Of the batch as a whole these are told; those of each lag in `metrics.BY_LAG`.
-TOLD = (
+#: Metrics of the whole batch; `metrics.BY_LAG` has those of each lag.
+BATCH_METRICS = (
     "kl_behaviour",
     "logprob_gap_mean",
     "logprob_gap_max",
@@ -47,7 +46,7 @@ TOLD = (
 
 
 class StepLog:
-    """Of one mini-batch, or joined of several. `part`: its micro-batches, by number."""
+    """Sums of one mini-batch, or of several after `join`. `part` gives its micro-batches by number."""
 
     def __init__(self, part: Minibatch | None = None) -> None:
         self._part = part
@@ -68,7 +67,7 @@ class StepLog:
         result: TokenLoss,
         learner: Tensor,
     ) -> None:
-        """Take a micro-batch. `learner`: log-probs that a forward pass of the learner gave."""
+        """Add a micro-batch. `learner`: log-probs of the learner's forward pass."""
         lags = torch.zeros(micro.scales.numel(), dtype=torch.int64, device=micro.lags.device)
         lags = lags.scatter_reduce(0, micro.sequences, torch.where(micro.mask, micro.lags, 0), "amax")
         table = correction_table(
@@ -98,7 +97,7 @@ class StepLog:
             self._logprobs.append((numbers, sizes, learner.detach()))
 
     def join(self, other: StepLog) -> None:
-        """Take what another one holds."""
+        """Add the sums of another log."""
         self._weights += other._weights
         self._logprobs += other._logprobs
         if other._table is not None and other._ratio_max is not None:
@@ -107,7 +106,7 @@ class StepLog:
             self._ratio_max = other._ratio_max if mine is None else torch.maximum(mine, other._ratio_max)
 
     def metrics(self, gang: Gang) -> dict[str, float]:
-        """By catalogue name, over all ranks. Collective."""
+        """Return metrics by catalogue name, over all ranks. Collective."""
         table = torch.zeros(0) if self._table is None else self._table.cpu()
         mine = table.double().numpy().tobytes()
         every = [np.frombuffer(part, np.float64) for part in gang.gather_shares(mine)]
@@ -116,11 +115,13 @@ class StepLog:
         if whole.size == 1:
             return {}
         found = table_metrics(torch.from_numpy(whole).reshape(len(LAG_BUCKETS), -1))
-        told = {name: found[name] for name in TOLD} | {name: found[name] for name in found if name.startswith("lag/")}
+        told = {name: found[name] for name in BATCH_METRICS} | {
+            name: found[name] for name in found if name.startswith("lag/")
+        }
         return told | {"tis_capped_share": found["truncated_share"], "ratio_max": largest["ratio_max"]}
 
     def weights(self, gang: Gang) -> dict[int, float]:
-        """Mean weight of every sample over its trained tokens, by its place in the batch. Collective."""
+        """Return the mean weight of every sample over its trained tokens, by place in the batch. Collective."""
         mine = {
             number: value
             for numbers, means in self._weights
@@ -130,7 +131,7 @@ class StepLog:
         return {number: value for part in parts for number, value in part.items()}
 
     def logprobs(self) -> dict[int, npt.NDArray[np.float32]]:
-        """The learner's log-probs of every sample of this rank `[T]`, by its place in the batch."""
+        """Return the learner's log-probs of every sample of this rank `[T]`, by place in the batch."""
         found: dict[int, npt.NDArray[np.float32]] = {}
         for numbers, sizes, values in self._logprobs:
             cuts = np.cumsum(sizes.cpu().numpy())[:-1]

@@ -1,14 +1,12 @@
-"""The critic's part of a training step: its loss, its update beside the policy's, its metrics.
+"""The critic in a training step: loss, update and metrics. `learners.step.batch_passes` computes values and returns.
 
-`learners.step.batch_passes` has computed
-the values of all samples before the first update, and returns from them on the whole batch. Guarantees:
-1. policy and critic are updated by the same mini-batches, both or neither: a loss or gradient of either that is not
-   finite changes no weight of the two;
-2. the clipped value loss compares with the values of the start of the step, however many mini-batches came before;
-3. in the first `critic_warmup` steps of a run the critic alone is trained: the policy's gradients are computed, so that
-   its metrics and its poison are seen, and forgotten (`lr` is 0). A step whose values explain `critic_warmup_until` of
-   the variance of its returns is the last of them, for good: checkpoints know;
-4. sums of tokens add up over micro-batches, mini-batches and ranks: no metric depends on the cut.
+Guarantees:
+1. policy and critic are updated with the same mini-batches, both or neither;
+2. the clipped value loss compares with the values at the start of the step, also in later mini-batches;
+3. in the first `critic_warmup` steps only the critic is trained (`lr` is 0): the policy's gradients are computed, for
+   metrics and to find bad groups, and discarded. A step whose values explain `critic_warmup_until` of the variance of
+   its returns ends the warm-up for good; checkpoints record it;
+4. sums over tokens add up over micro-batches, mini-batches and ranks: no metric depends on the split.
 
 Example: returns 1, 1, 0, 0 and values 0.8, 0.8, 0.2, 0.2: explained variance 1 - 0.04 / 0.25 = 0.84.
 """
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class CriticStep:
-    """The critic during one step, on one rank. `lr` of this step; `alone`: the policy is not trained in it."""
+    """The critic during one step, on one rank. `lr`: of this step; `alone`: the policy is not trained in it."""
 
     def __init__(
         self,
@@ -58,12 +56,11 @@ class CriticStep:
         self._config = config
         self._lr = lr
         self._norm = 0.0
-        self._found: dict[str, float] = {}  # of the mini-batch under way
-        self._totals: dict[str, float] = {}  # of those that were applied
+        self._found: dict[str, float] = {}  # of the current mini-batch
+        self._totals: dict[str, float] = {}  # of applied mini-batches
         self._norms: list[float] = []
 
     def gradients(self, part: Minibatch, place: int) -> str:
-        """Forward and backward of mini-batch `place`, clipped; what broke on any rank. Collective."""
         loss = loss_function(
             self._values[place], self._returns[place], Denominators(part.tokens, part.sequences), self._config
         )
@@ -74,7 +71,6 @@ class CriticStep:
         return "" if math.isfinite(self._norm) else f"critic: loss: the norm of the gradient is {self._norm}"
 
     def end(self, *, keep: bool) -> None:
-        """Update with the gradients of the mini-batch, or forget them."""
         if not keep:
             self._critic.discard()
             return
@@ -84,7 +80,7 @@ class CriticStep:
         self._norms.append(self._norm)
 
     def metrics(self) -> dict[str, float]:
-        """Of the updates so far, by catalogue name; empty without any."""
+        """Metrics of the updates so far, by catalogue name; empty without an update."""
         if not self._norms:
             return {}
         sums = self._totals
@@ -103,10 +99,10 @@ class CriticStep:
 def critic_step(
     ready: Prepared, *, backend: Backend, gang: Gang, config: LearnerConfig, lr: float, step: int, warm: bool = False
 ) -> CriticStep | None:
-    """The critic's part of this step; None where the estimator needs no values. `warm`: its warm-up has ended early.
+    """Return the critic's part of this step; None if the estimator needs no values. `warm`: its warm-up ended early.
 
     Raises:
-        ConfigError: the estimator took values and gave no returns; the critic would never learn.
+        ConfigError: the estimator returned no targets, so the critic would never learn.
     """
     if ready.values is None or backend.critic is None:
         return None
@@ -122,8 +118,7 @@ def critic_step(
 
 
 def is_warm(metrics: Mapping[str, float], config: CriticConfig) -> bool:
-    """Whether a step with these metrics ends the warm-up early (VC-PPO, arXiv 2503.01491, waits for a high explained
-    variance). Those of a step are equal on every rank.
+    """Whether these metrics end the warm-up early (VC-PPO, arXiv 2503.01491, waits for a high explained variance).
 
     >>> is_warm({"critic_alone": 1.0, "explained_variance": 0.4}, CriticConfig(critic_warmup_until=0.3))
     True
@@ -135,7 +130,7 @@ def is_warm(metrics: Mapping[str, float], config: CriticConfig) -> bool:
 def loss_function(
     values: Sequence[Tensor], returns: Sequence[Tensor], denominators: Denominators, config: CriticConfig
 ) -> LossFunction:
-    """The clipped value loss of a micro-batch as `Critic.train` wants it; `values` are those of the step's start."""
+    """Return the clipped value loss for `Critic.train`; `values` are those of the start of the step."""
     cliprange = None if config.value_clip == "off" else float(config.value_clip)
 
     def loss(predictions: Tensor, zeros: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -149,7 +144,7 @@ def loss_function(
 
 @torch.no_grad()
 def _sums(old: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Over the trained tokens, float64: what `explained` and the means need."""
+    """Sums over trained tokens in float64, for means and explained variance."""
     value, target = masked(old, mask).double(), masked(returns, mask).double()
     left = target - value
     return {

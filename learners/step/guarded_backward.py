@@ -1,12 +1,13 @@
-"""Forward and backward of a mini-batch where a loss that breaks on one rank is heard of by all.
+"""Forward and backward of a mini-batch, with failures of the loss shared between all ranks.
 
 Guarantees:
-1. a loss that raises or is not finite ends no rank alone, and none waits in a collective for it: the others go on with
-   a loss of zero until all have agreed on why;
-2. too little memory is nobody's fault and is raised;
-3. an error inside the model is told on one rank, and raised on several: they wait for each other in its collectives.
+1. a loss that raises or is not finite leaves no rank waiting: the others continue with a loss of zero until all agree
+   on the failure;
+2. out-of-memory errors are raised, since no group causes them;
+3. an error inside the model is returned on a single rank. With several ranks it is raised, because the others wait in
+   its collectives.
 
-Example: the loss raises ValueError on rank 1 of 2: both get ({}, "loss: ValueError: ...").
+Example: the loss raises ValueError on rank 1 of 2: both ranks get ({}, "loss: ValueError: ...").
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import torch
 from torch import Tensor
 
 from learners.backends.base import LossFunction, Micro
-from learners.batch.bad_groups import reason_of
+from learners.batch.bad_groups import describe_error
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.gang import Gang
 
-#: Not the fault of a group: the machine has too little memory for the batch.
+#: Errors that no group causes: the machine has too little memory for the batch.
 FATAL = (MemoryError, torch.OutOfMemoryError)
 
 #: `Backend.train` or `Critic.train`.
@@ -30,7 +31,7 @@ Train = Callable[[Sequence[MicroBatch], LossFunction], dict[str, float]]
 
 
 class Guard:
-    """Keeps a loss that raises from ending one rank alone. `why` is empty while nothing was caught."""
+    """A loss that never raises: `why` holds its first error."""
 
     def __init__(self, loss: LossFunction) -> None:
         self.why = ""
@@ -43,24 +44,24 @@ class Guard:
             return self._loss(logprobs, entropy, micro, number)
         except FATAL:
             raise
-        except Exception as error:  # a plugin's loss may raise anything; what it was is told to every rank
-            self.why = self.why or reason_of("loss", error)
+        except Exception as error:  # a plugin may raise anything; every rank gets the reason
+            self.why = self.why or describe_error("loss", error)
             return (logprobs * 0).sum() + (entropy * 0).sum(), {}
 
 
 def backward(
     train: Train, micro: Sequence[MicroBatch], loss: LossFunction, *, gang: Gang
 ) -> tuple[dict[str, float], str]:
-    """Sums over ranks, and what broke on any of them. Collective."""
+    """Return sums over ranks, and the failure on any rank. Collective."""
     guard = Guard(loss)
     try:
         sums = train(micro, guard)
     except FATAL:
         raise
-    except Exception as error:  # a group may make the model raise anything (an id outside its embedding): it is told
-        if gang.size > 1:  # the others wait in a collective of the model: only a restart of the gang helps
+    except Exception as error:  # a group may make the model raise anything, such as an invalid token id
+        if gang.size > 1:  # the others wait in a collective: only a restart of the gang helps
             raise
-        return {}, guard.why or reason_of("model", error)
+        return {}, guard.why or describe_error("model", error)
     why = next(filter(None, (text.decode() for text in gang.gather(guard.why.encode()))), "")
     if why:
         return {}, why

@@ -1,10 +1,4 @@
-"""Learning rates by step: of the policy and of every model beside it.
-
-Pure: a step that is trained again has
-the rate that it had.
-
-Example: see `learning_rate`.
-"""
+"""Learning rates by step. Pure: a repeated step gets the same rate."""
 
 from __future__ import annotations
 
@@ -14,7 +8,7 @@ from asyncrl.config import OptimConfig
 
 
 def learning_rate(optim: OptimConfig, *, step: int, steps: int) -> float:
-    """The rate of step 1..steps: linear warm-up, then constant, linear or cosine down to 0 after the last step.
+    """Return the rate of step 1..steps: linear warm-up, then constant, linear or cosine decay to 0 after the last step.
 
     Example: lr 1, warmup 2, linear, 6 steps: 0.5, 1, 1, 0.75, 0.5, 0.25.
     """

@@ -1,18 +1,16 @@
-"""The process reward model's part of a training step (PRIME, arXiv 2502.01456): what it scores, its loss, its update.
+"""The process reward model in a training step (PRIME, arXiv 2502.01456): scores, loss and update.
 
-Made by `learners.step.resilient_step`; `learners.step.batch_passes` asks it for log-probs of the whole batch,
-`learners.step.companions` trains it by
-the same mini-batches as the policy. Guarantees:
-1. `update = "after"`, the paper's default (single forward): the batch is scored by the weights of the step's start, and
-   the update comes beside the policy's, both or neither;
-2. `update = "before"` (double forward): it is updated on the whole batch, then scores it; where the policy is then not
-   updated at all (a group that breaks the step, a probe) it is put back, bit by bit;
+Guarantees:
+1. `update = "after"`, the paper's default (single forward): the weights at the start of the step score the batch, and
+   the model is updated with the policy, both or neither;
+2. `update = "before"` (double forward): the model is updated on the whole batch and then scores it. If the policy is
+   not updated afterwards (a bad group, a probe), the model is restored, bit by bit;
 3. the loss is the cross-entropy of `sigmoid(beta sum of log-ratios)` against right or wrong (`shaping.correct_above`),
    mean over the sequences of the mini-batch with a trained token, over all ranks;
-4. sums add up over micro-batches, mini-batches and ranks: no metric depends on the cut.
-Scores and advantages are not computed here: `learners.batch.estimates` does, on rank 0, over the whole batch.
+4. sums add up over micro-batches, mini-batches and ranks: no metric depends on the split.
 
-Example: beta 0.05, log-ratios 1 and 3 of a right answer: logit 0.2, loss 0.598, right by accuracy.
+Rank 0 computes scores and advantages in `learners.batch.estimates`.
+Example: beta 0.05, log-ratios 1 and 3 of a right answer: logit 0.2, loss 0.598, counted as accurate.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from learners.step.lr_schedule import learning_rate
 class ProcessRewardStep:
     """The process reward model during one step, on one rank. `reference`: log-probs `[N]` under its frozen model."""
 
-    alone = False  # the policy is trained beside it
+    alone = False  # the policy trains too
 
     def __init__(
         self,
@@ -55,12 +53,12 @@ class ProcessRewardStep:
         self._done = False  # trained before it scored
         self._kept = False  # the policy was updated
         self._norm = 0.0
-        self._found: dict[str, float] = {}  # of the mini-batch under way
-        self._totals: dict[str, float] = {}  # of those that were applied
+        self._found: dict[str, float] = {}  # of the current mini-batch
+        self._totals: dict[str, float] = {}  # of applied mini-batches
         self._norms: list[float] = []
 
     def score(self) -> tuple[str, list[list[Tensor]]]:
-        """What broke, and log-probs `[N]` by mini-batch and micro-batch. Collective."""
+        """Return a failure, and log-probs `[N]` by mini-batch and micro-batch. Collective."""
         if self.config.update == "before":
             self._model.remember()
             for place, part in enumerate(self._share):
@@ -73,23 +71,21 @@ class ProcessRewardStep:
         return "", [self._model.forward(part.micro) for part in self._share]
 
     def gradients(self, part: Minibatch, place: int) -> str:
-        """Forward and backward of mini-batch `place`, clipped; what broke on any rank. Collective."""
         return "" if self._done else self._gradients(part, place)
 
     def end(self, *, keep: bool) -> None:
-        """Update with the gradients of the mini-batch, or forget them."""
         self._kept = self._kept or keep
         if not self._done:
             self._end(keep=keep)
 
     def settle(self) -> None:
-        """The end of the step: an update that came first is undone where the policy had none."""
+        """End the step: undo an early update if the policy was not updated."""
         if self._done and not self._kept:
             self._model.restore()
         self._model.release()
 
     def metrics(self) -> dict[str, float]:
-        """Of the updates so far, by catalogue name; empty without any."""
+        """Metrics of the updates so far, by catalogue name; empty without an update."""
         if not self._norms:
             return {}
         sums = self._totals
@@ -123,10 +119,10 @@ class ProcessRewardStep:
 def process_step(
     share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig, step: int
 ) -> ProcessRewardStep | None:
-    """The process reward model in this step; None where the run has none. Collective."""
-    from learners.algorithms.registry import needs_of
+    """Return the process reward model in this step; None if the run has none. Collective."""
+    from learners.algorithms.registry import needs_for
 
-    if "process" not in needs_of(config.algorithm) or backend.process_reward is None:
+    if "process" not in needs_for(config.algorithm) or backend.process_reward is None:
         return None
     settings = config.process_reward
     lr = learning_rate(settings, step=step, steps=config.steps)
@@ -134,7 +130,7 @@ def process_step(
 
 
 def loss_function(reference: Sequence[Tensor], sequences: int, config: ProcessRewardConfig) -> LossFunction:
-    """The cross-entropy of a micro-batch as `Companion.train` wants it; `sequences`: of the mini-batch on all ranks."""
+    """Return the cross-entropy for `Companion.train`; `sequences`: of the mini-batch on all ranks."""
 
     def loss(logprobs: Tensor, entropy: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
         q = masked(logprobs, micro.mask) - masked(reference[number], micro.mask)

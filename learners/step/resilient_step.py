@@ -1,13 +1,14 @@
-"""One step on every rank, tried again without the groups that break it.
+"""One step on every rank, repeated without the groups that break it.
 
 Guarantees:
-1. a group that breaks the packer, the loss or the gradient is found by itself, quarantined with its reason, and the
-   step is made with the rest, from the weights it started from: a replay of the rest gives the same bits;
-2. every rank takes part in every probe, and all come to the same end;
-3. where each group breaks alone, the fault is not theirs (broken weights, a broken loss function): nobody is blamed and
+1. a group that breaks the packer, the loss or the gradient is found, quarantined with its reason, and the step is
+   trained with the rest from its start weights: a replay of the rest gives the same bits;
+2. every rank takes part in every probe, and all reach the same result;
+3. if every group fails alone, the cause lies elsewhere (broken weights or loss function): no group is quarantined and
    the update is skipped;
 4. a batch without a trained token is a skipped update.
-On several ranks an error inside the model itself (not in the loss) still ends the gang: its ranks wait for each other.
+
+On several ranks an error inside the model (not in the loss) still ends the gang, because its ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from asyncrl.config import LearnerConfig
 from asyncrl.errors import AsyncRLError
 from learners.backends.base import Backend
 from learners.batch.assembly import assemble
-from learners.batch.bad_groups import culprits, not_finite, reason_of
+from learners.batch.bad_groups import describe_error, find_bad_groups, not_finite
 from learners.batch.estimates import Whole
 from learners.batch.micro_batches import Minibatch, StepBatch, decode_share, encode_share
 from learners.gang.gang import Gang
 from learners.step import supervised
 from learners.step.batch_passes import Prepared, prepare
-from learners.step.coefficients import coefficients_of, moved, settled
+from learners.step.coefficients import apply_settings, next_coefficients, start_coefficients
 from learners.step.critic import is_warm
 from learners.step.process_reward import process_step
 from learners.step.tuned_settings import tuned
@@ -36,14 +37,14 @@ from learners.step.update import StepResult, probe_step, train_step
 if TYPE_CHECKING:
     from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData
 
-#: Takes a group out of a step: step, group, reason.
-Bury = Callable[[int, int, str], None]
+#: Removes a group from a step: step, group, reason.
+Quarantine = Callable[[int, int, str], None]
 
 PROBE, TRAIN, SKIP = b"probe", b"train", b"skip"
 
 
-class Trial:
-    """The step of one rank. `bury` and `say` are called on rank 0 alone; `stats` are those of its newest batch."""
+class StepRunner:
+    """Runs the steps of one rank. Only rank 0 calls `quarantine` and `say`; `stats` are those of its newest batch."""
 
     def __init__(
         self,
@@ -51,39 +52,41 @@ class Trial:
         *,
         gang: Gang,
         backend: Backend,
-        bury: Bury,
+        quarantine: Quarantine,
         say: Callable[[str], None],
         group_size: int = 0,
         seed: int = 0,
     ) -> None:
-        """`group_size`: samples from there on are greedy baselines (0: there are none). `seed` of PF-PPO's draws."""
+        """`group_size`: samples with a higher index are greedy baselines (0: there are none). `seed`: of PF-PPO's
+        draws.
+        """
         self.stats: dict[str, float] = {}
-        self.coefficients = coefficients_of(config.algorithm)  # of the next step
-        self.critic_warm = False  # the critic's warm-up has ended before its last step
-        self._now = 0  # the step under way
+        self.coefficients = start_coefficients(config.algorithm)  # of the next step
+        self.critic_warm = False  # the critic's warm-up ended early
+        self._now = 0  # the current step
         self._group_size = group_size
         self._seed = seed
         self._baselines: dict[int, float] = {}  # score of the greedy response by group
-        self._whole: Whole | None = None  # rank 0: the batch that was cut
+        self._whole: Whole | None = None  # rank 0: the current batch
         self._config = config
         self._gang = gang
         self._backend = backend
-        self._bury = bury
+        self._quarantine = quarantine
         self._say = say
         self._base = config
         self._tuning = ""
-        self._given = config.mode != "rl"  # answers are trained as they are
+        self._given = config.mode != "rl"  # without rewards and advantages
         self._advantages: tuple[float, ...] = ()
 
     def retune(self, tuning: str) -> None:
-        """The settings of the next step: those of the configuration with these overrides. On every rank."""
+        """Set the overrides of the next step. On every rank."""
         if tuning != self._tuning:
             self._config, self._tuning = tuned(self._base, tuning), tuning
             self._say(f"tuned settings from this step on: {tuning or 'those of the configuration'}")
-        self.coefficients = settled(self.coefficients, self._config.algorithm)
+        self.coefficients = apply_settings(self.coefficients, self._config.algorithm)
 
     def groups_log(self, batch: ClaimedBatch, result: StepResult) -> dict[str, Any]:
-        """What the loss did with each group of the trained batch, as a line of metrics/groups.jsonl."""
+        """Return a line of metrics/groups.jsonl: what the loss did with each group of the batch."""
         lines, place, weights = [], 0, self._sample_weights(result)
         for group in batch.groups:
             samples = range(place, place + len(group.samples))
@@ -100,7 +103,7 @@ class Trial:
         return {"step": batch.step, "replayed": batch.replayed, "groups": lines}
 
     def _sample_weights(self, result: StepResult) -> dict[int, float]:
-        """Mean importance weights by place of the sample: the mean over its sequences where it has several."""
+        """Return mean importance weights by sample; over its sequences, if it has several."""
         cuts = self._whole.cuts if self._whole is not None else ()
         found: dict[int, list[float]] = {}
         for number, weight in result.weights.items():
@@ -110,20 +113,22 @@ class Trial:
     # ------------------------------------------------------------ packing
 
     def cut(self, batch: ClaimedBatch) -> tuple[ClaimedBatch, list[bytes]]:
-        """The batch as it will be trained and the shares of the ranks. Groups that break the packer are buried."""
-        batch = self._without_greedy(batch)
+        """Return the batch to train and the shares of the ranks. Groups that break the packer are quarantined."""
+        batch = self._drop_greedy(batch)
         why, cut = self._pack(batch)
         if why:
             self._say(f"error: the batch of step {batch.step} cannot be assembled: {why}; looking for the group")
-            batch = self._without(batch, culprits(batch.groups, lambda groups: self._pack(_part(batch, groups))[0]))
+            batch = self._drop_groups(
+                batch, find_bad_groups(batch.groups, lambda groups: self._pack(_select_groups(batch, groups))[0])
+            )
             why, cut = self._pack(batch)
         if why or cut is None:
             raise AsyncRLError("sample.invalid", f"the batch of step {batch.step}: {why}", where="learner")
         self.stats, self._advantages, self._whole = cut.stats, cut.advantages, cut.whole
         return batch, [encode_share(share) for share in cut.shares]
 
-    def _without_greedy(self, batch: ClaimedBatch) -> ClaimedBatch:
-        """The batch without the greedy responses; their scores are kept."""
+    def _drop_greedy(self, batch: ClaimedBatch) -> ClaimedBatch:
+        """Remove the greedy responses from the batch and keep their scores."""
         if not self._group_size:
             return batch
         groups = []
@@ -138,7 +143,7 @@ class Trial:
         return msgspec.structs.replace(batch, groups=tuple(groups))
 
     def _pack(self, batch: ClaimedBatch) -> tuple[str, StepBatch | None]:
-        """What the packer breaks on, and its result where it does not."""
+        """Return the packer's failure, or its result."""
         try:
             cut = (
                 supervised.assemble(batch, self._config, ranks=self._gang.shares)
@@ -155,19 +160,19 @@ class Trial:
             )
         except MemoryError:
             raise
-        except Exception as error:  # what a group can break here is not known in advance; it is named and buried
-            return reason_of("packer", error), None
+        except Exception as error:  # a bad group may raise anything
+            return describe_error("packer", error), None
         return not_finite(cut), cut
 
-    def _without(self, batch: ClaimedBatch, bad: Mapping[int, str]) -> ClaimedBatch:
+    def _drop_groups(self, batch: ClaimedBatch, bad: Mapping[int, str]) -> ClaimedBatch:
         for group, why in bad.items():
-            self._bury(batch.step, group, why)
-        return _part(batch, [group for group in batch.groups if group.group not in bad])
+            self._quarantine(batch.step, group, why)
+        return _select_groups(batch, [group for group in batch.groups if group.group not in bad])
 
     # ------------------------------------------------------------ training
 
     def train(self, data: bytes, *, step: int, batch: ClaimedBatch | None) -> tuple[StepResult, ClaimedBatch | None]:
-        """Train this rank's share; what became of it, and (rank 0) the batch as it was trained. Collective."""
+        """Train this rank's share. Return the result and, on rank 0, the batch as it was trained. Collective."""
         self._now = step
         result = self._step(data, step)
         if not result.broken:
@@ -207,12 +212,12 @@ class Trial:
         return result
 
     def _move(self, share: Sequence[Minibatch], prepared: Prepared, result: StepResult) -> None:
-        """The coefficients of the next step. Collective."""
+        """Update the coefficients for the next step. Collective."""
         samples = 0
         if prepared.kl is not None and self._config.algorithm.kl.controller == "adaptive":
             samples = int(self._gang.total({"samples": float(_samples(share))})["samples"])
-        trained = result.metrics["lr"] > 0  # else the policy stood still, and no bonus could have changed it
-        self.coefficients = moved(
+        trained = result.metrics["lr"] > 0  # otherwise the policy did not change
+        self.coefficients = next_coefficients(
             self.coefficients,
             self._config.algorithm,
             kl=prepared.kl,
@@ -244,31 +249,30 @@ class Trial:
         return why
 
     def _separate(self, batch: ClaimedBatch) -> tuple[ClaimedBatch, list[bytes] | None]:
-        """Rank 0: bury the groups that break alone; the rest and its shares, None where the step is to be skipped."""
+        """On rank 0: quarantine the groups that fail alone. Return the rest and its shares; None to skip the step."""
 
         def ask(groups: Sequence[GroupData]) -> str:
-            why, cut = self._pack(_part(batch, groups))
+            why, cut = self._pack(_select_groups(batch, groups))
             if why or cut is None:
                 return why
             self._gang.share(PROBE)
             return self._probe(self._gang.scatter([encode_share(share) for share in cut.shares]), cut.whole)
 
-        bad = culprits(batch.groups, ask) if batch.groups else {}
+        bad = find_bad_groups(batch.groups, ask) if batch.groups else {}
         if not bad or len(bad) == len(batch.groups):
             return batch, None
-        return self.cut(self._without(batch, bad))
+        return self.cut(self._drop_groups(batch, bad))
 
     def _follow(self) -> bool:
-        """The other ranks: take part in probes until rank 0 has decided; whether the step goes on."""
+        """On other ranks: take part in probes until rank 0 decides. Return whether the step continues."""
         while (word := self._gang.share(None)) == PROBE:
             self._probe(self._gang.scatter(None))
         return word == TRAIN
 
 
 def _samples(share: Sequence[Minibatch]) -> int:
-    """Samples of this rank."""
     return sum(micro.samples.size for part in share for micro in part.micro)
 
 
-def _part(batch: ClaimedBatch, groups: Sequence[GroupData]) -> ClaimedBatch:
+def _select_groups(batch: ClaimedBatch, groups: Sequence[GroupData]) -> ClaimedBatch:
     return msgspec.structs.replace(batch, groups=tuple(groups))

@@ -1,17 +1,16 @@
-"""The learner's modes that train on answers as they are: sft, dpo and reward_model.
+"""Training on given answers: the modes sft, dpo and reward_model.
 
-Claims, packing, optimizer, checkpoints and records are the same. Guarantees:
-1. denominators are of the whole mini-batch over all ranks: tokens (sft) or pairs (dpo, reward_model), so the result
-   does not depend on ranks, rows or micro-batches;
-2. the two answers of a pair lie in one micro-batch, the chosen one first; chosen is the one with the higher reward. A
-   pair with equal rewards (answers that were generated and scored) teaches nothing and is left out;
-3. the reference of DPO is a frozen copy of the start weights beside the policy, sharded like it. Log-probs that are
-   cached in the rows would save its forward pass, and would be silently wrong once the model, its tokenizer, dtype or
-   packing is another one; the copy follows from the run's own configuration, also after a restart;
-4. a loss that raises or is not finite changes no weight and is seen by every rank (as in `learners.step.update`).
+Guarantees:
+1. denominators cover the whole mini-batch over all ranks: tokens (sft) or pairs (dpo, reward_model). The result does
+   not depend on ranks, rows or micro-batches;
+2. the two answers of a pair lie in one micro-batch, the chosen one (higher reward) first. A pair with equal rewards is
+   left out;
+3. the reference of DPO is a frozen, sharded copy of the start weights. Cached log-probs would save its forward pass,
+   but would be wrong without notice after a change of model, tokenizer, dtype or packing;
+4. a loss that raises or is not finite changes no weight, and every rank knows it (as in `learners.step.update`).
 
-Example: chosen log-probs sum to -3, rejected to -5, the reference says -4 and -4: the log-ratios are 1 and -1, and with
-beta 0.1 the loss is -log sigmoid(0.1 * 2) = 0.5981.
+Example: log-probs sum to -3 (chosen) and -5 (rejected), the reference gives -4 and -4: the log-ratios are 1 and -1, and
+with beta 0.1 the loss is -log sigmoid(0.1 * 2) = 0.5981.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ PAIRED = frozenset({"dpo", "reward_model"})
 
 
 def assemble(batch: ClaimedBatch, learner: LearnerConfig, *, ranks: int) -> StepBatch:
-    """Mini-batches (whole groups, in the order of the batch) and rows for every rank."""
+    """Return mini-batches (whole groups, in batch order) and rows for every rank."""
     paired = learner.mode in PAIRED
     units, place = [], 0
     for group in batch.groups:
@@ -80,7 +79,7 @@ def assemble(batch: ClaimedBatch, learner: LearnerConfig, *, ranks: int) -> Step
 
 
 def _pair(group: GroupData, numbered: Sequence[tuple[int, SampleData]], margin_key: str) -> list[Sample]:
-    """The chosen sample, with the margin of its row in the place of an advantage, and the rejected one."""
+    """Return the chosen sample, with the margin of its row in place of an advantage, and the rejected one."""
     if len(numbered) != 2:
         raise ValueError(f"group {group.group} has {len(numbered)} samples, a pair has 2")
     (_, one), (_, other) = numbered
@@ -100,7 +99,7 @@ def _sample(group: GroupData, sample: SampleData, number: int, margin: float = 0
 def minibatch(
     units: Sequence[Sequence[Sample]], *, ranks: int, max_tokens: int, packing: bool
 ) -> tuple[Minibatch, ...]:
-    """The mini-batch of every rank; the samples of a unit stay together."""
+    """Return the mini-batch of every rank; the samples of a unit stay together."""
     every = [sample for unit in units for sample in unit]
     trained = sum(bool(sample.mask.any()) for sample in every)
     lengths = [[sample.tokens.size for sample in unit] for unit in units]
@@ -113,7 +112,7 @@ def minibatch(
 
     per_rank = balance([sum(costs[item] for item in row) for row in rows], ranks)
     tokens = sum(int(sample.mask.sum()) for sample in every)
-    return tuple(Minibatch(tokens, trained, tuple(micro(row) for row in of_rank)) for of_rank in per_rank)
+    return tuple(Minibatch(tokens, trained, tuple(micro(row) for row in rows_of_rank)) for rows_of_rank in per_rank)
 
 
 # ---------------------------------------------------------------- losses
@@ -131,7 +130,8 @@ def sft_loss(part: Minibatch) -> LossFunction:
 
 def dpo_loss(part: Minibatch, preference: PreferenceConfig, reference: Sequence[Tensor] | None) -> LossFunction:
     """DPO or one of its variants, mean over the pairs of the mini-batch. `reference`: log-probs of the frozen model by
-    micro-batch, None without one."""
+    micro-batch; None without one.
+    """
     pairs = max(part.sequences // 2, 1)
 
     def loss(logprobs: Tensor, entropy: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -158,8 +158,9 @@ def dpo_loss(part: Minibatch, preference: PreferenceConfig, reference: Sequence[
 
 
 def reward_loss(part: Minibatch, preference: PreferenceConfig) -> LossFunction:
-    """Bradley-Terry with the margin of the row, mean over the pairs of the mini-batch. What a backend gives in the
-    place of log-probs is the head's score at every token of the answer; the last one counts."""
+    """Bradley-Terry with the margin of the row, mean over the pairs of the mini-batch. In place of log-probs the
+    backend gives the score at every token of the answer; the last one counts.
+    """
     pairs = max(part.sequences // 2, 1)
 
     def loss(scores: Tensor, entropy: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -192,7 +193,7 @@ def _pair_sums(found: PairLoss) -> dict[str, Tensor]:
 def train_step(
     share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig, step: int
 ) -> StepResult:
-    """All optimizer steps of one batch. Collective."""
+    """Run all optimizer steps of one batch. Collective."""
     lr = learning_rate(config.optim, step=step, steps=config.steps)
     totals: dict[str, float] = {}
     tokens, updates, skipped, norm = 0, 0, 0, 0.0
@@ -201,7 +202,7 @@ def train_step(
             continue
         sums, why = _gradients(part, backend=backend, gang=gang, config=config)
         info = UpdateInfo(backend.discard(), True) if why else backend.step(lr=lr, max_norm=config.optim.max_grad_norm)
-        if info.skipped and not updates:  # nothing has changed yet
+        if info.skipped and not updates:  # no weight has changed
             why = why or f"loss: the norm of the gradient is {info.grad_norm}"
             return StepResult({"lr": lr, "grad_norm": info.grad_norm}, 1, why)
         if info.skipped:
@@ -216,7 +217,7 @@ def train_step(
 
 
 def probe_step(share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig) -> str:
-    """What breaks in the loss or the gradient of a batch, without an update; empty where nothing does. Collective."""
+    """Return a failure of loss or gradient of a batch, without an update; empty if there is none. Collective."""
     for part in share:
         if part.tokens:
             _, why = _gradients(part, backend=backend, gang=gang, config=config)
@@ -227,12 +228,12 @@ def probe_step(share: Sequence[Minibatch], *, backend: Backend, gang: Gang, conf
 
 
 def _gradients(part: Minibatch, *, backend: Backend, gang: Gang, config: LearnerConfig) -> tuple[dict[str, float], str]:
-    """Forward and backward of one mini-batch: sums over ranks, and what broke on any of them."""
-    return backward(backend.train, part.micro, _loss_of(part, backend=backend, config=config), gang=gang)
+    """Forward and backward of one mini-batch: sums over ranks, and the failure on any rank."""
+    return backward(backend.train, part.micro, _mode_loss(part, backend=backend, config=config), gang=gang)
 
 
-def _loss_of(part: Minibatch, *, backend: Backend, config: LearnerConfig) -> LossFunction:
-    """The loss of the mode. Collective where it needs the reference."""
+def _mode_loss(part: Minibatch, *, backend: Backend, config: LearnerConfig) -> LossFunction:
+    """Return the loss of the mode. Collective if it needs the reference."""
     preference = config.preference
     if config.mode == "reward_model":
         return reward_loss(part, preference)
@@ -242,7 +243,7 @@ def _loss_of(part: Minibatch, *, backend: Backend, config: LearnerConfig) -> Los
 
 
 def metrics(totals: Mapping[str, float], *, tokens: int, updates: int) -> dict[str, float]:
-    """Metrics of the step by catalogue name, from sums over ranks and mini-batches."""
+    """Return metrics of the step by catalogue name, from sums over ranks and mini-batches."""
     found = {"loss": totals["loss"] / updates}
     if "entropy_sum" in totals:
         found["entropy"] = totals["entropy_sum"] / max(tokens, 1)

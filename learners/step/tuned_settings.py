@@ -1,9 +1,9 @@
-"""What `asyncrl tune` changed for the learner: settings recorded with a batch, in force for exactly its step.
+"""Settings changed by `asyncrl tune`. The buffer records them with a batch, so a repeated or replayed step has the same
+ones.
 
-The buffer records them with the batch, so a step that is trained again, or
-replayed, has the settings that it had. Guarantees:
-1. only settings of `[learner.algorithm]` can be changed; anything else is `tune.refused`, with its name;
-2. the same text gives the same settings; the empty text gives those of the configuration.
+Guarantees:
+1. only settings of `[learner.algorithm]` can change; others raise `tune.refused` with their name;
+2. the same text gives the same settings; an empty text gives those of the configuration.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PREFIX = "learner.algorithm."
 
 
 def tuned(learner: LearnerConfig, text: str) -> LearnerConfig:
-    """The learner's configuration with the overrides of `text`, a JSON object of dotted keys.
+    """Return the learner's configuration with the overrides of `text`, a JSON object of dotted keys.
 
     >>> tuned(LearnerConfig(), '{"learner.algorithm.clip_high": 0.5}').algorithm.clip_high
     0.5

@@ -1,14 +1,16 @@
 """One training step on this rank: proximal log-probs, loss, optimizer, metrics.
 
 Guarantees:
-1. the three log-probs are kept apart: behaviour (recorded), proximal (weights at the start of the step), current;
-2. with one mini-batch the proximal log-probs equal the current ones, so the training forward serves as both and no
-   forward is spent on them; with more, they are computed before the first update;
+1. three log-probs are kept apart: behaviour (recorded), proximal (weights at the start of the step), current;
+2. with one mini-batch the training forward also gives the proximal log-probs; with several they are computed before the
+   first update;
 3. losses use global denominators: the result does not depend on ranks, rows or micro-batches;
-4. a mini-batch without trained tokens, or with a gradient that is not finite, changes no weight;
-5. a loss that raises or is not finite is seen by every rank before the weights change, and leaves no rank waiting in a
-   collective: the others go on with a loss of zero until all have agreed.
-With several mini-batches a loss that breaks only after the first update costs its mini-batch; nobody is blamed for it.
+4. a mini-batch without trained tokens, or with a non-finite gradient, changes no weight;
+5. every rank knows of a loss that raises or is not finite before the weights change, and no rank waits for it: the
+   others continue with a loss of zero until all agree.
+
+With several mini-batches, a loss that fails only after the first update loses its mini-batch, and no group is
+quarantined.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from learners.algorithms.aggregation import Denominators, aggregate
 from learners.algorithms.corrections import prox_loglinear
 from learners.algorithms.kl import kl_estimate, kl_importance_weighted
 from learners.algorithms.metrics import step_scale
-from learners.algorithms.registry import aggregation_of, chooser_of, correction_of, loss_of
+from learners.algorithms.registry import aggregation_for, chooser_for, correction_for, loss_for
 from learners.algorithms.rejection import sequence_mask
 from learners.algorithms.supervised import positive_lm
 from learners.algorithms.tensors import masked, sequence_lengths
@@ -35,43 +37,42 @@ from learners.batch.micro_batches import Minibatch
 from learners.batch.token_selection import choose_tokens
 from learners.gang.gang import Gang
 from learners.step.batch_passes import Pieces, Prepared
-from learners.step.companions import companions, update
+from learners.step.companions import make_companions, update
 from learners.step.correction_metrics import StepLog
 from learners.step.guarded_backward import Guard, backward
 from learners.step.lr_schedule import learning_rate
 
-#: Any number above every lag: `prox_loglinear` wants versions, a micro-batch has lags.
+#: A number above every lag: `prox_loglinear` takes versions, a micro-batch has lags.
 _NOW = 1 << 40
 
 
 class StepResult(NamedTuple):
-    """Metrics of the step by catalogue name (equal on every rank), and how many updates were skipped.
-
-    `broken`: why, where a loss or gradient broke and no weight has changed: the step may be tried with fewer groups.
+    """Metrics of the step by catalogue name (equal on every rank), and the number of skipped updates. `broken`: the
+    failure of a loss or gradient before any weight changed; the step can be tried with fewer groups.
     """
 
     metrics: dict[str, float]
     skipped: int
     broken: str = ""
-    weights: Mapping[int, float] = {}  # mean importance weight of a sample, by its place in the batch; on every rank
-    log: StepLog | None = None  # what the updates of this rank have noted
+    weights: Mapping[int, float] = {}  # mean importance weight by place of the sample; on every rank
+    log: StepLog | None = None  # sums of this rank's updates
 
 
 class Terms(NamedTuple):
-    """What a step's settings and forward passes give the loss of a mini-batch, by micro-batch `[N]`; None: not used."""
+    """Inputs of a mini-batch's loss from settings and forward passes, by micro-batch `[N]`; None: not used."""
 
     proximal: Sequence[Tensor] | None = None
     reference: Sequence[Tensor] | None = None
     advantages: Sequence[Tensor] | None = None
     corrections: Sequence[Correction] | None = None
-    chosen: Sequence[Tensor] | None = None  # tokens that the loss picked over the whole mini-batch
-    high: Sequence[Tensor] | None = None  # tokens that entropy_keep leaves in the policy loss
-    entropy_coeff: float | None = None  # None: that of the settings
+    chosen: Sequence[Tensor] | None = None  # tokens that the loss selected over the whole mini-batch
+    high: Sequence[Tensor] | None = None  # tokens that entropy_keep keeps in the policy loss
+    entropy_coeff: float | None = None  # None: as in the settings
     kl_coeff: float = 0.0
     right: int = 0  # trained tokens of right answers in the mini-batch
 
-    def at(self, number: int, name: str) -> Any:
-        """One of them for a micro-batch."""
+    def get(self, number: int, name: str) -> Any:
+        """Return the part of a micro-batch."""
         found = getattr(self, name)
         return None if found is None else found[number]
 
@@ -82,17 +83,17 @@ NO_TERMS = Terms()
 def loss_function(
     algorithm: AlgorithmConfig, denominators: Denominators, terms: Terms = NO_TERMS, log: StepLog | None = None
 ) -> LossFunction:
-    """The loss of a micro-batch as a backend wants it, from functions of the registry."""
-    token_loss, correct, mode = loss_of(algorithm), correction_of(algorithm), aggregation_of(algorithm)
+    """Return the loss of a micro-batch for a backend, built from registry functions."""
+    token_loss, correct, mode = loss_for(algorithm), correction_for(algorithm), aggregation_for(algorithm)
 
     def loss(logprobs: Tensor, entropy: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
-        proximal = proximal_of(algorithm, logprobs, micro, terms.at(number, "proximal"))
-        correction = terms.at(number, "corrections")
+        proximal = proximal_logprobs(algorithm, logprobs, micro, terms.get(number, "proximal"))
+        correction = terms.get(number, "corrections")
         if correction is None:
             correction = correct(proximal, micro.behaviour, micro.mask, micro.sequences)
-        given = terms.at(number, "advantages")
+        given = terms.get(number, "advantages")
         advantages = micro.advantages if given is None else given
-        weights, keep = correction.weights, _left(micro, terms, number) & correction.keep
+        weights, keep = correction.weights, _policy_mask(micro, terms, number) & correction.keep
         if algorithm.stale_negatives:
             keep = keep & sequence_mask(
                 logprobs, micro.behaviour, advantages, micro.mask, micro.sequences, delta=algorithm.stale_negatives
@@ -106,11 +107,11 @@ def loss_function(
                 keep,
                 micro.sequences,
                 weights,
-                terms.at(number, "chosen"),
+                terms.get(number, "chosen"),
             )
         )
         if algorithm.lag.weight != "off":
-            # On the loss itself: a loss may take `weights` into the ratio of a row (VESPO), where age has no place.
+            # Scale the loss, not `weights`: a loss may use these in the ratio of a row (VESPO), which has no age.
             scales = micro.scales[micro.sequences]
             result, weights = result._replace(loss=result.loss * scales), weights * scales
         counted = keep if algorithm.denominator == "kept" else micro.mask
@@ -131,9 +132,9 @@ def loss_function(
             value = value - bonus * reduce(entropy, micro.mask)
         sums: dict[str, Tensor] = {}
         if terms.high is not None:
-            sums["entropy_kept_sum"] = _left(micro, terms, number).sum()
+            sums["entropy_kept_sum"] = _policy_mask(micro, terms, number).sum()
         if algorithm.kl.where == "loss":
-            divergence = kl_of(algorithm, logprobs, proximal, terms.at(number, "reference"), micro.mask)
+            divergence = kl_term(algorithm, logprobs, proximal, terms.get(number, "reference"), micro.mask)
             value = value + terms.kl_coeff * reduce(divergence, micro.mask)
             sums["kl_reference_sum"] = divergence.detach().sum()
         if algorithm.positive_coeff:
@@ -157,14 +158,14 @@ def loss_function(
     return loss
 
 
-def _left(micro: Micro, terms: Terms, number: int) -> Tensor:
-    """The tokens that the policy loss trains where nothing is rejected, bool `[N]`: all, or those of high entropy."""
-    high = terms.at(number, "high")
+def _policy_mask(micro: Micro, terms: Terms, number: int) -> Tensor:
+    """Return the tokens that the policy loss trains before rejection, bool `[N]`: all, or those of high entropy."""
+    high = terms.get(number, "high")
     return micro.mask if high is None else micro.mask & high.to(micro.mask.device)
 
 
-def proximal_of(algorithm: AlgorithmConfig, current: Tensor, micro: Micro, known: Tensor | None) -> Tensor:
-    """Log-probs of the policy that the loss compares with: without `known` the current ones, detached, serve."""
+def proximal_logprobs(algorithm: AlgorithmConfig, current: Tensor, micro: Micro, known: Tensor | None) -> Tensor:
+    """Return the log-probs of the proximal policy; without `known` the current ones, detached."""
     if algorithm.proximal == "behaviour":
         return micro.behaviour
     if algorithm.proximal == "loglinear":
@@ -172,8 +173,7 @@ def proximal_of(algorithm: AlgorithmConfig, current: Tensor, micro: Micro, known
     return current.detach() if known is None else known
 
 
-def kl_of(algorithm: AlgorithmConfig, current: Tensor, proximal: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-    """The KL term per token, `[N]`."""
+def kl_term(algorithm: AlgorithmConfig, current: Tensor, proximal: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
     if algorithm.kl.importance_weighted:
         return kl_importance_weighted(current, proximal, reference, mask)
     kind: Any = "k3" if algorithm.kl.kind == "auto" else algorithm.kl.kind
@@ -190,9 +190,9 @@ def train_step(
     prepared: Prepared | None = None,
     critic_warm: bool = False,
 ) -> StepResult:
-    """All optimizer steps of one batch, with what `learners.step.batch_passes` has prepared. `critic_warm`: the
-    critic's warm-up
-    has ended before its last step. Collective."""
+    """Run all optimizer steps of one batch with the results of `learners.step.batch_passes`. `critic_warm`: the
+    critic's warm-up ended early. Collective.
+    """
     algorithm, ready = config.algorithm, prepared or Prepared()
     lr = learning_rate(config.optim, step=step, steps=config.steps)
     if ready.broken:
@@ -201,8 +201,10 @@ def train_step(
         # Before the first update: afterwards the weights are no longer those of the step's start.
         ready = ready._replace(proximal=[backend.forward_logprobs(part.micro) for part in share])
     rate = learning_rate(config.critic, step=step, steps=config.steps)
-    beside = companions(ready, backend=backend, gang=gang, config=config, lr=rate, step=step, critic_warm=critic_warm)
-    lr = 0.0 if beside.alone else lr
+    companions = make_companions(
+        ready, backend=backend, gang=gang, config=config, lr=rate, step=step, critic_warm=critic_warm
+    )
+    lr = 0.0 if companions.alone else lr
     if len(share) > 1 and (why := _rehearse(share, ready, algorithm, backend=backend, gang=gang)):
         return StepResult({"lr": lr}, 1, why)
     totals: dict[str, float] = {}
@@ -216,9 +218,9 @@ def train_step(
         sums, why = _gradients(part, terms, counts, backend=backend, gang=gang, algorithm=algorithm, log=log)
         if not why and algorithm.lag.step_scale == "sqrt_ess":
             scale = step_scale(log.metrics(gang)["ess_rows"])
-        why = why or beside.gradients(part, place)
-        info = update(why, backend=backend, beside=beside, lr=lr * scale, max_norm=config.optim.max_grad_norm)
-        if info.skipped and not updates:  # nothing has changed yet
+        why = why or companions.gradients(part, place)
+        info = update(why, backend=backend, companions=companions, lr=lr * scale, max_norm=config.optim.max_grad_norm)
+        if info.skipped and not updates:  # no weight has changed
             why = why or f"loss: the norm of the gradient is {info.grad_norm}"
             return StepResult({"lr": lr, "grad_norm": info.grad_norm}, 1, why)
         kept.join(log)
@@ -231,8 +233,8 @@ def train_step(
     if not updates:
         return StepResult({"lr": lr}, 1)
     metrics = _metrics(totals, tokens=tokens, updates=updates, lr=lr * scale, norm=norm) | kept.metrics(gang)
-    metrics |= beside.metrics()
-    metrics |= _of_the_start(ready, algorithm)
+    metrics |= companions.metrics()
+    metrics |= _start_metrics(ready, algorithm)
     return StepResult(metrics, skipped, weights=kept.weights(gang), log=kept)
 
 
@@ -246,7 +248,7 @@ def _terms(
     gang: Gang,
     seed: tuple[int, int],
 ) -> tuple[Terms, Denominators]:
-    """What the loss of a mini-batch needs beside the forward pass, and its denominators. Collective."""
+    """Return the inputs of a mini-batch's loss and its denominators. Collective."""
 
     def mine(pieces: Pieces | None) -> list[Tensor] | None:
         return None if pieces is None else pieces[place]
@@ -266,27 +268,27 @@ def _terms(
         pairs = zip(weights, keep, strict=True)
         terms = terms._replace(corrections=[Correction(weight, kept) for weight, kept in pairs])
     current: Sequence[Tensor] | None = None
-    chooser = chooser_of(algorithm)
+    chooser = chooser_for(algorithm)
     if chooser is not None:
         current = backend.forward_logprobs(part.micro)  # at the weights of this update
         terms = terms._replace(chosen=choose_tokens(chooser, part, terms, current, algorithm, gang=gang, seed=seed))
     if algorithm.denominator == "kept":
-        counts = _kept(part, terms, algorithm, gang=gang)
+        counts = _count_kept(part, terms, algorithm, gang=gang)
     return terms, counts
 
 
-def _kept(part: Minibatch, terms: Terms, algorithm: AlgorithmConfig, *, gang: Gang) -> Denominators:
-    """Tokens that the correction keeps, and sequences with one, over all ranks. Collective."""
-    correct, tokens, sequences = correction_of(algorithm), 0, 0
+def _count_kept(part: Minibatch, terms: Terms, algorithm: AlgorithmConfig, *, gang: Gang) -> Denominators:
+    """Count the tokens that the correction keeps, and sequences with one, over all ranks. Collective."""
+    correct, tokens, sequences = correction_for(algorithm), 0, 0
     for number, piece in enumerate(part.micro):
-        known = terms.at(number, "proximal")
+        known = terms.get(number, "proximal")
         device = torch.device("cpu") if known is None else known.device
         micro = to_device(piece, device)
-        found = terms.at(number, "corrections")
+        found = terms.get(number, "corrections")
         if found is None:
             proximal = micro.behaviour if known is None else known
             found = correct(proximal, micro.behaviour, micro.mask, micro.sequences)
-        keep = _left(micro, terms, number) & found.keep.to(device)
+        keep = _policy_mask(micro, terms, number) & found.keep.to(device)
         tokens += int(keep.sum())
         sequences += int((sequence_lengths(keep, micro.sequences) > 0).sum())
     total = gang.total({"tokens": float(tokens), "sequences": float(sequences)})
@@ -301,20 +303,20 @@ def probe_step(
     config: LearnerConfig,
     prepared: Prepared | None = None,
 ) -> str:
-    """What breaks in the loss or the gradient of a batch, without an update; empty where nothing does. Collective."""
+    """Return a failure of loss or gradient of a batch, without an update; empty if there is none. Collective."""
     ready = prepared or Prepared()
     if ready.broken:
         return ready.broken
-    # The update's own forward serves as the proximal policy, as in the first mini-batch of a step.
+    # The forward of the update also gives the proximal log-probs, as in the first mini-batch of a step.
     ready = ready._replace(proximal=None)
-    beside = companions(ready, backend=backend, gang=gang, config=config, lr=0.0, step=0)
+    companions = make_companions(ready, backend=backend, gang=gang, config=config, lr=0.0, step=0)
     for place, part in enumerate(share):
         if part.tokens:
             terms, counts = _terms(part, ready, place, config.algorithm, backend=backend, gang=gang, seed=(0, place))
             _, why = _gradients(part, terms, counts, backend=backend, gang=gang, algorithm=config.algorithm)
             norm = backend.discard()
-            why = why or beside.gradients(part, place)
-            beside.end(keep=False)
+            why = why or companions.gradients(part, place)
+            companions.end(keep=False)
             if why or not math.isfinite(norm):
                 return why or f"loss: the norm of the gradient is {norm}"
     return ""
@@ -330,7 +332,7 @@ def _gradients(
     algorithm: AlgorithmConfig,
     log: StepLog | None = None,
 ) -> tuple[dict[str, float], str]:
-    """Forward and backward of one mini-batch: sums over ranks, and what broke on any of them."""
+    """Forward and backward of one mini-batch: sums over ranks, and the failure on any rank."""
     return backward(backend.train, part.micro, loss_function(algorithm, counts, terms, log), gang=gang)
 
 
@@ -338,7 +340,7 @@ def _gradients(
 def _rehearse(
     share: Sequence[Minibatch], ready: Prepared, algorithm: AlgorithmConfig, *, backend: Backend, gang: Gang
 ) -> str:
-    """The losses of all mini-batches on the log-probs of the start, before the first of them changes the weights."""
+    """Compute the losses of all mini-batches on the log-probs of the start, before the first update."""
     why = ""
     for place, part in enumerate(share):
         counts = Denominators(max(part.tokens, 1), max(part.sequences, 1))
@@ -353,8 +355,8 @@ def _rehearse(
     return next(filter(None, (text.decode() for text in gang.gather(why.encode()))), "")
 
 
-def _of_the_start(ready: Prepared, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Metrics that were known before the first update."""
+def _start_metrics(ready: Prepared, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Return metrics known before the first update."""
     found: dict[str, float] = {}
     if ready.kl is not None:
         found["kl_reference"] = ready.kl

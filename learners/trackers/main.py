@@ -1,13 +1,14 @@
-"""The process of one online tracker: reads the run's metrics as they are written and hands them on.
+"""The process of one online tracker: reads the run's metrics and sends them.
 
-Started as `python -m learners.trackers.main --config RESOLVED.toml --name tracker-wandb` by `asyncrl launch` beside the
-learner. Guarantees:
-1. it cannot slow, block or end the run: it reads files, runs at a low priority, and the launcher goes on without it;
-2. it may fall behind, fail or be killed: what is not handed on yet is handed on later, by the same process or by the
-   next one (`RUN/trackers/NAME.json` says how far it is); a step may come twice, never not at all;
-3. numbers that a working tracker refuses for `GIVE_UP_S` are left out, which is said with their steps;
-4. what it waits for, and how far it is behind, stands in its sign of life (`asyncrl status`) and in its log;
-5. asked to end, it hands on what is left, at most `DRAIN_S`: the launcher kills it soon after.
+`asyncrl launch` starts it as `python -m learners.trackers.main --config RESOLVED.toml --name tracker-wandb`.
+
+Guarantees:
+1. it cannot slow, block or end the run: it reads files, has a low priority, and the launcher continues without it;
+2. it may fall behind, fail or be killed: the rest is sent later, by this process or the next one
+   (`RUN/trackers/NAME.json` stores the position). A step may be sent twice, but is never lost;
+3. numbers that a working tracker refuses for `GIVE_UP_S` are left out, and their steps are reported;
+4. its sign of life (`asyncrl status`) and log show what it waits for and how far it is behind;
+5. on SIGTERM it sends the rest for at most `DRAIN_S`: the launcher kills it soon after.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SAY_EVERY_S = 60.0
 
 
 class Tracking:
-    """Points of a run to one tracker. `step` is one look; `clock` counts seconds."""
+    """Sends a run's metrics to one tracker. `clock` counts seconds."""
 
     def __init__(
         self,
@@ -64,11 +65,11 @@ class Tracking:
         self._clock = clock
         self._tracker: Tracker | None = None
         self._queue: deque[Point] = deque()
-        self._failing: tuple[float, float, float] | None = None  # since when, next try, wait
+        self._failing: tuple[float, float, float] | None = None  # start of the failure, next try, wait
         self._said = -SAY_EVERY_S
 
     def look(self) -> bool:
-        """Hand on what is new; True where nothing is left for now."""
+        """Send new metrics. Return whether nothing is left for now."""
         now = self._clock()
         if self._failing is not None and now < self._failing[1]:
             return False
@@ -90,8 +91,8 @@ class Tracking:
                 self._tracker = self._make()
             self._tracker.log(point.values, step=point.step)
         except ConfigError:
-            raise  # its package is missing, or there is no such tracker: another try cannot help
-        except Exception as error:  # a tracker is other people's code and network: whatever it raises is tried again
+            raise  # a missing package or unknown tracker: another try cannot help
+        except Exception as error:  # foreign code and network: try again
             return self._failed(point, error)
         if self._failing is not None:
             self._say(f"{self._name} works again; {self.following.behind_bytes} bytes of metrics are still to be read")
@@ -100,7 +101,7 @@ class Tracking:
         return True
 
     def _failed(self, point: Point, error: Exception) -> bool:
-        """Try again later; True where the point is given up instead."""
+        """Schedule another try. Return True if the point is given up."""
         now = self._clock()
         since, _, wait = self._failing or (now, now, FIRST_WAIT_S / 2)
         if self._tracker is not None and now - since >= GIVE_UP_S:
@@ -120,46 +121,46 @@ class Tracking:
         return False
 
     def _keep(self) -> None:
-        """Remember how far this is. A full disk costs the memory, so that steps may come twice."""
+        """Store the position. On a full disk steps may be sent twice."""
         try:
             write_atomic(self._state, msgspec.json.encode(self.following.positions))
         except OSError as error:
             self._say(f"warning: {self._state} cannot be written: {error.strerror}")
 
     def close(self) -> None:
-        """Hand on what is left and end."""
+        """Send the rest and end."""
         until = self._clock() + DRAIN_S
         self._failing = None
         while self._clock() < until and not self.look() and self._failing is None:
             pass
         if self._queue or self.following.behind_bytes:
             left = f"{len(self._queue)} steps and {self.following.behind_bytes} bytes of metrics"
-            self._say(f"warning: {self._name} was not told everything, {left} are left: the same command hands them on")
+            self._say(f"warning: {left} were not sent to {self._name}; the same command sends them")
         self.waits = f"{self._name} to end"
         if self._tracker is not None:
             try:
                 self._tracker.close()
-            except Exception as error:  # likewise: nothing of the run depends on it
+            except Exception as error:  # the run does not depend on it
                 self._say(f"warning: {self._name} could not end in order: {type(error).__name__}: {error}")
         self.following.close()
 
 
-def positions_of(path: Path) -> dict[str, Position]:
-    """How far an earlier process came; nothing where there was none."""
+def read_positions(path: Path) -> dict[str, Position]:
+    """Return the positions of an earlier process; empty if there was none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Position])
     except (OSError, *UNREADABLE):
         return {}
 
 
-def id_of(folder: Path) -> str:
-    """The identity of this run folder at trackers, made once: a folder that is made anew is another run."""
+def run_id(folder: Path) -> str:
+    """Return the identity of this run folder at trackers, created once: a new folder is another run."""
     path = folder / "id"
     try:
         with path.open("x") as file:
             file.write(os.urandom(8).hex())
     except FileExistsError:
-        for _ in range(20):  # somebody else is about to write it
+        for _ in range(20):  # another process is about to write it
             if text := path.read_text().strip():
                 return text
             time.sleep(0.05)
@@ -167,7 +168,7 @@ def id_of(folder: Path) -> str:
 
 
 def tracker_run(config: Config, name: str, folder: Path) -> TrackerRun:
-    """What the tracker is made with. Raises `config.type` where its secret cannot be read."""
+    """Return the arguments of the tracker. Raises `config.type` if its secret cannot be read."""
     trackers = config.trackers
     try:
         secret = secret_of(trackers, name)
@@ -178,7 +179,7 @@ def tracker_run(config: Config, name: str, folder: Path) -> TrackerRun:
     return TrackerRun(
         project=trackers.project,
         name=config.run.name,
-        id=id_of(folder),
+        id=run_id(folder),
         folder=own,
         config=msgspec.to_builtins(config),
         options=trackers.options.get(name, {}),
@@ -188,18 +189,17 @@ def tracker_run(config: Config, name: str, folder: Path) -> TrackerRun:
 
 
 def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
-    """The role's body for `asyncrl.runtime.role.run`."""
     os.nice(NICE)
     name = args.name.removeprefix(PREFIX)
     run = RunDir(config.run_dir)
     folder = run.trackers
     folder.mkdir(mode=0o700, exist_ok=True)
-    made: Any = find("asyncrl.trackers", name)  # unknown: said before anything is read
+    made: Any = find("asyncrl.trackers", name)  # an unknown name fails before anything is read
     given = tracker_run(config, name, folder)
     state = folder / f"{name}.json"
     tracking = Tracking(
-        Following(run, positions=positions_of(state)),
-        make=lambda: _made(made, given, name),
+        Following(run, positions=read_positions(state)),
+        make=lambda: _make_tracker(made, given, name),
         name=name,
         state=state,
         say=lambda text: print(f"{args.name}: {text}", flush=True),
@@ -213,7 +213,7 @@ def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     print(f"{args.name}: {tracking.handed_on} points handed on, {tracking.left_out} left out", flush=True)
 
 
-def _made(make: Callable[[TrackerRun], Tracker], run: TrackerRun, name: str) -> Tracker:
+def _make_tracker(make: Callable[[TrackerRun], Tracker], run: TrackerRun, name: str) -> Tracker:
     try:
         return make(run)
     except ImportError as error:
@@ -222,7 +222,6 @@ def _made(make: Callable[[TrackerRun], Tracker], run: TrackerRun, name: str) -> 
 
 
 def main() -> int:
-    """Entry point of the process."""
     return role.run("tracker", body)
 
 

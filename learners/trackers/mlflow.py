@@ -1,10 +1,10 @@
-"""Metrics at an MLflow server, or in a folder of its format (extra `asyncrl[mlflow]`).
+"""Metrics at an MLflow server or in a local folder (extra `asyncrl[mlflow]`).
 
-Options: `tracking_uri`, and `tags` (a table); else
-MLFLOW_TRACKING_URI. The secret is `trackers.key_file` or MLFLOW_TRACKING_TOKEN. Guarantees:
-1. the run is found again by its tag `asyncrl.id`: curves go on after a restart;
-2. names keep what MLflow allows, everything else becomes `_` (`mean@4` is `mean_4`);
-3. `offline`: an SQLite file in the tracker's folder, to be read with `mlflow ui --backend-store-uri`.
+Options: `tracking_uri` (default MLFLOW_TRACKING_URI) and `tags` (a table). The secret is `trackers.key_file` or
+MLFLOW_TRACKING_TOKEN. Guarantees:
+1. the run is found by its tag `asyncrl.id`, so curves continue after a restart;
+2. characters that MLflow does not allow become `_` (`mean@4` is `mean_4`);
+3. `offline`: an SQLite file in the tracker's folder, for `mlflow ui --backend-store-uri`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 from asyncrl.plugins import TrackerRun
 
 ID_TAG = "asyncrl.id"
-LONGEST = 500  # of a parameter's value
-AT_ONCE = 100  # parameters in one call, by MLflow's limit
+LONGEST = 500  # characters of a parameter's value
+AT_ONCE = 100  # parameters in one call, MLflow's limit
 METRICS_AT_ONCE = 1000
 
 
@@ -32,9 +32,9 @@ class MlflowTracker:
             os.environ["MLFLOW_TRACKING_TOKEN"] = run.secret
         place = f"sqlite:///{run.folder}/mlflow.db" if run.offline else run.options.get("tracking_uri")
         self._client = MlflowClient(tracking_uri=place)
-        self._run = self._found(run) or self._created(run)
+        self._run = self._find_run(run) or self._create_run(run)
 
-    def _found(self, run: TrackerRun) -> str:
+    def _find_run(self, run: TrackerRun) -> str:
         experiment = self._client.get_experiment_by_name(run.project)
         if experiment is None:
             return ""
@@ -44,14 +44,14 @@ class MlflowTracker:
             return str(one.info.run_id)
         return ""
 
-    def _created(self, run: TrackerRun) -> str:
+    def _create_run(self, run: TrackerRun) -> str:
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 
         experiment = self._client.get_experiment_by_name(run.project)
         try:
             place = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
-        except MlflowException:  # somebody else made it meanwhile
+        except MlflowException:  # another process has created it
             experiment = self._client.get_experiment_by_name(run.project)
             if experiment is None:
                 raise
@@ -64,7 +64,6 @@ class MlflowTracker:
         return made
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Numbers of one step."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -73,12 +72,11 @@ class MlflowTracker:
             self._client.log_batch(self._run, metrics=some)
 
     def close(self) -> None:
-        """The run has ended there."""
         self._client.set_terminated(self._run)
 
 
 def allowed(name: str) -> str:
-    """The name with what MLflow allows.
+    """Replace characters that MLflow does not allow.
 
     >>> allowed("val-core/add/reward/mean@4")
     'val-core/add/reward/mean_4'
@@ -87,7 +85,7 @@ def allowed(name: str) -> str:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys and their values as text."""
+    """Yield dotted keys and their values as text."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")

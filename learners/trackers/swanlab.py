@@ -1,9 +1,9 @@
 """Metrics at SwanLab (extra `asyncrl[swanlab]`).
 
-The secret is `trackers.key_file` or SWANLAB_API_KEY; options
-are those of `swanlab.init` (workspace, tags, ...). Guarantees:
-1. online the run keeps its id over restarts: curves go on;
-2. `offline`: files below the tracker's folder, to be sent with `swanlab sync`; every start makes a run of its own.
+The secret is `trackers.key_file` or SWANLAB_API_KEY; options are those of `swanlab.init` (workspace, tags, ...).
+Guarantees:
+1. online the run keeps its id over restarts, so curves continue;
+2. `offline`: files below the tracker's folder, for `swanlab sync`; every start creates a new run.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ class SwanLabTracker:
         )
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Numbers of one step."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Send what is left."""
         self._run.finish()

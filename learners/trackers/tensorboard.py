@@ -1,8 +1,8 @@
-"""Metrics in TensorBoard, beside the JSONL files: event files in the run folder.
+"""Metrics in TensorBoard: event files in the run folder.
 
 Guarantees:
-1. every tag stands on one of four pages (`asyncrl.metrics.pages`), and the tab "Custom Scalars" draws what belongs
-   together, page by page;
+1. every tag belongs to one of four pages (`asyncrl.metrics.pages`), and the tab "Custom Scalars" has a chart for each
+   group of related metrics;
 2. a number that is not finite is left out.
 """
 
@@ -17,8 +17,6 @@ from asyncrl.plugins import TrackerRun
 
 
 class TensorBoardTracker:
-    """Writes scalars to an event file in the folder of the tracker."""
-
     def __init__(self, run: TrackerRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -26,19 +24,17 @@ class TensorBoardTracker:
         self._writer.add_custom_scalars(layout())
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Numbers of one step, by catalogue name."""
         for name, value in values.items():
             if name != "step" and math.isfinite(value):
                 self._writer.add_scalar(metric_tag(name), value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left."""
         self._writer.close()
 
 
 def layout() -> dict[str, dict[str, list[object]]]:
-    """The custom layout: page -> chart -> its tags."""
+    """Return the custom layout: page -> chart -> its tags."""
     return {
         page: {
             title: ["Multiline", [f"^{re.escape(metric_tag(name))}$" for name in names]]

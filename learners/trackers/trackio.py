@@ -1,10 +1,10 @@
 """Metrics in trackio: a local database, or a Space at Hugging Face (extra `asyncrl[trackio]`).
 
-Options are those of `trackio.init`; with `space_id` the metrics
-leave this machine, and the secret is `trackers.key_file` or HF_TOKEN. Guarantees:
-1. the run keeps its name over restarts and goes on;
-2. `offline`: the database lies in the tracker's folder (else where trackio keeps it), and no Space is used;
-   `TRACKIO_DIR=RUN/trackers/trackio trackio show` draws it.
+Options are those of `trackio.init`; with `space_id` the metrics go to a Space, and the secret is `trackers.key_file` or
+HF_TOKEN. Guarantees:
+1. the run keeps its name over restarts and continues;
+2. `offline`: the database lies in the tracker's folder, and no Space is used; `TRACKIO_DIR=RUN/trackers/trackio trackio
+   show` displays it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ class TrackioTracker:
         self._run = trackio.init(project=run.project, name=f"{run.name}-{run.id}", config=run.config, **how)
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Numbers of one step."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Write what is left."""
         self._run.finish()

@@ -1,10 +1,10 @@
 """Metrics at Weights & Biases (extra `asyncrl[wandb]`).
 
-The secret is `trackers.key_file` or WANDB_API_KEY; options are
-those of `wandb.init` (entity, tags, group, ...). Guarantees:
-1. the run keeps its id over restarts: curves go on;
-2. a step may come again: the axis is the metric `step`, not the number of calls;
-3. `offline`: files below the tracker's folder, to be sent with `wandb sync`.
+The secret is `trackers.key_file` or WANDB_API_KEY; options are those of `wandb.init` (entity, tags, group, ...).
+Guarantees:
+1. the run keeps its id over restarts, so curves continue;
+2. a step may be sent twice: the axis is the metric `step`, not the number of calls;
+3. `offline`: files below the tracker's folder, for `wandb sync`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class WandbTracker:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Numbers of one step."""
         self._run.log({**values, "step": step})
 
     def close(self) -> None:
-        """Send what is left."""
         self._run.finish()

@@ -1,7 +1,7 @@
-"""The warm starts of the arithmetic tasks of the demonstration (`asyncrl.demo.tasks`).
+"""Warm starts for the arithmetic tasks of the demonstration (`asyncrl.demo.tasks`).
 
-First the policy learns the procedure from a clean teacher, short prompts first. Then a teacher that makes mistakes
-softens it, so that reinforcement learning has something to sharpen. Command line::
+First the policy learns the procedure from a correct teacher, with short prompts first. Then a teacher with mistakes
+softens the policy, so that reinforcement learning can improve it. Command line::
 
     python -m learners.warm_start.arithmetic --task running_sum --out DIR [--seed 0]
 """

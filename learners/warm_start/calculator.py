@@ -1,9 +1,8 @@
-"""The warm start of the tool demonstration: a tiny model that mostly knows how to call a calculator, and its prompts.
+"""Warm start of the tool demonstration: a tiny model that mostly knows how to call a calculator, and its prompts.
 
-Command line: `python -m learners.warm_start.calculator --out runs/models/calculator --data
-runs/data/calculator.jsonl`. Each
-turn of a demonstration is a row whose earlier turns and observations are its prompt. With one thread the weights are a
-function of the seed. Takes about a minute on one core.
+Command line: `python -m learners.warm_start.calculator --out runs/models/calculator --data runs/data/calculator.jsonl`.
+Each turn of a demonstration is a row; earlier turns and observations are its prompt. With one thread the weights depend
+only on the seed. Takes about a minute on one core.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def make(
     out: Path, *, seed: int = 0, stages: Sequence[Stage] = STAGES, report: Callable[[str], None] | None = None
 ) -> Path:
     """Train and save the model in the usual folder layout."""
-    tokenizer = tokenizer_of(out)
+    tokenizer = make_tokenizer_folder(out)
     model = make_tiny_qwen3(len(SPECIAL_TOKENS) + len(calculator.CHARACTERS) + len(calculator.WORDS), seed=seed)
     for number, stage in enumerate(stages, start=1):
         rng = random.Random(f"learners.calculator_start/{seed}/{number}")
@@ -56,7 +55,7 @@ def make(
     return out
 
 
-def tokenizer_of(out: Path) -> PreTrainedTokenizerBase:
+def make_tokenizer_folder(out: Path) -> PreTrainedTokenizerBase:
     """The tokenizer, saved under `out`."""
     return make_tokenizer(
         out, characters=calculator.CHARACTERS, words=calculator.WORDS, chat_template=calculator.TEMPLATE

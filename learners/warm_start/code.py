@@ -1,10 +1,10 @@
-"""The warm start and the prompts of the demonstration task of code (`asyncrl.demo.code`).
+"""Warm start and prompts of the demonstration task of code (`asyncrl.demo.code`).
 
 Command line (under a minute on one core)::
 
     python -m learners.warm_start.code --out runs/models/code --data runs/data/code.jsonl
 
-Guarantee: a folder that has `warm_start.json` is finished; one that was made by the same recipe is left as it is.
+Guarantee: a folder with `warm_start.json` is complete; a folder of the same recipe is not written again.
 """
 
 from __future__ import annotations

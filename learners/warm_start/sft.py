@@ -1,6 +1,6 @@
-"""Supervised fine-tuning in plain torch, for the small models that the demonstration tasks start from.
+"""Supervised fine-tuning in plain torch, for the small start models of the demonstration tasks.
 
-It trains a causal language model of transformers on packed rows and counts only the tokens that carry a label.
+It trains a causal language model of transformers on packed rows and counts only labelled tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A character tokenizer and a Qwen3 of about 0.6 million parameters, both saved in the usual folder layout."""
+"""A character tokenizer and a Qwen3 of about 0.6 million parameters, saved in the usual folder layout."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from learners.batch.assembly import _minibatch
 from learners.batch.micro_batches import Sample, packed_row
 from learners.gang.gang import Gang
 from learners.loop import Learner
-from learners.main import plans_of
+from learners.main import publish_plans
 from learners.rank_zero import Services
 from learners.step.update import train_step
 from producers.engines.hf.engine import HFEngine
@@ -79,7 +79,7 @@ function = "a:b"
         self.gang = gang
         self.publisher = publisher
         self.backend = FSDP2Backend(self.config, gang)
-        plan, adapter = plans_of(self.backend, bucket_bytes=4096)
+        plan, adapter = publish_plans(self.backend, bucket_bytes=4096)
         buffer: Any = SimpleNamespace(evaluations=lambda seen: None, close=lambda: None)
         services = Services(self.config, buffer=buffer, publisher=publisher, plan=plan, adapter=adapter, stop=Stop())
         self.learner = Learner(self.config, gang=gang, backend=self.backend, services=services)

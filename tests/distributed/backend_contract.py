@@ -21,13 +21,13 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.plugins import find
 from learners.backends import start_weights
 from learners.backends.base import Backend
-from learners.backends.sharded_checkpoint import local_of
+from learners.backends.sharded_checkpoint import local_tensor
 from learners.batch.assembly import _minibatch
 from learners.batch.micro_batches import Minibatch, Sample
 from learners.gang.gang import Gang
 from learners.models import policy_model
 from learners.step import update
-from learners.step.resilient_step import Trial
+from learners.step.resilient_step import StepRunner
 from learners.step.update import train_step
 
 STEPS = 3
@@ -102,12 +102,12 @@ def case(model: Path, gang: Gang, *, extra: str, count: int = 14) -> dict[str, A
     config = make_config(model, extra=extra)
     backend = make_backend(config, gang)
     backend.self_check()
-    metrics, by_sample = [], []
+    metrics, to_samples = [], []
     for step in range(1, STEPS + 1):
         share = cut(count, step, config, gang)
         result = train_step(share, backend=backend, gang=gang, config=config.learner, step=step)
         metrics.append(result.metrics)
-        by_sample.append(sorted(result.weights.items()))
+        to_samples.append(sorted(result.weights.items()))
     values, whole, names = digest(backend)
     specs = [(spec.name, spec.dtype, spec.shape) for spec in backend.weight_specs()]
     return {
@@ -116,7 +116,7 @@ def case(model: Path, gang: Gang, *, extra: str, count: int = 14) -> dict[str, A
         "digest": whole,
         "names": names,
         "specs": specs,
-        "by_sample": by_sample,
+        "to_samples": to_samples,
     }
 
 
@@ -180,7 +180,7 @@ def wanted_of(layout: str) -> tuple[str, ...]:
     return (*CORE, *(name for word, names in MORE.items() if word in layout for name in names))
 
 
-def by_sample(share: Minibatch, found: list[Any], gang: Gang) -> dict[int, list[float]]:
+def to_samples(share: Minibatch, found: list[Any], gang: Gang) -> dict[int, list[float]]:
     """Numbers by micro-batch `[N]` of this rank as those of every sample, of all shares."""
     mine: dict[int, list[float]] = {}
     for micro, values in zip(share.micro, found, strict=True):
@@ -207,15 +207,15 @@ def forward(model: Path, gang: Gang, layout: str) -> dict[str, Any]:
         policy_model.split_logprobs = given
     found = {
         "split_heads": len(calls),
-        "logprobs": by_sample(part, backend.forward_logprobs(part.micro), gang),
-        "again": by_sample(part, [piece.logprobs for piece in numbers], gang),
-        "entropy": by_sample(part, [piece.entropy for piece in numbers], gang),
-        "squares": by_sample(part, [piece.square_sums for piece in numbers], gang),
+        "logprobs": to_samples(part, backend.forward_logprobs(part.micro), gang),
+        "again": to_samples(part, [piece.logprobs for piece in numbers], gang),
+        "entropy": to_samples(part, [piece.entropy for piece in numbers], gang),
+        "squares": to_samples(part, [piece.square_sums for piece in numbers], gang),
     }
     train_step(share, backend=backend, gang=gang, config=config.learner, step=1)
     return found | {
-        "reference": by_sample(part, backend.reference_logprobs(part.micro), gang),
-        "after": by_sample(part, backend.forward_logprobs(part.micro), gang),
+        "reference": to_samples(part, backend.reference_logprobs(part.micro), gang),
+        "after": to_samples(part, backend.forward_logprobs(part.micro), gang),
     }
 
 
@@ -232,7 +232,7 @@ def start(model: Path, gang: Gang, layout: str) -> dict[str, Any]:
             numbers = b"".join(values.numpy().tobytes() for values in backend.forward_logprobs(part.micro))
             buffers = {name: value.tolist() for name, value in backend._policy.named_buffers()}
             found[how] = [digest(backend)[1], hashlib.blake2b(numbers).hexdigest(), repr(buffers)]
-            mine = sum(local_of(one).numel() for one in backend._policy.parameters())
+            mine = sum(local_tensor(one).numel() for one in backend._policy.parameters())
     finally:
         start_weights.fill = fill
     every = [msgspec.msgpack.decode(text) for text in gang.gather(msgspec.msgpack.encode([*counts, mine]))]
@@ -294,8 +294,8 @@ def through_a_trial(model: Path, gang: Gang, extra: str, also: str = "") -> dict
     """Two steps from claimed batches, as the learner makes them."""
     config = make_config(model, extra=also + ";".join(f"learner.algorithm.{part}" for part in extra.split(";")))
     backend = make_backend(config, gang)
-    trial = Trial(config.learner, gang=gang, backend=backend, say=str, bury=lambda *_: None)
-    metrics, by_sample = [], []
+    trial = StepRunner(config.learner, gang=gang, backend=backend, say=str, quarantine=lambda *_: None)
+    metrics, to_samples = [], []
     for step in (1, 2):
         rng = np.random.default_rng(step)
         batch = a_batch(
@@ -323,14 +323,14 @@ def through_a_trial(model: Path, gang: Gang, extra: str, also: str = "") -> dict
         result, _ = trial.train(gang.scatter(shares), step=step, batch=given)
         assert not result.broken, result.broken
         metrics.append(result.metrics)
-        by_sample.append(sorted(result.weights.items()))
+        to_samples.append(sorted(result.weights.items()))
     values, whole, names = digest(backend)
     return {
         "metrics": metrics,
         "weights": values,
         "digest": whole,
         "names": names,
-        "by_sample": by_sample,
+        "to_samples": to_samples,
         "kl_coeff": trial.coefficients.kl,
         "coefficients": trial.coefficients,
     }
@@ -355,7 +355,7 @@ def poison(model: Path, gang: Gang, how: str, layout: str) -> dict[str, Any]:
         )
         for n in range(6)
     ]
-    inner = update.loss_of
+    inner = update.loss_for
 
     def broken(algorithm: Any) -> Any:
         def loss(inputs: Any) -> Any:
@@ -369,17 +369,21 @@ def poison(model: Path, gang: Gang, how: str, layout: str) -> dict[str, Any]:
         return loss
 
     found: dict[int, str] = {}
-    trial = Trial(
-        config.learner, gang=gang, backend=backend, say=str, bury=lambda step, group, why: found.update({group: why})
+    trial = StepRunner(
+        config.learner,
+        gang=gang,
+        backend=backend,
+        say=str,
+        quarantine=lambda step, group, why: found.update({group: why}),
     )
-    update.loss_of = broken  # type: ignore[assignment]
+    update.loss_for = broken  # type: ignore[assignment]
     try:
         batch = a_batch(1, 0, groups)
         shares = trial.cut(batch)[1] if gang.lead else None
         given: Any = batch if gang.lead else None
         result, left = trial.train(gang.scatter(shares), step=1, batch=given)
     finally:
-        update.loss_of = inner
+        update.loss_for = inner
     values, _, names = digest(backend)
     return {
         "found": found,

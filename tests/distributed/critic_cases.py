@@ -17,7 +17,7 @@ from ranks import settings
 from asyncrl import config as configuration
 from learners.backends.fsdp2.backend import FSDP2Backend
 from learners.gang.gang import Gang
-from learners.step.resilient_step import Trial
+from learners.step.resilient_step import StepRunner
 
 STEPS = 3
 CASES = {
@@ -79,13 +79,17 @@ def make_batch(step: int, groups: int = 6) -> Any:
     return a_batch(step, step, made)
 
 
-def make_trial(config: configuration.Config, backend: FSDP2Backend, gang: Gang, buried: dict[int, str]) -> Trial:
-    return Trial(
-        config.learner, gang=gang, backend=backend, say=str, bury=lambda step, group, why: buried.update({group: why})
+def make_trial(config: configuration.Config, backend: FSDP2Backend, gang: Gang, buried: dict[int, str]) -> StepRunner:
+    return StepRunner(
+        config.learner,
+        gang=gang,
+        backend=backend,
+        say=str,
+        quarantine=lambda step, group, why: buried.update({group: why}),
     )
 
 
-def train(trial: Trial, gang: Gang, batch: Any) -> Any:
+def train(trial: StepRunner, gang: Gang, batch: Any) -> Any:
     """One step on every rank; its result."""
     shares = trial.cut(batch)[1] if gang.lead else None
     return trial.train(gang.scatter(shares), step=batch.step, batch=batch if gang.lead else None)[0]

@@ -13,7 +13,7 @@ import aside  # noqa: F401 - where torchao is
 import backend_contract as contract
 import ranks
 
-from learners.backends.sharded_checkpoint import parts_of
+from learners.backends.sharded_checkpoint import local_parts
 from learners.gang.gang import Gang
 from learners.step.update import train_step
 from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
@@ -48,7 +48,7 @@ def steps(model: Path, gang: Gang, extra: str, folder: Path) -> dict[str, Any]:
     backend.load(folder)
     share = contract.cut(14, 3, config, gang)
     metrics = train_step(share, backend=backend, gang=gang, config=config.learner, step=3).metrics
-    narrow = sum("#codes" in parts_of(value) for value in backend._state().values())
+    narrow = sum("#codes" in local_parts(value) for value in backend._state().values())
     return found | {"metrics": [metrics], "weights": contract.digest(backend)[0], "narrow": narrow}
 
 

@@ -201,8 +201,8 @@ def check_no_trace(
         if companion is not None:
             patch.setattr(*companion, broken(getattr(*companion), how))
         else:
-            loss_of = update.loss_of
-            patch.setattr(update, "loss_of", lambda algorithm: broken(loss_of(algorithm), how))
+            loss_of = update.loss_for
+            patch.setattr(update, "loss_for", lambda algorithm: broken(loss_of(algorithm), how))
         result = cases.train(trial, gang, cases.make_batch(2))
     assert result.skipped and result.broken.startswith(says), result.broken
     assert how != "gradient" or "the norm of the gradient is" in result.broken
@@ -220,7 +220,7 @@ def launched(home: Path, model: Path, count: int) -> Path:
     for job in LAUNCHES[count].values():
         if job.other is not None and job.other[0] != count:
             launched(home, model, job.other[0])
-    out = folder_of(home, count)
+    out = step_folder(home, count)
     with out.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not out.exists():
@@ -229,7 +229,7 @@ def launched(home: Path, model: Path, count: int) -> Path:
     return out
 
 
-def folder_of(home: Path, count: int) -> Path:
+def step_folder(home: Path, count: int) -> Path:
     """Where a launch of so many ranks writes."""
     return home / f"ranks_{count}"
 
@@ -286,7 +286,7 @@ def main() -> None:
         gang.barrier()
         given: dict[str, Any] = {"layout": job.layout} if job.layout else {}
         if job.other is not None:
-            given["other"] = folder_of(out.parent, job.other[0]) / job.other[1] / "checkpoint"
+            given["other"] = step_folder(out.parent, job.other[0]) / job.other[1] / "checkpoint"
         results = importlib.import_module(job.module).run_all(model / job.model, gang, folder, **given)
         if gang.lead:
             (folder / "results.json").write_bytes(msgspec.json.encode(results))
@@ -297,7 +297,7 @@ def main() -> None:
 def in_layout(gang: Gang, layout: str) -> Gang:
     """The same ranks in another layout."""
     parallel = settings(Path("m"), LONE, layout).learner.parallel
-    return Gang(gang.rank, gang.size, gang.device, Topology.of(parallel, rank=gang.rank, size=gang.size))
+    return Gang(gang.rank, gang.size, gang.device, Topology.from_config(parallel, rank=gang.rank, size=gang.size))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import ranks
 import torch
 
 from asyncrl.errors import AsyncRLError
-from learners.checkpoints.export import from_files
+from learners.checkpoints.export import export_files
 from learners.gang.gang import Gang
 
 #: The first test of a layout waits for its launch, and for the one whose checkpoint that loads.
@@ -61,7 +61,7 @@ def compare(got: dict[str, Any], wanted: dict[str, Any], *, limit: float = 1e-5)
         assert left.keys() == right.keys()
         for name in ("loss", "grad_norm", "entropy", "kl_behaviour", "ess", "ratio_max", "clip_share"):
             assert left[name] == pytest.approx(right[name], rel=limit, abs=limit), name
-    for left, right in zip(got.get("by_sample", ()), wanted.get("by_sample", ()), strict=True):
+    for left, right in zip(got.get("to_samples", ()), wanted.get("to_samples", ()), strict=True):
         assert len(left) == len(right) and left, "a mean importance weight of every sample, on whatever rank it was"
         for (number, weight), (other, expected) in zip(left, right, strict=True):
             assert number == other and weight == pytest.approx(expected, rel=limit, abs=limit)
@@ -213,7 +213,7 @@ def test_a_checkpoint_is_exported_from_its_files_alone(
 
     results, out = results_of(*layout)
     config = cases.make_config(model / job_of(layout).model)
-    assert from_files(config, out / "checkpoint", tmp_path / "export", dtype=torch.float32, max_bytes=30_000)
+    assert export_files(config, out / "checkpoint", tmp_path / "export", dtype=torch.float32, max_bytes=30_000)
     assert (tmp_path / "export" / "model.safetensors.index.json").exists()
     state, total = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict(), hashlib.blake2b()
     for name in results["plain"]["names"]:

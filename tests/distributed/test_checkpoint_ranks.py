@@ -30,10 +30,10 @@ def test_ranks_agree_on_what_is_durable(two: Any, one: Any, count: int) -> None:
 
 def test_one_rank_goes_on_from_what_two_wrote(model: Path, gang: Gang, two: Any, one: Any) -> None:
     """Another world size; and the files hold their own step, although the ranks had trained the next one before."""
-    folders = [checkpoint.folder_of(out / "run" / "checkpoints", 1) for _, out in (two, one)]
-    assert [checkpoint.problem_of(folder) for folder in folders] == ["", ""]
+    folders = [checkpoint.step_folder(out / "run" / "checkpoints", 1) for _, out in (two, one)]
+    assert [checkpoint.find_problem(folder) for folder in folders] == ["", ""]
     assert [len(list(folder.glob("shard_*"))) for folder in folders] == [2, 1]
     got, wanted = (contract.continued(model, gang, folder) for folder in folders)
     compare(got, wanted)
-    later = contract.continued(model, gang, checkpoint.folder_of(two[1] / "run" / "checkpoints", 3))
+    later = contract.continued(model, gang, checkpoint.step_folder(two[1] / "run" / "checkpoints", 3))
     assert later["metrics"] != got["metrics"]

@@ -316,7 +316,7 @@ def test_a_group_that_breaks_leaves_no_trace_in_either(
     """Found by probes and buried; the rest is trained to the bits of a batch that never had it."""
     from learners.step import update
 
-    inner, config = update.loss_of, cases.make_config(model, f"learner.process_reward.update={order}")
+    inner, config = update.loss_for, cases.make_config(model, f"learner.process_reward.update={order}")
 
     def loss_of(algorithm: Any) -> Any:
         token_loss = inner(algorithm)
@@ -328,7 +328,7 @@ def test_a_group_that_breaks_leaves_no_trace_in_either(
 
         return loss
 
-    monkeypatch.setattr(update, "loss_of", loss_of)
+    monkeypatch.setattr(update, "loss_for", loss_of)
     batch = common.make_batch(1)
     bad = batch.groups[2]
     poisoned = tuple(msgspec.structs.replace(s, logprobs=np.full_like(s.logprobs, -77)) for s in bad.samples)

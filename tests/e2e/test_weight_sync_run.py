@@ -86,7 +86,9 @@ class Cluster:
         signs = [f"alive/{name}.json" for name in ("learner", "learner-rank1")]
 
         def stand() -> bool:
-            return all(state_of(line["pid"]) == "T" for sign in signs for line in self.run.lines(sign) or [{"pid": 0}])
+            return all(
+                read_state(line["pid"]) == "T" for sign in signs for line in self.run.lines(sign) or [{"pid": 0}]
+            )
 
         self.run.wait("both ranks at a fail-point", stand)
         first, second = (self.run.lines(sign)[0]["pid"] for sign in signs)
@@ -97,7 +99,7 @@ class Cluster:
         return self.run.lines("metrics/weightsync.jsonl")
 
 
-def state_of(pid: int) -> str:
+def read_state(pid: int) -> str:
     """R, S, T ...; Z where it has ended."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] if alive(pid) else "Z"
 

@@ -58,9 +58,9 @@ def test_f05_the_one_before_serves_and_the_bits_are_the_same(recorded: Recorded,
         whole = manifest.read_bytes()
         for place, bit in itertools.product(range(len(whole)), range(8)):
             manifest.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << bit)]) + whole[place + 1 :])
-            assert checkpoint.problem_of(manifest.parent), (place, bit)
+            assert checkpoint.find_problem(manifest.parent), (place, bit)
         manifest.write_bytes(whole)
-        assert checkpoint.problem_of(manifest.parent) == ""
+        assert checkpoint.find_problem(manifest.parent) == ""
         (root / "step_000004" / rng.choice(FILES)).write_bytes(b"\0" * 100)
         lab.finish()  # a real learner: it starts at step 2, the buffer still has the batches of 3 and 4
         assert "checkpoint step_000004 is not used" in lab.said()

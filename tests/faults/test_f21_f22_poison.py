@@ -24,7 +24,7 @@ from buffers.client.learner import LearnerClient
 from buffers.client.producer import ProducerClient
 from buffers.payloads.dead_letters import read_letter
 from learners.algorithms.corrections import tis
-from learners.algorithms.registry import loss_of
+from learners.algorithms.registry import loss_for
 from learners.algorithms.types import LossInputs
 
 pytestmark = pytest.mark.timeout(120)
@@ -192,7 +192,7 @@ def loss_over(name: str, behaviour: Any, current: float, advantage: float) -> An
         logprobs, logprobs.detach(), behaviour, torch.full_like(behaviour, advantage), mask, rows, weights
     )
     options = {"beta": 0.5} if name == "dro" else {}
-    loss = loss_of(AlgorithmConfig(loss=name, loss_options=options))(inputs).loss.mean()
+    loss = loss_for(AlgorithmConfig(loss=name, loss_options=options))(inputs).loss.mean()
     loss.backward()
     assert logprobs.grad is not None
     return loss + logprobs.grad.sum()

@@ -22,7 +22,7 @@ from asyncrl.plugins import Tracker
 from asyncrl.process_plan.plan import onlookers
 from asyncrl.runtime.metrics_tail import Following
 from asyncrl.runtime.run_dir import RunDir
-from learners.trackers.main import GIVE_UP_S, Tracking, id_of, positions_of
+from learners.trackers.main import GIVE_UP_S, Tracking, read_positions, run_id
 
 ROOT = Path(__file__).parents[2]
 TEXT = """
@@ -86,7 +86,7 @@ class Lab:
         self.tracking = self.start()
 
     def start(self) -> Tracking:
-        following = Following(self.run, positions=positions_of(self.state))
+        following = Following(self.run, positions=read_positions(self.state))
         return Tracking(
             following, make=self.server.make, name="t", state=self.state, say=self.said.append, clock=lambda: self.now
         )
@@ -165,7 +165,7 @@ def test_the_end_hands_on_what_is_left_and_says_what_is_not(lab: Lab) -> None:
     lab.server.away = True
     late = lab.start()
     late.close()
-    assert "was not told everything, 2 steps" in lab.said[-1] and lab.server.ended == 1
+    assert "2 steps" in lab.said[-1] and "were not sent" in lab.said[-1] and lab.server.ended == 1
 
 
 def test_a_missing_package_is_no_reason_to_try_again(lab: Lab) -> None:
@@ -179,10 +179,10 @@ def test_a_missing_package_is_no_reason_to_try_again(lab: Lab) -> None:
 
 
 def test_the_identity_is_made_once_per_folder(tmp_path: Path) -> None:
-    first = id_of(tmp_path)
-    assert id_of(tmp_path) == first and len(first) == 16
+    first = run_id(tmp_path)
+    assert run_id(tmp_path) == first and len(first) == 16
     (tmp_path / "other").mkdir()
-    assert id_of(tmp_path / "other") != first
+    assert run_id(tmp_path / "other") != first
 
 
 # ---------------------------------------------------------------- real processes

@@ -27,7 +27,7 @@ from learners.algorithms.registry import option_table
 from learners.backends.base import Micro, UpdateInfo, Values, to_device
 from learners.gang.gang import Gang
 from learners.models.logprobs import TokenNumbers
-from learners.step.resilient_step import Trial
+from learners.step.resilient_step import StepRunner
 
 VOCABULARY, PLACES = 12, 32
 STEPS = 2
@@ -322,13 +322,13 @@ def _rank(config: Config, batches: Sequence[ClaimedBatch], gang: ThreadGang, dty
     backend = LabBackend(gang, dtype=dtype, critic=known is not None and "critic" in known.needs)
     group_size = config.sampling.group_size if config.sampling.greedy_baseline else 0
     buried: list[str] = []
-    trial = Trial(
+    trial = StepRunner(
         config.learner,
         gang=gang,
         backend=backend,
         say=str,
         group_size=group_size,
-        bury=lambda step, group, why: buried.append(why),
+        quarantine=lambda step, group, why: buried.append(why),
     )  # type: ignore[arg-type]
     metrics, weights = [], []
     for given in batches:

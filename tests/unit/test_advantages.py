@@ -18,7 +18,7 @@ from asyncrl.errors import ConfigError
 from learners.algorithms import advantages as adv
 from learners.algorithms.advantages import Advantage
 from learners.algorithms.passk import pass_at_k, pass_at_means, passk_advantages, pkpo_binary
-from learners.algorithms.registry import function_of
+from learners.algorithms.registry import find_function
 from learners.algorithms.types import Estimate, Rollouts
 
 
@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 #: Every name of the registry, so that a new one is under these rules at once, and some forms beside them.
 ALL: dict[str, Advantage] = {
-    name: with_options(function_of("advantage", name), **required_options("advantage", name), **OPTIONS.get(name, {}))
+    name: with_options(find_function("advantage", name), **required_options("advantage", name), **OPTIONS.get(name, {}))
     for name in algorithms.ADVANTAGES
 } | {
     "grpo_score": with_options(adv.grpo, singleton="score"),

@@ -54,7 +54,7 @@ def test_every_name_has_a_function_with_the_options_that_are_on_record() -> None
     assert recorded == json.loads(msgspec.json.encode(registry.option_table())), "run `make docs`"
     for kind, entries in algorithms.TABLES.items():
         for name in entries:
-            assert callable(registry.function_of(kind, name))
+            assert callable(registry.find_function(kind, name))
 
 
 def test_a_name_that_does_not_exist_comes_with_those_that_do() -> None:
@@ -184,7 +184,7 @@ def test_presets_are_whole_and_read_back() -> None:
     assert same == msgspec.structs.replace(
         default, preset="grpo_decoupled", correction="tis", advantage_options=same.advantage_options
     )
-    known = registry.options_in(registry.function_of("advantage", "grpo"))
+    known = registry.options_in(registry.find_function("advantage", "grpo"))
     assert all(known[name][1] == value for name, value in same.advantage_options.items())
 
 
@@ -265,7 +265,7 @@ def test_a_package_of_the_user_adds_names() -> None:
     chosen = registry.choose(algorithm, "advantage")
     assert chosen.function.__name__ == "mine" and chosen.options == {"scale": 3.0}
     assert registry.choose(algorithm, "loss").options == {"power": 2}
-    assert registry.needs_of(algorithm) == () and registry.chooser_of(algorithm) is None
+    assert registry.needs_for(algorithm) == () and registry.chooser_for(algorithm) is None
     for wrong, reason in (
         ({"advantage_options": {"scle": 1}}, "config.unknown_key"),
         ({"advantage_options": {"scale": "x"}}, "config.type"),

@@ -15,12 +15,12 @@ from learners.algorithms.aggregation import Denominators
 from learners.algorithms.corrections import tis
 from learners.algorithms.losses import ppo, reinforce
 from learners.algorithms.registry import (
-    advantage_of,
-    aggregation_of,
-    chooser_of,
-    correction_of,
-    function_of,
-    loss_of,
+    advantage_for,
+    aggregation_for,
+    chooser_for,
+    correction_for,
+    find_function,
+    loss_for,
     options_in,
 )
 from learners.algorithms.types import LossInputs
@@ -32,16 +32,16 @@ NAMES = [(kind, name) for kind, entries in algorithms.TABLES.items() for name in
 
 @pytest.mark.parametrize(("kind", "name"), NAMES, ids=[f"{kind}-{name}" for kind, name in NAMES])
 def test_every_name_is_a_function_that_says_what_it_does(kind: str, name: str) -> None:
-    function = function_of(kind, name)
+    function = find_function(kind, name)
     assert callable(function) and function.__doc__
     assert all(hint is not Any for hint, _ in options_in(function).values())
 
 
 def test_unknown_names_are_errors_that_list_the_known() -> None:
     for build, wrong, known in (
-        (advantage_of, AlgorithmConfig(advantage="gea"), "grpo"),
-        (loss_of, AlgorithmConfig(loss="pop"), "gspo"),
-        (correction_of, AlgorithmConfig(correction="sit"), "tis"),
+        (advantage_for, AlgorithmConfig(advantage="gea"), "grpo"),
+        (loss_for, AlgorithmConfig(loss="pop"), "gspo"),
+        (correction_for, AlgorithmConfig(correction="sit"), "tis"),
     ):
         with pytest.raises(ConfigError, match=known) as caught:
             build(wrong)
@@ -58,13 +58,13 @@ def test_unknown_names_are_errors_that_list_the_known() -> None:
 )
 def test_options_that_a_loss_does_not_have_are_errors(loss: str, options: dict[str, Any], code: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        loss_of(AlgorithmConfig(loss=loss, loss_options=options))
+        loss_for(AlgorithmConfig(loss=loss, loss_options=options))
     assert caught.value.code == code
 
 
 def test_options_reach_the_loss_and_its_choice_of_tokens() -> None:
     algorithm = AlgorithmConfig(loss="kl_cov", loss_options={"ratio": 0.5, "coeff": 2.0})
-    choose = chooser_of(algorithm)
+    choose = chooser_for(algorithm)
     current, count = torch.tensor([-1.0, -2.0, -3.0, -0.5]), 4
     inputs = LossInputs(
         current,
@@ -77,17 +77,17 @@ def test_options_reach_the_loss_and_its_choice_of_tokens() -> None:
     assert choose is not None
     chosen = choose(inputs)
     assert int(chosen.sum()) == 2
-    found = loss_of(algorithm)(inputs._replace(chosen=chosen)).loss
+    found = loss_for(algorithm)(inputs._replace(chosen=chosen)).loss
     wanted = -inputs.advantages * np.e + 2.0 * chosen  # the log-ratio is 1
     torch.testing.assert_close(found, wanted)
-    assert chooser_of(AlgorithmConfig()) is None
+    assert chooser_for(AlgorithmConfig()) is None
 
 
 def test_a_loss_with_one_aggregation_has_that_one() -> None:
-    assert aggregation_of(AlgorithmConfig(loss="sapo", aggregation="token-mean")) == "seq-mean-token-mean"
-    assert aggregation_of(AlgorithmConfig(loss="gspo", aggregation="token-sum")) == "token-sum"
-    assert aggregation_of(AlgorithmConfig(loss="luspo")) == "seq-mean-token-sum"  # GSPO without the length
-    assert function_of("loss", "luspo") is function_of("loss", "gspo")
+    assert aggregation_for(AlgorithmConfig(loss="sapo", aggregation="token-mean")) == "seq-mean-token-mean"
+    assert aggregation_for(AlgorithmConfig(loss="gspo", aggregation="token-sum")) == "token-sum"
+    assert aggregation_for(AlgorithmConfig(loss="luspo")) == "seq-mean-token-sum"  # GSPO without the length
+    assert find_function("loss", "luspo") is find_function("loss", "gspo")
 
 
 def test_decoupled_with_current_as_proximal_is_the_weighted_gradient_of_reinforce() -> None:

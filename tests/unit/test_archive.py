@@ -17,7 +17,7 @@ from asyncrl.runs import batch_file
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.trace.archive import load_words
 from asyncrl.wire.batch_arrays import ClaimedBatch, decode_batch
-from learners.batch.archive import Archive, recorded
+from learners.batch.archive import Archive, read_step
 
 
 def make_config(root: Path, *, lr: float = 1e-3) -> Config:
@@ -76,7 +76,7 @@ def archive(tmp_path: Path, said: list[str]) -> Archive:
 def test_a_batch_comes_back_as_it_was_claimed(archive: Archive, said: list[str]) -> None:
     claim = make_claim(tuning='{"learner.algorithm.tis_cap":1.5}')
     archive.put(claim, epoch=2)
-    back, meta = recorded(archive.folder, 3)
+    back, meta = read_step(archive.folder, 3)
     assert contents(back) == contents(claim) and back.tuning == claim.tuning and back.step == 3 and back.version == 2
     assert meta.epoch == 2 and load(batch_file.config_path(archive.folder, meta.config)).learner.optim.lr == 1e-3
     assert batch_file.steps_in(archive.folder) == [3]
@@ -105,7 +105,7 @@ def test_a_replayed_batch_without_its_quarantined_groups_is_the_same(archive: Ar
     before = path.stat().st_mtime_ns
     archive.put(make_claim(groups=(7, 4), replayed=True), epoch=2)
     assert said == [] and path.stat().st_mtime_ns == before
-    assert [group.group for group in recorded(archive.folder, 3)[0].groups] == [7, 9, 4], "what was claimed is kept"
+    assert [group.group for group in read_step(archive.folder, 3)[0].groups] == [7, 9, 4], "what was claimed is kept"
     assert batch_file.quarantined(archive.folder) == {3: {9: "loss: not finite"}}
 
 
@@ -119,19 +119,19 @@ def test_another_batch_under_the_same_step_is_said_and_written(
     claim = make_claim(replayed=True, **other)
     archive.put(claim, epoch=2)
     assert len(said) == 1 and "came back and is not the one in the archive" in said[0]
-    assert contents(recorded(archive.folder, 3)[0]) == contents(claim)
+    assert contents(read_step(archive.folder, 3)[0]) == contents(claim)
 
 
 def test_a_batch_made_anew_replaces_the_old_one(archive: Archive, said: list[str]) -> None:
     archive.put(make_claim(), epoch=1)
     archive.put(make_claim(groups=(20, 21)), epoch=2)
-    assert said == [] and [group.group for group in recorded(archive.folder, 3)[0].groups] == [20, 21]
+    assert said == [] and [group.group for group in read_step(archive.folder, 3)[0].groups] == [20, 21]
 
 
 def test_the_settings_of_the_last_training_count(archive: Archive, tmp_path: Path, said: list[str]) -> None:
     archive.put(make_claim(), epoch=1)
     Archive(make_config(tmp_path, lr=0.5), say=said.append).put(make_claim(replayed=True), epoch=2)
-    meta = recorded(archive.folder, 3)[1]
+    meta = read_step(archive.folder, 3)[1]
     assert load(batch_file.config_path(archive.folder, meta.config)).learner.optim.lr == 0.5 and meta.epoch == 2
     assert len(list(archive.folder.glob("config-*.toml"))) == 2
 
@@ -141,7 +141,7 @@ def test_a_damaged_file_is_written_again(archive: Archive, said: list[str]) -> N
     path = batch_file.batch_path(archive.folder, 3)
     path.write_bytes(path.read_bytes()[:-20])
     archive.put(make_claim(replayed=True), epoch=2)
-    assert "written again" in said[0] and contents(recorded(archive.folder, 3)[0]) == contents(make_claim())
+    assert "written again" in said[0] and contents(read_step(archive.folder, 3)[0]) == contents(make_claim())
 
 
 def test_a_full_disk_costs_the_file_and_leaves_nothing(
@@ -171,7 +171,7 @@ def test_a_group_that_fails_validation_is_in_the_file(archive: Archive) -> None:
     bad = decode_batch(claim.frames.batch, [claim.frames.payloads[0], b"short", claim.frames.payloads[2]])
     assert set(bad.invalid) == {9}
     archive.put(bad, epoch=1)
-    back, _ = recorded(archive.folder, 3)
+    back, _ = read_step(archive.folder, 3)
     assert set(back.invalid) == {9} and back.frames is not None and bytes(back.frames.payloads[1]) == b"short"
 
 

@@ -62,7 +62,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], SimpleNamespac
 
 
 def shard(root: Path, step: int) -> bytes:
-    return (checkpoint.folder_of(root, step) / "shard_00000.safetensors").read_bytes()
+    return (checkpoint.step_folder(root, step) / "shard_00000.safetensors").read_bytes()
 
 
 def steps_said(buffer: FakeBuffer, *names: str) -> list[tuple[Any, ...]]:
@@ -93,9 +93,9 @@ def test_it_holds_its_own_step_however_long_it_takes(gang: Gang, model_dir: Path
     for step in (2, 4, 5):
         mine, other = (RunDir(tmp_path / name).checkpoints for name in ("beside", "plain"))
         assert shard(mine, step) == shard(other, step)
-        (found, wanted) = (checkpoint.state_of(checkpoint.folder_of(root, step)) for root in (mine, other))
+        (found, wanted) = (checkpoint.read_state(checkpoint.step_folder(root, step)) for root in (mine, other))
         assert (found.ledger, found.digests, found.coefficients) == (wanted.ledger, wanted.digests, wanted.coefficients)
-        assert max(found.digests) == step and not checkpoint.problem_of(checkpoint.folder_of(mine, step))
+        assert max(found.digests) == step and not checkpoint.find_problem(checkpoint.step_folder(mine, step))
     # The buffer is asked for the ledger within the step, and may forget once it is durable: not before step 4's claim.
     said = steps_said(buffer, "claim", "ledger", "checkpointed")
     assert said[:6] == [("claim", 1), ("claim", 2), ("ledger", 2), ("claim", 3), ("claim", 4), ("checkpointed", 2)]
@@ -135,7 +135,7 @@ def test_a_restart_goes_on_bitwise_from_one(gang: Gang, model_dir: Path, tmp_pat
     second.run()
     services.close()
     assert weights(backend) == weights(reference)
-    assert second._trial.coefficients == whole._trial.coefficients
+    assert second._runner.coefficients == whole._runner.coefficients
     assert (told["step"], told["ledger"]) == (2, '{"epoch": 1, "trained_to": 2}')
     assert {step: told["digests"][step] for step in versions} == versions and max(told["digests"]) == 2
     assert torch.equal(*drawn)

@@ -177,14 +177,21 @@ def test_the_kernel_of_torch_is_asked_for_every_sequence_of_a_row(
 def test_the_attention_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cpu, cuda, npu = Device("cpu"), Device("cuda"), Device("npu")
-    assert [attention.chosen("auto", one, "bfloat16") for one in (cpu, cuda, npu)] == ["sdpa", "sdpa", attention.FLASH]
+    assert [attention.select_kernel("auto", one, "bfloat16") for one in (cpu, cuda, npu)] == [
+        "sdpa",
+        "sdpa",
+        attention.FLASH,
+    ]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "flash_attn" or None)
-    assert [attention.chosen("auto", one, "bfloat16") for one in (cpu, cuda)] == ["sdpa", attention.FLASH]
-    assert {attention.chosen("auto", one, "float32") for one in (cpu, cuda, npu)} == {"sdpa"}
-    assert attention.chosen("varlen", cuda, "bfloat16") == "sdpa" and attention.chosen("eager", cuda, "x") == "eager"
+    assert [attention.select_kernel("auto", one, "bfloat16") for one in (cpu, cuda)] == ["sdpa", attention.FLASH]
+    assert {attention.select_kernel("auto", one, "float32") for one in (cpu, cuda, npu)} == {"sdpa"}
+    assert (
+        attention.select_kernel("varlen", cuda, "bfloat16") == "sdpa"
+        and attention.select_kernel("eager", cuda, "x") == "eager"
+    )
     for device, dtype in ((cpu, "bfloat16"), (npu, "bfloat16"), (cuda, "float32")):
         with pytest.raises(ConfigError, match="half precision") as caught:
-            attention.chosen("varlen", device, dtype)
+            attention.select_kernel("varlen", device, dtype)
         assert caught.value.code == "config.conflict"
 
 

@@ -74,7 +74,7 @@ def same(got: Any, wanted: Any) -> None:
             torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12)
 
 
-def rows_of(rows: Rows) -> list[list[int]]:
+def unpad(rows: Rows) -> list[list[int]]:
     """Places of the trained tokens of each row."""
     count = int(rows.sequences.max()) + 1
     return [torch.nonzero((rows.sequences == row) & rows.mask)[:, 0].tolist() for row in range(count)]
@@ -175,7 +175,7 @@ def test_half_precision_is_widened_before_the_difference(dtype: torch.dtype) -> 
 def weights_by_hand(rows: Rows, level: str, upper: float | None, lower: float | None, *, norm: bool) -> list[float]:
     weights = [0.0] * rows.mask.numel()
     of_rows = []
-    for places in rows_of(rows):
+    for places in unpad(rows):
         gaps = [float(rows.proximal[place] - rows.behaviour[place]) for place in places]
         total = sum(gaps)
         for place, gap in zip(places, gaps, strict=True):
@@ -187,7 +187,7 @@ def weights_by_hand(rows: Rows, level: str, upper: float | None, lower: float | 
                 weights[place] = weight if lower <= weight <= (upper or math.inf) else 0.0
         of_rows += [weights[places[0]]] if places else []
     if norm:
-        used = [weights[place] for places in rows_of(rows) for place in places] if level == "token" else of_rows
+        used = [weights[place] for places in unpad(rows) for place in places] if level == "token" else of_rows
         mean = sum(used) / max(len(used), 1)
         weights = [weight / mean for weight in weights] if mean > 1e-8 else weights
     return weights
@@ -275,7 +275,7 @@ def test_rejection_keeps_what_the_definition_keeps(option: Any, batch: Rows, low
     bounds = (math.log(low), math.log(high)) if first else (-math.inf, high - 1)
     got = rejection_mask(*batch, options=[option], thresholds=[threshold])
     wanted = torch.zeros_like(batch.mask)
-    for places in rows_of(batch):
+    for places in unpad(batch):
         gaps = [float(batch.proximal[place] - batch.behaviour[place]) for place in places]
         parts = [[gap] for gap in gaps] if option.startswith("token") else [gaps] * len(places)
         for place, part in zip(places, parts, strict=True):
@@ -316,9 +316,7 @@ def test_rejection_that_cannot_be_is_refused(options: Any, thresholds: Any) -> N
 @settings(max_examples=100, deadline=None)
 def test_m2po_removes_the_largest_until_the_mean_is_below(batch: Rows, threshold: float) -> None:
     squares = {
-        place: float(batch.behaviour[place] - batch.proximal[place]) ** 2
-        for places in rows_of(batch)
-        for place in places
+        place: float(batch.behaviour[place] - batch.proximal[place]) ** 2 for places in unpad(batch) for place in places
     }
     left = sorted(squares, key=lambda place: squares[place])
     while len(left) > 1 and sum(squares[place] for place in left) / len(left) >= threshold:

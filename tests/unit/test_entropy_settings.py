@@ -29,7 +29,7 @@ from learners.batch.micro_batches import Sample, packed_row
 from learners.batch.token_selection import keep_high_entropy
 from learners.checkpoints import checkpoint
 from learners.gang.gang import Gang
-from learners.step.coefficients import coefficients_of, moved, settled
+from learners.step.coefficients import apply_settings, next_coefficients, start_coefficients
 from learners.step.update import Terms, loss_function
 
 assert gang and model_dir  # fixtures
@@ -129,9 +129,9 @@ ADAPTIVE = AlgorithmConfig(entropy_target=0.2, entropy_step=0.25, entropy_max=0.
 
 
 def test_the_weight_follows_the_entropy() -> None:
-    found, told = coefficients_of(ADAPTIVE), []
+    found, told = start_coefficients(ADAPTIVE), []
     for entropy in (0.1, 0.1, 0.3, 0.1, 0.3, 0.3, None, 0.3):
-        found = moved(found, ADAPTIVE, kl=None, samples=0, entropy=entropy)
+        found = next_coefficients(found, ADAPTIVE, kl=None, samples=0, entropy=entropy)
         told.append((round(found.entropy, 6), round(found.entropy_carried, 6)))
     assert told == [(0.25, 0.25), (0.4, 0.4), (0, 0.15), (0.4, 0.4), (0, 0.15), (0, 0), (0, 0), (0, 0)]
     assert found.kl == 0.001
@@ -140,14 +140,14 @@ def test_the_weight_follows_the_entropy() -> None:
 def test_a_setting_that_changes_starts_again_and_a_fixed_one_is_its_setting() -> None:
     kl = KLConfig(where="reward", controller="adaptive", coeff=0.1, horizon=10.0)
     base = msgspec.structs.replace(ADAPTIVE, kl=kl)
-    found = moved(coefficients_of(base), base, kl=5.0, samples=8, entropy=0.1)
-    assert found.kl != 0.1 and found.entropy == 0.25 and settled(found, base) == found
+    found = next_coefficients(start_coefficients(base), base, kl=5.0, samples=8, entropy=0.1)
+    assert found.kl != 0.1 and found.entropy == 0.25 and apply_settings(found, base) == found
     other = msgspec.structs.replace(base, entropy_coeff=0.1, entropy_target=0.5)
-    assert settled(found, other).entropy == 0.1 and settled(found, other).kl == found.kl
+    assert apply_settings(found, other).entropy == 0.1 and apply_settings(found, other).kl == found.kl
     fixed = msgspec.structs.replace(base, entropy_target=0.0, kl=msgspec.structs.replace(kl, controller="fixed"))
-    assert (settled(found, fixed).entropy, settled(found, fixed).kl) == (0.0, 0.1)
+    assert (apply_settings(found, fixed).entropy, apply_settings(found, fixed).kl) == (0.0, 0.1)
     aimed = msgspec.structs.replace(base, entropy_target=0.7)  # goes on from where it is, to the new target
-    assert settled(found, aimed) == found
+    assert apply_settings(found, aimed) == found
 
 
 def test_the_bonus_is_paid_with_the_weight_of_the_step(gang: Gang, model_dir: Path, tmp_path: Path) -> None:
@@ -205,7 +205,11 @@ def test_a_restart_goes_on_with_the_weight_of_the_checkpoint(
     second.run()
     services.close()
     assert weights(backend) == weights(reference)
-    assert second._trial.coefficients == whole._trial.coefficients != coefficients_of(second._trial._config.algorithm)
+    assert (
+        second._runner.coefficients
+        == whole._runner.coefficients
+        != start_coefficients(second._runner._config.algorithm)
+    )
     lines = [read_lines(RunDir(tmp_path / name).metrics / "learner.jsonl") for name in ("whole", "cut")]
     name = "entropy_coeff" if extra == ENTROPY else "kl_coeff"
     wanted, got = ({line["step"]: line[name] for line in part if "step" in line} for part in lines)
@@ -239,4 +243,4 @@ def test_settings_are_explained() -> None:
     (told,) = notes.notes(made(key("entropy_keep=0.5"), key("loss=gspo")))
     assert "that of the tokens that are kept" in told
     assert math.isclose(made(key("entropy_keep=1")).learner.algorithm.entropy_keep, 1.0)
-    assert json.loads(msgspec.json.encode(coefficients_of(AlgorithmConfig())))["entropy"] == 0.0
+    assert json.loads(msgspec.json.encode(start_coefficients(AlgorithmConfig())))["entropy"] == 0.0

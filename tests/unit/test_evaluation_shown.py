@@ -20,7 +20,7 @@ from asyncrl.report import write_report
 from asyncrl.report.data import load_run, summary
 from asyncrl.report.learning import evaluations
 from asyncrl.runtime.run_dir import RunDir
-from learners.evaluations import LastEvaluations, numbers, told
+from learners.evaluations import LastEvaluations, describe, numbers
 
 LINE = {
     "t": START, "step": 20, "round": 7, "digest": "d", "why": "", "failed": {"reward_failed": 1},
@@ -132,11 +132,11 @@ def watch(buffer: Buffer, *overrides: str) -> tuple[LastEvaluations, list[tuple[
 def test_each_is_told_once_at_its_step(capsys: pytest.CaptureFixture[str]) -> None:
     buffer = Buffer()
     last, seen, _ = watch(buffer)
-    last.between_steps()
+    last.poll()
     assert seen == []
     buffer.ended.append(LINE)
-    last.between_steps()
-    last.between_steps()
+    last.poll()
+    last.poll()
     assert [step for step, _ in seen] == [20] and seen[0][1]["val-core/add/reward/mean@4"] == 0.5
     assert "round" not in seen[0][1]
     assert capsys.readouterr().out.count("evaluation of step 20") == 1
@@ -147,20 +147,20 @@ def test_a_buffer_that_is_away_costs_no_step() -> None:
     last, _, _ = watch(buffer)
     for error in (Unavailable("net.unreachable", "away"), StateLost("buffer.lost_state", "forgot")):
         buffer.error = error
-        last.between_steps()
+        last.poll()
         with pytest.raises(type(error)):
-            last.awaited()
+            last.pending()
 
 
 def test_the_end_waits_for_the_last_one_and_not_for_ever() -> None:
     buffer = Buffer()
     buffer.running = "of step 4: 0 of 8 prompts are over"
     last, _, clock = watch(buffer, "evaluation.timeout_s=50")
-    assert last.awaited() == "the evaluation of step 4: 0 of 8 prompts are over" and clock.now == 0.5
+    assert last.pending() == "the evaluation of step 4: 0 of 8 prompts are over" and clock.now == 0.5
     buffer.running = ""
-    assert last.awaited() == ""
+    assert last.pending() == ""
     buffer.running = "of step 4: hangs"
-    while last.awaited():
+    while last.pending():
         assert clock.now < 200
     assert 130 <= clock.now < 132, "two evaluations and 30 s"
 
@@ -169,17 +169,17 @@ def test_without_evaluations_nothing_is_asked() -> None:
     buffer = Buffer()
     buffer.error = AssertionError("asked")
     last, _, _ = watch(buffer, "evaluation.every=0", "evaluation.at_end=false")
-    last.between_steps()
-    assert last.awaited() == ""
+    last.poll()
+    assert last.pending() == ""
 
 
 def test_its_words() -> None:
-    text = told(LINE)
+    text = describe(LINE)
     assert text.startswith("evaluation of step 20: add mean@4 0.500 (se 0.125), all mean@4 0.400 (se 0.100)")
     assert text.endswith(
         "5 of 8 prompts, versions 20 to 22, 4.2 s; failed: reward_failed 1; missing: is being generated 2"
     )
-    assert told({**LINE, "why": "time"}).endswith("(ended early: time)")
+    assert describe({**LINE, "why": "time"}).endswith("(ended early: time)")
     assert "digest" not in numbers(LINE) and numbers(LINE)["evaluation_missing"] == 2.0
 
 

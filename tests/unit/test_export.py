@@ -20,7 +20,7 @@ from asyncrl.config import dump
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.runs.export import export_command, parse_size
 from asyncrl.runtime.run_dir import RunDir
-from learners.backends.hf_folder import FolderWriter, Pieces, skeleton_of
+from learners.backends.hf_folder import FolderWriter, Pieces, build_skeleton
 from learners.backends.safetensors_writer import INDEX, ShardFiles
 from learners.checkpoints import export as exporter
 from learners.checkpoints.export import export
@@ -165,7 +165,7 @@ def test_names_are_those_of_save_pretrained(tmp_path: Path, family: str, more: d
 def test_tensors_that_are_written_as_one_wait_for_each_other() -> None:
     config = AutoConfig.for_model("hrm_text", **(TINY | {"num_key_value_heads": 4}))
     model = AutoModelForCausalLM.from_config(config)
-    pieces, got = Pieces(skeleton_of(config)), dict[str, torch.Tensor]()
+    pieces, got = Pieces(build_skeleton(config)), dict[str, torch.Tensor]()
     for name, parameter in model.named_parameters():
         got |= pieces.add(name, parameter.detach())
     got |= pieces.close()
@@ -221,9 +221,9 @@ def test_it_is_what_the_learner_writes_and_what_its_backend_would(
     config, _ = made
     final, said = RunDir(config.run_dir).export, list[str]()
     streamed = export(config, out=tmp_path / "streamed", step=2)
-    monkeypatch.setattr(exporter, "from_files", lambda *_, **__: False)  # as for a checkpoint in other names
+    monkeypatch.setattr(exporter, "export_files", lambda *_, **__: False)  # as for a checkpoint in other names
     loaded = export(config, out=tmp_path / "loaded", gang=gang, say=said.append)
-    assert "the backend loads it" in said[0]
+    assert "its backend loads it" in said[0]
     names = sorted(path.name for path in final.iterdir())
     assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= set(names)
     for folder in (streamed, loaded):

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from learners.profiling.flops import FAMILIES, TRAINING, Costs, costs_of, pairs_of
+from learners.profiling.flops import FAMILIES, TRAINING, Costs, attention_pairs, model_costs
 
 QWEN_05B = {
     "model_type": "qwen2",
@@ -83,7 +83,7 @@ def tiny(family: str) -> tuple[Any, Any]:
     """A model of the family with random weights, and its costs."""
     config = AutoConfig.for_model(family, **(TINY | OWN.get(family, {})))
     config._experts_implementation = "eager"  # products of the active experts alone, as the counter can see them
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager"), costs_of(config.to_dict())
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager"), model_costs(config.to_dict())
 
 
 def counted(model: Any, *, backward: bool = False) -> int:
@@ -126,7 +126,7 @@ def test_frozen_weights_have_no_gradient_to_pay_for(family: str) -> None:
 
 
 def test_a_dense_model_by_hand() -> None:
-    costs = costs_of(QWEN_05B)
+    costs = model_costs(QWEN_05B)
     layer = 896 * 896 + 2 * 896 * 128 + 896 * 896 + 3 * 896 * 4864  # query, keys and values, output, three matrices
     assert layer == 14_909_440 and {one.weights for one in costs.layers} == {layer} and len(costs.layers) == 24
     assert costs.head == 151_936 * 896  # tied: the head's product is made although it has no weights of its own
@@ -136,15 +136,15 @@ def test_a_dense_model_by_hand() -> None:
 
 
 def test_of_a_mixture_the_active_experts_count() -> None:
-    costs = costs_of(QWEN_30B_A3B)
+    costs = model_costs(QWEN_30B_A3B)
     attention = 2048 * 128 * (32 + 4 + 4 + 32)
     assert costs.layers[0].weights == attention + 2048 * 128 + 8 * 3 * 2048 * 768
     assert 3.0e9 < costs.weights < 3.1e9  # with the embeddings 3.3e9: the "A3B" of its name
-    assert costs_of(QWEN_30B_A3B | {"num_experts_per_tok": 4}).weights < costs.weights
+    assert model_costs(QWEN_30B_A3B | {"num_experts_per_tok": 4}).weights < costs.weights
 
 
 def test_packed_samples_pay_for_their_own_pairs_alone() -> None:
-    costs = costs_of(QWEN_05B)
+    costs = model_costs(QWEN_05B)
     one, three = costs.forward([300], predicted=30), costs.forward([100, 100, 100], predicted=30)
     assert one - three == 24 * 4 * 14 * 64 * (300 * 301 // 2 - 3 * 5050)
     assert costs.forward([], predicted=0) == 0
@@ -155,25 +155,25 @@ def test_pairs_are_those_of_the_mask(length: int, window: int) -> None:
     places = torch.arange(length)
     apart = places[:, None] - places[None]
     seen = (apart >= 0) & (apart < (window or length + 1))
-    assert pairs_of(length, window) == int(seen.sum())
+    assert attention_pairs(length, window) == int(seen.sum())
 
 
 def test_windows_are_taken_layer_by_layer() -> None:
     kinds = ["sliding_attention", "full_attention"] * 12
-    costs = costs_of(QWEN_05B | {"use_sliding_window": True, "sliding_window": 64, "layer_types": kinds})
+    costs = model_costs(QWEN_05B | {"use_sliding_window": True, "sliding_window": 64, "layer_types": kinds})
     assert [one.window for one in costs.layers] == [64, 0] * 12
-    less = costs_of(QWEN_05B).forward([200], predicted=1) - costs.forward([200], predicted=1)
-    assert less == 12 * 4 * 14 * 64 * (pairs_of(200) - pairs_of(200, 64))
-    assert {one.window for one in costs_of(QWEN_05B).layers} == {0}  # use_sliding_window = false
+    less = model_costs(QWEN_05B).forward([200], predicted=1) - costs.forward([200], predicted=1)
+    assert less == 12 * 4 * 14 * 64 * (attention_pairs(200) - attention_pairs(200, 64))
+    assert {one.window for one in model_costs(QWEN_05B).layers} == {0}  # use_sliding_window = false
 
 
 def test_a_scorer_has_a_head_of_one_number() -> None:
-    assert costs_of(QWEN_05B, scorer=True).head == 896
+    assert model_costs(QWEN_05B, scorer=True).head == 896
 
 
 def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match="'mamba2'"):
-        costs_of({"model_type": "mamba2"})
+        model_costs({"model_type": "mamba2"})
     with pytest.raises(ValueError, match="linear_attention"):
-        costs_of(QWEN_05B | {"layer_types": ["linear_attention"] * 24})
-    assert costs_of({"model_type": "a_pair_of_eyes", "text_config": QWEN_05B}) == costs_of(QWEN_05B)
+        model_costs(QWEN_05B | {"layer_types": ["linear_attention"] * 24})
+    assert model_costs({"model_type": "a_pair_of_eyes", "text_config": QWEN_05B}) == model_costs(QWEN_05B)

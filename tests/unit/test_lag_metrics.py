@@ -22,8 +22,8 @@ from learners.algorithms.metrics import (
     correction_table,
     ess_fraction,
     ess_of_sums,
-    metrics_of,
     ratio_quantile,
+    row_metrics,
     step_scale,
     table_metrics,
 )
@@ -183,7 +183,7 @@ def test_the_step_shrinks_with_the_root() -> None:
 def test_row_weights_of_the_table_are_those_of_the_effective_sample_size() -> None:
     tokens = rows([5, 6, 7], seed=2)
     correction = tis(*tokens, level="sequence", upper=3.0)
-    found = metrics_of(correction_table(*tokens, lags=torch.zeros(3).long(), correction=correction).sum(0))
+    found = row_metrics(correction_table(*tokens, lags=torch.zeros(3).long(), correction=correction).sum(0))
     of_rows = torch.stack([correction.weights[tokens[2] & (tokens[3] == row)][0] for row in range(3)])
     assert found["ess_rows"] == pytest.approx(float(ess_fraction(of_rows)))
 

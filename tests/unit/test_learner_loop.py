@@ -246,7 +246,7 @@ def test_tuned_settings_are_in_force_for_exactly_their_step(gang: Gang, model_di
             buffer.batches[step] = msgspec.structs.replace(make_batch(step), tuning=text)
         learner.run()
         services.close()
-        return weights(backend), learner._trial
+        return weights(backend), learner._runner
 
     plain, _ = final("plain", {})
     entropy = '{"learner.algorithm.entropy_coeff": 0.5}'

@@ -14,7 +14,7 @@ from asyncrl.config.sections.lora import TAKE_ADAPTERS, TAKE_WHOLE
 from asyncrl.errors import ConfigErrors
 from asyncrl.plugins import BUILT_IN
 from asyncrl.preflight import code
-from learners.backends.sharded_checkpoint import about_of, load_shards, shard_of
+from learners.backends.sharded_checkpoint import host_shard, load_shards, read_about
 from learners.models.logprobs import chunked_logprobs
 
 TOML = 'model.path="m"\ndata.source="a:b"\n'
@@ -93,9 +93,9 @@ def test_shards_say_what_they_are_for(tmp_path: Path) -> None:
     state = {"model/a": torch.arange(4.0)}
     for name, about in (("plain", ""), ("told", '{"base":"1"}')):
         (tmp_path / name).mkdir()
-        shard_of(state, rank=0, extra={}, copy=False, about=about).save(tmp_path / name)
-        assert about_of(tmp_path / name) == about
+        host_shard(state, rank=0, extra={}, copy=False, about=about).save(tmp_path / name)
+        assert read_about(tmp_path / name) == about
         filled = {"model/a": torch.zeros(4)}
         load_shards(tmp_path / name, filled, rank=0, ranks=1)
         assert torch.equal(filled["model/a"], state["model/a"])
-    assert about_of(tmp_path) == ""
+    assert read_about(tmp_path) == ""

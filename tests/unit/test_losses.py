@@ -130,12 +130,12 @@ def test_every_name_of_the_registry_as_the_learner_calls_it(name: str) -> None:
     """Its function with the options of the configuration, and with the tokens that it chooses over the whole batch."""
     algorithm = AlgorithmConfig(loss=name, loss_options=required_options("loss", name))
     found, inputs = registry.choose(algorithm, "loss"), batch([5, 1, 4, 6], 3)._replace(chosen=None)
-    chooser = registry.chooser_of(algorithm)
+    chooser = registry.chooser_for(algorithm)
     chosen = torch.zeros_like(inputs.mask) if chooser is None else chooser(inputs)
     inputs, formula = inputs._replace(chosen=chosen), found.function.__name__
     known = inspect.signature(FORMULAS[formula]).parameters
     options = {key: value for key, value in found.options.items() if key in known}
-    loss = registry.loss_of(algorithm)(inputs).loss
+    loss = registry.loss_for(algorithm)(inputs).loss
     torch.testing.assert_close(loss, spelled_out(formula, options, inputs), rtol=1e-9, atol=1e-9)
     (gradient,) = torch.autograd.grad(loss.sum(), inputs.current)
     for place in range(16):

@@ -12,24 +12,22 @@ from asyncrl import config
 from asyncrl.config.rules import learner
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from learners.backends.megatron.checkpoint import Store, pieces, write
-from learners.backends.megatron.logprobs import Slice, sliced_logprobs, sliced_numbers
 from learners.backends.megatron.mapping import (
     Facts,
     check_layout,
-    facts_of,
-    joined,
-    layers_of,
-    locals_of,
-    shapes_of,
+    merge_parts,
+    rank_parameters,
+    read_facts,
     shared,
     slices,
-    sources_of,
-    within,
+    stage_layers,
+    tensor_shapes,
+    tensor_sources,
+    translate,
 )
 from learners.backends.megatron.model import stages_text
 from learners.backends.megatron.weights import assembled
 from learners.gang.topology import Topology
-from learners.models.logprobs import chunked_logprobs, token_numbers
 from weightsync.plan.buckets import volume
 
 MODELS = {
@@ -59,7 +57,7 @@ def topology(place: tuple[int, int, int], rank: int = 0) -> Topology:
 def weights(facts: Facts) -> dict[str, torch.Tensor]:
     """Every element of every tensor is another number."""
     made, start = {}, 1
-    for name, shape in shapes_of(facts).items():
+    for name, shape in tensor_shapes(facts).items():
         made[name] = torch.arange(start, start + int(np.prod(shape)), dtype=torch.float32).view(shape)
         start += made[name].numel()
     return made
@@ -68,7 +66,7 @@ def weights(facts: Facts) -> dict[str, torch.Tensor]:
 def parameters(facts: Facts, place: Topology, start: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         local.name: assembled(local, lambda part: start[part.name][slices(part.box)])
-        for local in locals_of(facts, place)
+        for local in rank_parameters(facts, place)
     }
 
 
@@ -77,10 +75,10 @@ def parameters(facts: Facts, place: Topology, start: dict[str, torch.Tensor]) ->
 def test_every_element_comes_in_and_goes_out_once(name: str, place: tuple[int, int, int]) -> None:
     """The parts of all ranks cover every element exactly once."""
     facts, start = MODELS[name], weights(MODELS[name])
-    shapes = shapes_of(facts)
+    shapes = tensor_shapes(facts)
     every = topology(place)
-    held = {rank: parameters(facts, every.at(rank), start) for rank in range(every.size)}
-    sources = sources_of(facts, every)
+    held = {rank: parameters(facts, every.peer(rank), start) for rank in range(every.size)}
+    sources = tensor_sources(facts, every)
     assert list(sources) == list(shapes)
     for tensor, parts in sources.items():
         found, times = torch.zeros(shapes[tensor]), torch.zeros(shapes[tensor], dtype=torch.int64)
@@ -94,7 +92,7 @@ def test_every_element_comes_in_and_goes_out_once(name: str, place: tuple[int, i
 def test_only_padding_of_the_vocabulary_is_left_free(name: str) -> None:
     facts, start = MODELS[name], weights(MODELS[name])
     for rank in range(4):
-        for local in locals_of(facts, topology((4, 1, 1), rank)):
+        for local in rank_parameters(facts, topology((4, 1, 1), rank)):
             whole = assembled(local, lambda part: start[part.name][slices(part.box)])
             free = int((whole == 0).sum())
             assert free == whole.numel() - sum(volume(part.box) for part in local.parts)
@@ -108,11 +106,13 @@ def test_only_padding_of_the_vocabulary_is_left_free(name: str) -> None:
 def test_query_key_and_value_heads_interleave_by_group() -> None:
     """The example of the module, and what a file gets of it."""
     facts = Facts(1, 16, 4, 2, 8, 16, 16)
-    local = next(one for one in locals_of(facts, topology((2, 1, 1), 1)) if one.name.endswith("linear_qkv.weight"))
+    local = next(
+        one for one in rank_parameters(facts, topology((2, 1, 1), 1)) if one.name.endswith("linear_qkv.weight")
+    )
     said = [(part.name.split(".")[-2], part.box[0], part.local[0]) for part in local.parts]
     assert said == [("q_proj", (16, 32), (0, 16)), ("k_proj", (8, 16), (16, 24)), ("v_proj", (8, 16), (24, 32))]
-    wide = next(one for one in locals_of(facts, topology((1, 1, 1))) if one.name.endswith("linear_qkv.weight"))
-    assert [(name.split(".")[-2], box[0]) for name, box, _ in joined(wide)] == [
+    wide = next(one for one in rank_parameters(facts, topology((1, 1, 1))) if one.name.endswith("linear_qkv.weight"))
+    assert [(name.split(".")[-2], box[0]) for name, box, _ in merge_parts(wide)] == [
         ("q_proj", (0, 32)),
         ("k_proj", (0, 16)),
         ("v_proj", (0, 16)),
@@ -122,13 +122,13 @@ def test_query_key_and_value_heads_interleave_by_group() -> None:
 def test_stages_may_have_unequal_numbers_of_layers() -> None:
     facts = MODELS["qwen3"]._replace(layers=5)
     places = [topology((1, 3, 2), rank) for rank in (0, 2, 4)]
-    assert [list(layers_of(facts, place)) for place in places] == [[0, 1], [2, 3], [4]]
+    assert [list(stage_layers(facts, place)) for place in places] == [[0, 1], [2, 3], [4]]
     assert stages_text(facts, topology((2, 3, 2))) == "Ett|tt|tL" and stages_text(facts, topology((1, 5, 1))) is None
 
 
 def test_fused_norms_have_other_names_and_the_same_parts() -> None:
     facts = MODELS["qwen3"]
-    plain, fused = locals_of(facts, topology((1, 1, 1))), locals_of(facts, topology((1, 1, 1)), fused=True)
+    plain, fused = rank_parameters(facts, topology((1, 1, 1))), rank_parameters(facts, topology((1, 1, 1)), fused=True)
     assert [one.parts for one in plain] == [one.parts for one in fused]
     moved = {one.name for one in fused} - {one.name for one in plain}
     assert "decoder.layers.3.mlp.linear_fc1.layer_norm_weight" in moved and len(moved) == 8
@@ -141,16 +141,16 @@ def test_a_checkpoint_goes_from_any_layout_to_any_other(name: str, places: Any, 
     writer, reader = topology(places[0]), topology(places[1])
     for rank in range(writer.size):
         boxes = []
-        for local in locals_of(facts, writer.at(rank)):
+        for local in rank_parameters(facts, writer.peer(rank)):
             if not local.copy:
-                whole = parameters(facts, writer.at(rank), start)[local.name]
+                whole = parameters(facts, writer.peer(rank), start)[local.name]
                 boxes += pieces(local, {"model": whole, "exp_avg": -whole})
         steps = {f"step/{tensor}": torch.tensor(7.0) for tensor in start}
         write(tmp_path, boxes, rank=rank, extra={"cpu": torch.tensor([rank])}, steps=steps)
     store = Store(tmp_path)
     for rank in range(reader.size):
-        wanted = parameters(facts, reader.at(rank), start)
-        for local in locals_of(facts, reader.at(rank)):
+        wanted = parameters(facts, reader.peer(rank), start)
+        for local in rank_parameters(facts, reader.peer(rank)):
             assert assembled(local, lambda part: store.read("model", part)).equal(wanted[local.name])
             assert assembled(local, lambda part: store.read("exp_avg", part)).equal(-wanted[local.name])
     assert store.step("model.norm.weight") == 7.0
@@ -161,7 +161,7 @@ def test_a_checkpoint_goes_from_any_layout_to_any_other(name: str, places: Any, 
     with pytest.raises(AsyncRLError, match="are not in") as caught:
         short = Store(tmp_path)
         for rank in range(reader.size):
-            for local in locals_of(facts, reader.at(rank)):
+            for local in rank_parameters(facts, reader.peer(rank)):
                 assembled(local, lambda part: short.read("model", part))
     assert caught.value.code == "learner.checkpoint"
 
@@ -176,7 +176,7 @@ def test_a_damaged_file_is_said(tmp_path: Any) -> None:
 def test_boxes() -> None:
     assert shared(((0, 4), (2, 6)), ((3, 8), (0, 3))) == ((3, 4), (2, 3))
     assert shared(((0, 4),), ((4, 8),)) is None
-    assert within(((3, 4), (2, 3)), ((0, 4), (2, 6)), ((10, 14), (0, 4))) == ((13, 14), (0, 1))
+    assert translate(((3, 4), (2, 3)), ((0, 4), (2, 6)), ((10, 14), (0, 4))) == ((13, 14), (0, 1))
 
 
 JSON = {
@@ -193,9 +193,9 @@ JSON = {
 
 
 def test_facts_of_a_config() -> None:
-    assert facts_of(JSON) == Facts(4, 64, 4, 2, 32, 96, 100, tied=True, qk_norm=True)
+    assert read_facts(JSON) == Facts(4, 64, 4, 2, 32, 96, 100, tied=True, qk_norm=True)
     bare = {**JSON, "model_type": "llama", "num_key_value_heads": None, "head_dim": None}
-    assert facts_of(bare) == Facts(4, 64, 4, 4, 16, 96, 100, tied=True)
+    assert read_facts(bare) == Facts(4, 64, 4, 4, 16, 96, 100, tied=True)
 
 
 @pytest.mark.parametrize(
@@ -212,14 +212,14 @@ def test_facts_of_a_config() -> None:
 )
 def test_what_cannot_be_built_is_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        facts_of({**JSON, **change})
+        read_facts({**JSON, **change})
 
 
 @pytest.mark.parametrize(("place", "says"), [((4, 1, 1), "num_key_value_heads = 2"), ((1, 5, 1), "num_hidden_layers")])
 def test_a_model_that_does_not_divide_is_refused(place: tuple[int, int, int], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        check_layout(facts_of(JSON), topology(place))
-    check_layout(facts_of(JSON), topology((2, 2, 1)))
+        check_layout(read_facts(JSON), topology(place))
+    check_layout(read_facts(JSON), topology((2, 2, 1)))
 
 
 # ---------------------------------------------------------------- settings
@@ -264,31 +264,3 @@ def test_there_are_layers_enough_and_inner_widths_divide() -> None:
     said = [message for _, message, _ in learner.model_problems(made, model)]
     assert len(said) == 2 and "num_hidden_layers = 1" in "".join(said) and "intermediate_size = 95" in "".join(said)
     assert not list(learner.model_problems(made, JSON))
-
-
-# ---------------------------------------------------------------- log-probs of slices
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_one_slice_gives_what_whole_logits_give(temperature: float) -> None:
-    """Over several slices: the tests on several ranks. Here rows of padding, and both gradients."""
-    torch.manual_seed(0)
-    hidden = torch.randn(9, 6, requires_grad=True)
-    weight = torch.randn(13, 6, requires_grad=True)
-    targets = torch.randint(0, 11, (9,))
-    other = (hidden.detach().clone().requires_grad_(), weight.detach()[:11].clone().requires_grad_())
-    factors = torch.randn(2, 9)
-    options: Any = {"temperature": temperature, "chunk_tokens": 4}
-    got = sliced_logprobs(hidden, weight, targets, Slice(0, 11, None), **options)
-    wanted = chunked_logprobs(*other, targets, **options)
-    for left, right in zip(got, wanted, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-6, rtol=1e-5)
-    for found in (got, wanted):
-        (found[0] * factors[0] + found[1] * factors[1]).sum().backward()
-    torch.testing.assert_close(hidden.grad, other[0].grad, atol=1e-5, rtol=1e-5)
-    assert weight.grad is not None and bool((weight.grad[11:] == 0).all())
-    torch.testing.assert_close(weight.grad[:11], other[1].grad, atol=1e-5, rtol=1e-5)
-    numbers = sliced_numbers(hidden, weight, targets, Slice(0, 11, None), squares=True, **options)
-    squares = token_numbers(*(tensor.detach() for tensor in other), targets, squares=True, **options).square_sums
-    torch.testing.assert_close(numbers.square_sums, squares, atol=1e-6, rtol=1e-5)
-    assert numbers.logprobs.equal(got[0]) and numbers.entropy.equal(got[1])

@@ -16,7 +16,7 @@ from asyncrl.config import OptimConfig
 from asyncrl.errors import ConfigError, ConfigErrors
 from learners.backends.fsdp2.mesh import clip_gradients
 from learners.backends.optimizers import Optimizers, make_optimizer
-from learners.backends.sharded_checkpoint import load_shards, parts_of, shard_of
+from learners.backends.sharded_checkpoint import host_shard, load_shards, local_parts
 
 
 class Toy(nn.Module):
@@ -124,7 +124,7 @@ def walk(optimizer: Optimizers, wide: Wide, steps: range) -> None:
         optimizer.forget()
 
 
-def state_of(wide: Wide, optimizer: Optimizers) -> dict[str, torch.Tensor]:
+def read_state(wide: Wide, optimizer: Optimizers) -> dict[str, torch.Tensor]:
     optimizer.prime()
     return {
         f"{key}/{name}": value
@@ -150,17 +150,17 @@ def test_moments_in_8_bits_follow_adamw_in_a_quarter_of_their_memory() -> None:
     assert float((wide.big.weight - other.big.weight).detach().abs().max()) < 0.1 * float(moved)
     torch.testing.assert_close(wide.small.weight, other.small.weight)  # that one is in float32 still
     assert not torch.equal(wide.big.weight, other.big.weight)
-    parts = parts_of(eight.states(wide.big.weight)["exp_avg"])
+    parts = local_parts(eight.states(wide.big.weight)["exp_avg"])
     assert parts["#codes"].dtype == torch.uint8 and parts["#scale"].numel() == 64 * 128 // 256
 
 
 def test_a_checkpoint_in_8_bits_goes_on_bitwise(tmp_path: Path) -> None:
     wide, optimizer = wide_with("adamw_8bit")
     walk(optimizer, wide, range(3))
-    shard_of(state_of(wide, optimizer), rank=0, extra={}, copy=False).save(tmp_path)
+    host_shard(read_state(wide, optimizer), rank=0, extra={}, copy=False).save(tmp_path)
     walk(optimizer, wide, range(3, 6))
     fresh, other = wide_with("adamw_8bit")
-    load_shards(tmp_path, state_of(fresh, other), rank=0, ranks=1)
+    load_shards(tmp_path, read_state(fresh, other), rank=0, ranks=1)
     assert not torch.equal(fresh.big.weight, wide.big.weight)
     walk(other, fresh, range(3, 6))
     assert torch.equal(fresh.big.weight, wide.big.weight) and torch.equal(fresh.small.weight, wide.small.weight)
@@ -170,9 +170,9 @@ def test_a_checkpoint_in_8_bits_goes_on_bitwise(tmp_path: Path) -> None:
 def test_a_checkpoint_goes_from_8_bits_to_32_and_back(tmp_path: Path, first: str, then: str) -> None:
     wide, optimizer = wide_with(first)
     walk(optimizer, wide, range(3))
-    shard_of(state_of(wide, optimizer), rank=0, extra={}, copy=False).save(tmp_path)
+    host_shard(read_state(wide, optimizer), rank=0, extra={}, copy=False).save(tmp_path)
     fresh, other = wide_with(then)
-    load_shards(tmp_path, state_of(fresh, other), rank=0, ranks=1)
+    load_shards(tmp_path, read_state(fresh, other), rank=0, ranks=1)
     for key in ("exp_avg", "exp_avg_sq"):
         held, got = optimizer.states(wide.big.weight)[key], other.states(fresh.big.weight)[key]
         held, got = (one.dequantize() if hasattr(one, "codes") else one for one in (held, got))

@@ -15,7 +15,7 @@ from asyncrl.runs.fork import fork
 from asyncrl.runs.replay import planned, replay_command, replay_command_line
 from asyncrl.runs.replay_report import Done, End, Plan, Step, judge, render
 from asyncrl.runtime.run_dir import RunDir
-from learners.replay import distance, without
+from learners.replay import distance, drop_overrides
 
 LAST = 6
 
@@ -162,9 +162,9 @@ def test_changed_settings_are_no_fault_after_their_step_alone(run: RunDir) -> No
 
 def test_set_wins_over_what_was_tuned() -> None:
     tuned = '{"learner.algorithm.tis_cap":1.5,"learner.algorithm.clip_high":0.4}'
-    assert without(tuned, ["learner.algorithm.tis_cap=9"]) == '{"learner.algorithm.clip_high":0.4}'
-    assert without(tuned, []) == tuned and without("", ["a=1"]) == ""
-    assert without('{"learner.algorithm.tis_cap":1.5}', ["learner.algorithm.tis_cap=9"]) == ""
+    assert drop_overrides(tuned, ["learner.algorithm.tis_cap=9"]) == '{"learner.algorithm.clip_high":0.4}'
+    assert drop_overrides(tuned, []) == tuned and drop_overrides("", ["a=1"]) == ""
+    assert drop_overrides('{"learner.algorithm.tis_cap":1.5}', ["learner.algorithm.tis_cap=9"]) == ""
 
 
 def test_the_distance_of_weights() -> None:

@@ -13,7 +13,7 @@ from asyncrl.config import Config, parse
 from asyncrl.config.rules import notes as rules
 from asyncrl.errors import ConfigErrors
 from learners.checkpoints import retention
-from learners.checkpoints.retention import Ranking, Scores, best, kept
+from learners.checkpoints.retention import Ranking, Scores, best, select
 
 EVALUATED = (
     "learner.steps=100",
@@ -31,13 +31,19 @@ def bare(*settings: str) -> Config:
 
 def test_the_last_stay_and_the_best_beside_them() -> None:
     steps, scores = [20, 40, 60, 80, 100], {20: 0.5, 40: 0.7, 60: 0.6, 80: 0.1, 100: 0.2}
-    assert kept(steps, newest=100, keep=2) == {80, 100}
-    assert kept(steps, newest=100, keep=2, ranking=Ranking(1, "m", scores=scores)) == {40, 80, 100}
-    assert kept(steps, newest=100, keep=2, ranking=Ranking(2, "m", scores=scores)) == {40, 60, 80, 100}
-    assert kept(steps, newest=100, keep=2, ranking=Ranking(1, "m", "min", scores)) == {80, 100}  # among the last anyway
-    assert kept(steps, newest=60, keep=1, ranking=Ranking(1, "m", scores=scores)) == {40, 60}  # later ones are damaged
+    assert select(steps, newest=100, keep=2) == {80, 100}
+    assert select(steps, newest=100, keep=2, ranking=Ranking(1, "m", scores=scores)) == {40, 80, 100}
+    assert select(steps, newest=100, keep=2, ranking=Ranking(2, "m", scores=scores)) == {40, 60, 80, 100}
+    assert select(steps, newest=100, keep=2, ranking=Ranking(1, "m", "min", scores)) == {
+        80,
+        100,
+    }  # among the last anyway
+    assert select(steps, newest=60, keep=1, ranking=Ranking(1, "m", scores=scores)) == {
+        40,
+        60,
+    }  # later ones are damaged
     waiting = Ranking(1, "m", scores=scores, awaited=(20, 60))
-    assert kept(steps, newest=100, keep=1, ranking=waiting) == {20, 40, 100}  # one more: its evaluation runs
+    assert select(steps, newest=100, keep=1, ranking=waiting) == {20, 40, 100}  # one more: its evaluation runs
 
 
 def test_ties_and_what_is_no_number() -> None:
@@ -54,7 +60,7 @@ def test_the_rule_holds_for_any_scores() -> None:
         scores = {step: rng.choice([0.1, 0.2, 0.3, float("nan")]) for step in steps if rng.random() < 0.7}
         goal = rng.choice(["max", "min"])
         ranking = Ranking(count, "m", goal, scores, tuple(rng.sample(steps, len(steps) // 3)))  # type: ignore[arg-type]
-        stay = kept(steps, newest=newest, keep=keep, ranking=ranking)
+        stay = select(steps, newest=newest, keep=keep, ranking=ranking)
         usable = [step for step in steps if step <= newest]
         assert stay <= set(usable) and len(stay) <= keep + 2 * count
         assert set(sorted(usable)[-keep:]) <= stay
@@ -67,18 +73,18 @@ def test_the_rule_holds_for_any_scores() -> None:
         ]
         assert not left or not chosen or min(sign * scores[step] for step in chosen) >= max(left)
         # Asked again with what stayed, nothing more goes.
-        assert kept(stay, newest=newest, keep=keep, ranking=ranking) == stay
+        assert select(stay, newest=newest, keep=keep, ranking=ranking) == stay
 
 
 def test_a_score_of_steps_is_the_mean_since_the_checkpoint_before(tmp_path: Path) -> None:
     scores = Scores(tmp_path, bare("learner.checkpoint_best=1"), say=pytest.fail)
     for value in (0.2, float("nan"), 0.4):
-        scores.trained({"reward_mean": value, "loss": 9.0})
-    scores.reached(20)
-    scores.reached(40)  # no step since
-    scores.trained({"loss": 1.0})
-    scores.trained({"reward_mean": 0.5})
-    scores.reached(60)
+        scores.add_metrics({"reward_mean": value, "loss": 9.0})
+    scores.add_checkpoint(20)
+    scores.add_checkpoint(40)  # no step since
+    scores.add_metrics({"loss": 1.0})
+    scores.add_metrics({"reward_mean": 0.5})
+    scores.add_checkpoint(60)
     found = scores.ranking([20, 40, 60])
     assert found is not None and found.scores == pytest.approx({20: 0.3, 60: 0.5}) and found.awaited == ()
     scores.forget_after(20)
@@ -92,11 +98,11 @@ def test_a_score_of_an_evaluation_comes_later(tmp_path: Path) -> None:
     scores = Scores(tmp_path, bare(*EVALUATED), say=said.append)
     found = scores.ranking([20, 30, 40])
     assert found is not None and found.awaited == (20, 40)  # 30 is not evaluated
-    assert not scores.evaluated({})
-    assert scores.evaluated({20: {NAME: 0.25}}) and not scores.evaluated({20: {NAME: 0.25}})
+    assert not scores.add_evaluations({})
+    assert scores.add_evaluations({20: {NAME: 0.25}}) and not scores.add_evaluations({20: {NAME: 0.25}})
     found = scores.ranking([20, 30, 40])
     assert found is not None and (found.scores, found.awaited) == ({20: 0.25}, (40,))
-    assert not scores.evaluated({20: {NAME: 0.25}, 40: {"val-core/gsm8k/reward/mean@1": 1.0}})
+    assert not scores.add_evaluations({20: {NAME: 0.25}, 40: {"val-core/gsm8k/reward/mean@1": 1.0}})
     assert (
         "the evaluation of step 40 has no val-core/aime/reward/mean@1; it has val-core/gsm8k/reward/mean@1" in said[0]
     )

@@ -11,7 +11,7 @@ from torch import nn
 
 from asyncrl.errors import AsyncRLError, ConfigError
 from learners.models.attention import sequence_lengths
-from learners.models.sequence_parallel import Split, _Cut, check_heads, states_of
+from learners.models.sequence_parallel import Split, _Cut, check_heads, hidden_states_at
 
 
 def split(place: int = 1, size: int = 2) -> Split:
@@ -73,7 +73,7 @@ def test_every_place_is_of_one_rank() -> None:
 
     found = torch.zeros(5, 3)
     for place in (0, 1):
-        states = states_of(
+        states = hidden_states_at(
             lambda place=place, **given: body(place=place, **given),
             torch.zeros(2, 5, dtype=torch.long),
             torch.arange(5).expand(2, -1),
@@ -82,5 +82,5 @@ def test_every_place_is_of_one_rank() -> None:
         )
         assert states.mine is not None
         found[states.mine] += states.hidden
-        assert torch.equal(states.of(places), places[states.mine])
+        assert torch.equal(states.select(places), places[states.mine])
     assert torch.equal(found, row.flatten(0, 1)[places])

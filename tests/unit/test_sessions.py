@@ -20,9 +20,9 @@ from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import WorkError
 from asyncrl.versions import expand
 from learners.batch.assembly import assemble, statistics, unusable
-from learners.batch.estimates import after_the_model, cuts_of, length_of
+from learners.batch.estimates import estimate_late, iter_cuts, response_length
 from learners.batch.micro_batches import MicroBatch
-from learners.step.batch_passes import _of_samples
+from learners.step.batch_passes import _sample_numbers
 from producers.engines.request_checks import request_problem
 from producers.rollout.rollout import Finished, submit_fields
 from producers.rollout.session import Session
@@ -260,16 +260,16 @@ def test_numbers_of_the_model_find_their_sample_and_their_way_back() -> None:
     batch = batch_of(sample(three_rows(), 0, 1.0), sample(two_turns().finish(), 1, 0.0))
     algorithm = AlgorithmConfig(advantage="gae")
     whole = assemble(batch, algorithm=algorithm, ranks=1, max_tokens=64).whole
-    from learners.batch.estimates import ModelNumbers, by_cut
+    from learners.batch.estimates import ModelNumbers, to_cuts
 
     rows = [np.arange(cut.stop - cut.start, dtype=np.float32) + 10 * n for n, cut in enumerate(whole.cuts)]
     ends = [np.array([float(n)], np.float32) for n in range(len(whole.cuts))]
-    found = _of_samples(whole, ModelNumbers(values=rows, after=ends))
+    found = _sample_numbers(whole, ModelNumbers(values=rows, after=ends))
     assert found.values is not None and found.after is not None
     assert found.values[0].tolist() == [0, 1, 2, 3, 0, 0, 10, 11, 0, 0, 0, 20]
     assert [end.tolist() for end in found.after] == [[2], [3]]
-    assert [row.tolist() for row in by_cut(whole, found.values)] == [row.tolist() for row in rows]
-    late = after_the_model(whole, found, algorithm, kl_coeff=0.0, correct=False)
+    assert [row.tolist() for row in to_cuts(whole, found.values)] == [row.tolist() for row in rows]
+    late = estimate_late(whole, found, algorithm, kl_coeff=0.0, correct=False)
     assert late.advantages is not None and late.advantages[0].shape == (12,)
     assert (late.advantages[0][[2, 4, 5, 8, 9, 10]] == 0).all()
 
@@ -288,8 +288,8 @@ def test_lengths_are_judged_by_row() -> None:
     (group,) = batch_of(one).groups
     assert unusable(group, max_tokens=6) == ""
     assert "6 tokens" in unusable(group, max_tokens=5)
-    assert [cut.stop - cut.start for cut in cuts_of([one])] == [4, 2, 1]
-    assert length_of(one) == 7
+    assert [cut.stop - cut.start for cut in iter_cuts([one])] == [4, 2, 1]
+    assert response_length(one) == 7
 
 
 def test_samples_without_observations_have_no_figures_of_them() -> None:

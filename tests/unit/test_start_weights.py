@@ -81,7 +81,7 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_it_is_bit_by_bit_what_transformers_reads(tmp_path: Path, make: Any) -> None:
     make(tmp_path)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, **WHOLE)
-    parts = start_weights.described(str(tmp_path), scorer=False, seed=0, **OPTIONS)
+    parts = start_weights.describe_model(str(tmp_path), scorer=False, seed=0, **OPTIONS)
     assert all(parameter.is_meta for parameter in parts.parameters())
     assert start_weights.fill(parts, torch.device("cpu")) == sum(p.numel() for p in whole.parameters())
     wanted, found = tensors(whole), tensors(parts)
@@ -105,7 +105,7 @@ def test_a_scorer_has_the_head_of_its_folder_or_the_one_of_the_seed(tmp_path: Pa
     if own_head:
         load_scorer(str(tmp_path), seed=9, **WHOLE).save_pretrained(tmp_path)
     whole = load_scorer(str(tmp_path), seed=5, **WHOLE)
-    parts = start_weights.described(str(tmp_path), scorer=True, seed=5, **OPTIONS)
+    parts = start_weights.describe_model(str(tmp_path), scorer=True, seed=5, **OPTIONS)
     start_weights.fill(parts, torch.device("cpu"))
     assert tensors(parts).keys() == tensors(whole).keys()
     assert all(torch.equal(value, tensors(parts)[name]) for name, value in tensors(whole).items())
@@ -117,7 +117,7 @@ def test_buffers_that_were_not_computed_would_be_seen(tmp_path: Path, monkeypatc
     qwen(tmp_path)
     monkeypatch.setattr("transformers.PreTrainedModel.initialize_weights", lambda self: None)
     with pytest.raises(Unfit, match="inv_freq"):
-        start_weights.described(str(tmp_path), scorer=False, seed=0, **OPTIONS)
+        start_weights.describe_model(str(tmp_path), scorer=False, seed=0, **OPTIONS)
 
 
 def test_only_the_box_of_a_rank_is_read(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_files_that_do_not_fit_are_said(tmp_path: Path, change: Any, says: str) 
     qwen(tmp_path)
     changed(tmp_path, change)
     with pytest.raises(Unfit, match=says):
-        start_weights.described(str(tmp_path), scorer=False, seed=0, **OPTIONS)
+        start_weights.describe_model(str(tmp_path), scorer=False, seed=0, **OPTIONS)
 
 
 @pytest.mark.parametrize("spoil", [b"{", b"\xff", b"[]", b'{"weight_map": 3}', b""])
@@ -169,18 +169,18 @@ def test_a_damaged_list_of_files_is_said(tmp_path: Path, spoil: bytes) -> None:
     llama(tmp_path)
     (tmp_path / start_weights.INDEX).write_bytes(spoil)
     with pytest.raises(Unfit, match="cannot be listed"):
-        start_weights.described(str(tmp_path), scorer=False, seed=0, **OPTIONS)
+        start_weights.describe_model(str(tmp_path), scorer=False, seed=0, **OPTIONS)
 
 
 def test_quantized_weights_and_gaps_in_experts_are_said(tmp_path: Path) -> None:
     experts(tmp_path)
     changed(tmp_path, lambda held: [held.pop(name) for name in list(held) if "layers.1.mlp.experts.3." in name])
     with pytest.raises(Unfit, match="have gaps"):
-        start_weights.described(str(tmp_path), scorer=False, seed=0, **OPTIONS)
+        start_weights.describe_model(str(tmp_path), scorer=False, seed=0, **OPTIONS)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(Unfit, match="quantized"):
-        start_weights.described(str(tmp_path), scorer=False, seed=0, **OPTIONS)
+        start_weights.describe_model(str(tmp_path), scorer=False, seed=0, **OPTIONS)
 
 
 def test_what_cannot_be_read_in_parts_is_read_whole_and_said_or_refused(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from asyncrl.runtime.run_dir import RunDir
 from learners.batch.micro_batches import Sample, packed_row, padded_rows
 from learners.checkpoints.export import export
 from learners.gang.gang import Gang
-from learners.profiling.device_peaks import peak_of
-from learners.profiling.flops import costs_of
-from learners.profiling.metered_backend import Meter, lengths_of
+from learners.profiling.device_peaks import peak_flops
+from learners.profiling.flops import model_costs
+from learners.profiling.metered_backend import Meter, sample_lengths
 from learners.profiling.profiler import Profiler
 from learners.step.timing import PARTS, StepTimes
 
@@ -65,7 +65,7 @@ def ran(gang: Gang, model: Path, place: Path, extra: str = "", *, steps: int = 3
 
 def operations(model: Path, step: int, passes: int, *, scorer: bool = False) -> int:
     """Of all samples of a step, from the config alone."""
-    costs = costs_of(json.loads((model / "config.json").read_text()), scorer=scorer)
+    costs = model_costs(json.loads((model / "config.json").read_text()), scorer=scorer)
     samples = [(g.prompt_ids.size, s.response.size) for g in make_batch(step).groups for s in g.samples]
     return passes * costs.forward([p + r for p, r in samples], predicted=sum(r for _, r in samples))
 
@@ -116,7 +116,7 @@ def test_below_adapters_no_weight_takes_a_gradient_and_they_are_exported(
     pytest.importorskip("peft", exc_type=ImportError)
     lora = 'learner.lora = { rank = 2, publish = "merged" }'
     lines, _ = ran(gang, model_dir, tmp_path / "run", lora, steps=1)
-    costs = costs_of(json.loads((model_dir / "config.json").read_text()))
+    costs = model_costs(json.loads((model_dir / "config.json").read_text()))
     samples = [(g.prompt_ids.size, s.response.size) for g in make_batch(1).groups for s in g.samples]
     lengths, predicted = [int(p + r) for p, r in samples], int(sum(r for _, r in samples))
     assert lines[0]["model_flops"] == costs.training(lengths, predicted=predicted, frozen=True)
@@ -124,7 +124,7 @@ def test_below_adapters_no_weight_takes_a_gradient_and_they_are_exported(
     said: list[str] = []
     config = make_config(model_dir, tmp_path / "run", steps=1, extra=lora)
     folder, final = export(config, gang=gang, out=tmp_path / "out", say=said.append), RunDir(tmp_path / "run").export
-    assert len(said) == 1 and "the backend loads it" in said[0]
+    assert len(said) == 1 and "its backend loads it" in said[0]
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         assert (folder / name).read_bytes() == (final / name).read_bytes()
 
@@ -133,7 +133,7 @@ def test_an_unknown_architecture_costs_the_figures_alone(gang: Gang, model_dir: 
     said: list[str] = []
     meter = Meter(make_config(tmp_path / "nowhere", tmp_path), gang, say=said.append)
     backend: Any = SimpleNamespace(forward_logprobs=lambda micro: ["as it was"], critic=None)
-    counted = meter.around(backend)
+    counted = meter.wrap(backend)
     assert counted.forward_logprobs([row(3)]) == ["as it was"] and counted.critic is None
     assert len(said) == 1 and "no model_flops and no mfu" in said[0]
     seconds, found = meter.take()
@@ -158,8 +158,8 @@ def row(*lengths: int) -> Any:
 
 def test_lengths_are_those_of_the_samples_however_they_are_laid_out() -> None:
     samples = [a_sample(2, 5), a_sample(4, 1), a_sample(1, 9)]
-    assert lengths_of(packed_row(samples)) == lengths_of(padded_rows(samples)) == [7, 5, 10]
-    assert lengths_of(packed_row([])) == []  # its one token is nobody's
+    assert sample_lengths(packed_row(samples)) == sample_lengths(padded_rows(samples)) == [7, 5, 10]
+    assert sample_lengths(packed_row([])) == []  # its one token is nobody's
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_lengths_are_those_of_the_samples_however_they_are_laid_out() -> None:
     ],
 )
 def test_the_peak_of_a_device_goes_by_its_name(name: str, dtype: str, peak: float) -> None:
-    assert peak_of(name, dtype) == peak
+    assert peak_flops(name, dtype) == peak
 
 
 @pytest.mark.parametrize(
@@ -210,13 +210,13 @@ def test_other_ranks_and_steps_write_nothing_and_a_full_disk_ends_nothing(tmp_pa
     mine = Profiler(settings, rank=1, device=Device("cpu"), root=tmp_path / "none" / "such", say=said.append)
     for step in (1, 2, 3):
         for one in (other, mine):
-            one.before(step)
-            one.after(step)
+            one.start_step(step)
+            one.end_step(step)
     other.close(3)
     mine.close(3)
     assert len(said) == 1 and "the profile of steps 2 to 2 is lost" in said[0]
     assert not list(tmp_path.iterdir())
     cut = Profiler(settings, rank=1, device=Device("cpu"), root=tmp_path, say=said.append)
-    cut.before(2)
+    cut.start_step(2)
     cut.close(1)  # the end was asked for
     assert len(list((tmp_path / "profile").iterdir())) == 1

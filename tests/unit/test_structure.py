@@ -73,7 +73,7 @@ KNOWS = {
 }
 
 # What is left to rewrite: names and words.
-PENDING_PACKAGES = ("learners",)
+PENDING_PACKAGES: tuple[str, ...] = ()
 
 PREPOSITIONS = (
     "of by with for from in on at as to into over under beside below above after before between through without within"

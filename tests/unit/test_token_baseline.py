@@ -14,11 +14,11 @@ from test_presets_train import batch_of
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from learners.algorithms.advantages import optimal_token_baseline
 from learners.backends.fsdp2.backend import FSDP2Backend
-from learners.batch.estimates import ModelNumbers, after_the_model, whole_of
+from learners.batch.estimates import ModelNumbers, describe_batch, estimate_late
 from learners.batch.micro_batches import decode_share
 from learners.gang.gang import Gang
-from learners.step.batch_passes import needs_of_step, prepare
-from learners.step.resilient_step import Trial
+from learners.step.batch_passes import prepare, step_needs
+from learners.step.resilient_step import StepRunner
 
 assert gang and model_dir  # fixtures
 
@@ -48,9 +48,9 @@ def test_advantages_are_those_of_full_softmaxes(gang: Gang, model_dir: Path, tmp
     config = make_config(model_dir, tmp_path / "run", extra=extra)
     algorithm, batch = config.learner.algorithm, batch_of(1)
     backend = FSDP2Backend(config, gang)
-    trial = Trial(config.learner, gang=gang, backend=backend, say=str, bury=lambda *_: None)
+    trial = StepRunner(config.learner, gang=gang, backend=backend, say=str, quarantine=lambda *_: None)
     share = decode_share(trial.cut(batch)[1][0])
-    whole = whole_of(batch, algorithm)
+    whole = describe_batch(batch, algorithm)
     ready = prepare(share, backend=backend, gang=gang, algorithm=algorithm, whole=whole)
     assert not ready.broken and ready.advantages is not None
     logprobs, squares = numbers_of(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32), batch)
@@ -69,17 +69,17 @@ def test_rounding_makes_no_weight_negative() -> None:
     """A policy that is certain: 1 - 2 pi + sum of squares is 0 up to the rounding of float32."""
     rng = np.random.default_rng(0)
     batch = batch_of(1)
-    whole = whole_of(batch, AlgorithmConfig())
+    whole = describe_batch(batch, AlgorithmConfig())
     logs = [np.full(sample.response.size, -1e-7, np.float32) for sample in whole.samples]
     sums = [np.float32(1) - rng.random(sample.response.size).astype(np.float32) * 3e-7 for sample in whole.samples]
     algorithm = AlgorithmConfig(advantage="optimal_token_baseline")
-    late = after_the_model(whole, ModelNumbers(logs, square_sums=sums), algorithm, kl_coeff=0.0, correct=False)
+    late = estimate_late(whole, ModelNumbers(logs, square_sums=sums), algorithm, kl_coeff=0.0, correct=False)
     largest = max(sample.reward for sample in whole.samples)
     assert late.advantages is not None
     assert all(np.abs(row).max() <= largest for row in late.advantages)  # a baseline lies within the returns
 
 
 def test_the_sums_are_made_for_those_who_need_them_alone() -> None:
-    assert needs_of_step(AlgorithmConfig(advantage="optimal_token_baseline")).squares
+    assert step_needs(AlgorithmConfig(advantage="optimal_token_baseline")).squares
     for advantage in ("grpo", "vtrace", "gae"):
-        assert not needs_of_step(AlgorithmConfig(advantage=advantage)).squares
+        assert not step_needs(AlgorithmConfig(advantage=advantage)).squares

@@ -24,7 +24,7 @@ SIZES = st.sampled_from([1, 2, 3])
 
 
 def every(size: int, **layout: int) -> list[Topology]:
-    return [Topology.of(ParallelConfig(**layout), rank=rank, size=size) for rank in range(size)]
+    return [Topology.from_config(ParallelConfig(**layout), rank=rank, size=size) for rank in range(size)]
 
 
 @given(tensor=SIZES, sequence=SIZES, pipeline=SIZES, shares=SIZES)
@@ -64,7 +64,7 @@ def test_neighbours_split_matrices_and_then_rows() -> None:
 )
 def test_a_size_that_does_not_divide_is_refused(size: int, layout: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="do not divide by") as caught:
-        Topology.of(ParallelConfig(**layout), rank=0, size=size)
+        Topology.from_config(ParallelConfig(**layout), rank=0, size=size)
     assert caught.value.code == "config.conflict"
 
 

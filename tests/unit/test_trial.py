@@ -13,7 +13,7 @@ from test_learner_loop import gang, make_batch, make_config, make_learner, model
 
 from asyncrl.errors import AsyncRLError
 from learners.algorithms import registry
-from learners.batch.bad_groups import culprits
+from learners.batch.bad_groups import find_bad_groups
 from learners.gang.gang import Gang
 from learners.step import update
 
@@ -76,7 +76,7 @@ def breaking_loss(how: str) -> Any:
     return of
 
 
-ORIGINAL = update.loss_of
+ORIGINAL = update.loss_for
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -84,7 +84,7 @@ ORIGINAL = update.loss_of
 def test_a_loss_that_breaks_on_two_groups(
     *, gang: Gang, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, minibatches: int
 ) -> None:
-    monkeypatch.setattr(update, "loss_of", breaking_loss(how))
+    monkeypatch.setattr(update, "loss_for", breaking_loss(how))
     extra = f"learner.algorithm.minibatches = {minibatches}"
     batch = spoiled(2, {1: marked, 4: marked})
     buffer, ended, _ = run_of(make_config(model_dir, tmp_path / "bad", extra=extra), gang, {2: batch})
@@ -104,7 +104,7 @@ def test_a_loss_that_breaks_on_two_groups(
 def test_a_sample_that_the_packer_cannot_take(
     gang: Gang, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = registry.advantage_of
+    inner = registry.advantage_for
 
     def of(algorithm: Any) -> Any:
         def advantages(rollouts: Any) -> Any:
@@ -116,7 +116,7 @@ def test_a_sample_that_the_packer_cannot_take(
 
         return advantages
 
-    monkeypatch.setattr(registry, "advantage_of", of)
+    monkeypatch.setattr(registry, "advantage_for", of)
     batch = spoiled(1, {0: lambda _: {"reward": 13.0}, 3: lambda _: {"reward": 14.0}})
     buffer, ended, _ = run_of(make_config(model_dir, tmp_path / "bad"), gang, {1: batch})
     reasons = buried(buffer)
@@ -145,7 +145,7 @@ def test_arrays_of_different_lengths(gang: Gang, model_dir: Path, tmp_path: Path
 def test_a_step_of_poison_alone_is_a_skipped_update(
     gang: Gang, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(update, "loss_of", breaking_loss("raises"))
+    monkeypatch.setattr(update, "loss_for", breaking_loss("raises"))
     every = dict.fromkeys(range(5), marked)
     batches = {2: spoiled(2, every), 4: spoiled(4, every), 5: spoiled(5, every), 6: spoiled(6, every)}
     learner, buffer, _, services = make_learner(make_config(model_dir, tmp_path / "run", steps=6), gang)
@@ -167,7 +167,7 @@ def test_too_little_memory_is_nobodys_fault(
 
         return loss
 
-    monkeypatch.setattr(update, "loss_of", of)
+    monkeypatch.setattr(update, "loss_for", of)
     learner, buffer, _, services = make_learner(make_config(model_dir, tmp_path / "run"), gang)
     with pytest.raises(torch.OutOfMemoryError):
         learner.run()
@@ -184,8 +184,8 @@ def test_the_search_asks_little() -> None:
         asked += 1
         return "bad" if any(one.group in (5, 40) for one in part) else ""
 
-    assert culprits(groups, ask) == {5: "bad", 40: "bad"} and asked <= 2 * 2 * 6
-    assert culprits(groups, lambda part: "too many" if len(part) > 20 else "") == {}
+    assert find_bad_groups(groups, ask) == {5: "bad", 40: "bad"} and asked <= 2 * 2 * 6
+    assert find_bad_groups(groups, lambda part: "too many" if len(part) > 20 else "") == {}
 
 
 class Named(msgspec.Struct):

@@ -1,13 +1,15 @@
 """Training with PyTorch's FSDP2: parameters, gradients and optimizer states sharded over the ranks.
 
-Guarantees, beside those of `base`:
+Guarantees, in addition to those of `learners.backends.base`:
 1. master weights and optimizer states are float32; compute runs in `model.dtype`; gradients are reduced in float32;
 2. packed rows are compared with single sequences by the model's own forward at the start (`self_check`);
-3. a gradient that is not finite changes nothing;
-4. weights leave by layers or by parts of some MiB (`gathering`): one is whole at a time, two where they are lent.
-Every rank reads its own part of the weights where their files allow it (`start_weights`), else the whole model on the
-host before it is sharded: a host with R ranks then needs R copies of the weights in memory while it starts. Rows,
-matrices or experts may be split over ranks (`learners.models.sequence_parallel`, `layout`).
+3. a non-finite gradient changes nothing;
+4. published weights are gathered by layer or in parts of some MiB (`gathering`): one is whole at a time, two with
+   lending.
+
+Every rank reads its own part of the weights if the files allow it (`start_weights`), otherwise the whole model: a host
+with R ranks then needs R copies in memory at the start. Rows, matrices or experts may also be split over ranks
+(`learners.models.sequence_parallel`, `mesh`).
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from learners.backends.fsdp2.process_reward import ProcessRewardModel, wants_pro
 from learners.backends.fsdp2.reference import Reference
 from learners.backends.fsdp2.sharded_module import PLAIN, Rests, Sharded, View
 from learners.backends.hf_folder import write_folder
-from learners.backends.sharded_checkpoint import HostShard, about_of, load_shards, shard_of
+from learners.backends.sharded_checkpoint import HostShard, host_shard, load_shards, read_about
 from learners.batch.micro_batches import MicroBatch, packed_row, padded_rows
 from learners.gang.gang import Gang
 from learners.models.logprobs import TokenNumbers
@@ -70,7 +72,7 @@ class FSDP2Backend:
         self._lora = Lora(hf, decoder_layers(hf), config, gang) if config.learner.lora.rank else None
         self._view: View = PLAIN if self._lora is None else Leaving(self._lora, merged=True)
         self._policy = make_policy(hf, config)
-        self._reference: Reference | None = None  # made when it is first asked for
+        self._reference: Reference | None = None  # created on first use
         self._units, split = shard(self._policy, config, gang)
         optimizer = build_optimizer(self._policy, self._units, config.learner.optim, config, gang.device)
         self._sharded = Sharded(
@@ -79,7 +81,7 @@ class FSDP2Backend:
             optimizer,
             ranks=layout.data_mesh(gang).size(),
             split=split,
-            rests=Rests.of(config, gang.device),
+            rests=Rests.from_config(config, gang.device),
         )
         self._adapters = Adapters(self._lora, self._sharded, config, gang) if self._lora is not None else None
         self.adapters = self._adapters if sends_adapters(config) else None
@@ -108,7 +110,6 @@ class FSDP2Backend:
 
     @torch.no_grad()
     def forward_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs `[N]` of each micro-batch."""
         self._ready()
         try:
             return [self._forward(piece)[0] for piece in micro]
@@ -117,7 +118,6 @@ class FSDP2Backend:
 
     @torch.no_grad()
     def forward_numbers(self, micro: Sequence[MicroBatch], *, squares: bool = False) -> list[TokenNumbers]:
-        """Log-probs and entropies, and with `squares` sums of squares, `[N]` each, of each micro-batch."""
         self._ready()
         found = []
         try:
@@ -132,7 +132,7 @@ class FSDP2Backend:
         return found
 
     def reference_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs `[N]` of each micro-batch under the frozen start weights; those under adapters are at hand."""
+        """With adapters, their base is the reference."""
         if self._lora is not None:
             with self._lora.off():
                 return self.forward_logprobs(micro)
@@ -141,20 +141,17 @@ class FSDP2Backend:
         return self._reference.logprobs(micro)
 
     def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
-        """Forward and backward; gradients add up."""
         return self._sharded.train(micro, self._forward, loss)
 
     def step(self, *, lr: float, max_norm: float) -> UpdateInfo:
-        """Clip by the global norm and update."""
         return UpdateInfo(*self._sharded.step(lr=lr, max_norm=max_norm))
 
     def discard(self) -> float:
-        """Forget the gradients; their global norm."""
         return self._sharded.discard()
 
     @torch.no_grad()
     def self_check(self) -> None:
-        """Three toy sequences in one row (or padded rows) against each alone through the model's full logits."""
+        """Compare three toy sequences in one row (or padded rows) with each alone, by the model's full logits."""
         vocabulary = int(self._config_json.vocab_size)
         samples = toy_samples(vocabulary)
         together = packed_row(samples) if self._config.learner.packing else padded_rows(samples)
@@ -184,7 +181,7 @@ class FSDP2Backend:
         ]
 
     def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-        """Name and bytes as `weight_specs` says, on rank 0; the others take part and get nothing."""
+        """Yield name and bytes in the order of `weight_specs` on rank 0; nothing on the others."""
         gathering = self._gathering()
         found = self._sharded.whole(settle, view=self._view) if gathering is None else gathering.run(settle)
         for name, tensor in found:
@@ -192,7 +189,7 @@ class FSDP2Backend:
                 yield name, tensor_bytes(tensor, self._sent_dtype, lend=settle is not None)
 
     def _gathering(self) -> Gathering | None:
-        """The way by parts to rank 0, where the layout allows it."""
+        """Return the gathering by parts, if the layout allows it."""
         if self._gang.size == 1 or self._view is not PLAIN:
             return None
         self._sharded.reshard()
@@ -204,8 +201,9 @@ class FSDP2Backend:
         return Gathering(named, compute=self._dtype, sent=self._sent_dtype)
 
     def export_hf(self, folder: Path) -> None:
-        """`config.json`, `model.safetensors`, generation config, tokenizer files; by rank 0. The models beside the
-        policy likewise, in folders of their own below it; of adapters merged weights, and themselves below them."""
+        """Companions go into folders below it; with adapters it holds merged weights, and a folder with the
+        adapters.
+        """
         write_folder(
             self._sharded.whole(view=self._view),
             folder,
@@ -222,14 +220,14 @@ class FSDP2Backend:
                 model.export(folder / name)
 
     def _companions(self) -> dict[str, Companion]:
-        """The models that train beside the policy, by the name of their folder in the export."""
+        """Return the companions by the name of their export folder."""
         found = {"critic": self.critic, "process_reward": self.process_reward}
         return {name: model for name, model in found.items() if model is not None}
 
     # ------------------------------------------------------------ checkpoints
 
     def _state(self) -> dict[str, Tensor]:
-        """Every tensor of the training state by name, those of the models beside the policy too."""
+        """Return every tensor of the training state by name, with those of the companions."""
         state = self._sharded.state()
         for model in self._companions().values():
             state |= model.state()
@@ -240,22 +238,21 @@ class FSDP2Backend:
         return "" if self._lora is None else self._lora.identity
 
     def save(self, folder: Path) -> Path:
-        """One safetensors file per rank with its boxes and its generator states."""
+        """Write one safetensors file per rank with its boxes and generator states."""
         return self._shard(copy=False).save(folder)
 
     def snapshot(self) -> Snapshot:
-        """A copy on the host of what `save` would write now."""
         return self._shard(copy=True)
 
     def _shard(self, *, copy: bool) -> HostShard:
         self._device.synchronize()
-        return shard_of(
+        return host_shard(
             self._state(), rank=self._gang.rank, extra=self._device.rng_state(), copy=copy, about=self._identity
         )
 
     def load(self, folder: Path) -> None:
-        """Boxes from the files of any number of ranks; generator states where the number is the same."""
-        check(about_of(folder), self._identity)
+        """Load boxes from any number of files; generator states if the number of ranks is the same."""
+        check(read_about(folder), self._identity)
         extra = load_shards(folder, self._state(), rank=self._gang.rank, ranks=self._gang.size)
         if extra:
             self._device.set_rng_state(extra)

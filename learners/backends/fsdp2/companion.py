@@ -1,13 +1,13 @@
-"""A model that trains beside the policy: sharded like it, with an optimizer of its own, in the same checkpoints.
+"""A model that trains next to the policy: sharded like it, with its own optimizer, in the same checkpoints. Base of
+`critic` and `process_reward`.
 
-Base of `critic` and `process_reward`; made and owned by `fsdp2`. Guarantees:
-1. it shares no tensor with the policy: training one changes no bit of the other;
-2. what it saves lies in the policy's own shard files, under names that begin with its prefix;
+Guarantees:
+1. it shares no tensor with the policy;
+2. its state lies in the policy's shard files, under names with its prefix;
 3. its export is a Hugging Face folder that loads back to the same values (`hf_folder`), with the policy's tokenizer;
-4. `restore` brings weights and optimizer back to `remember`, bit by bit.
-Weight sync knows nothing of it. Several of them need as many times the memory of a policy's weights and optimizer.
+4. `restore` resets weights and optimizer to `remember`, bit by bit.
 
-Example: the critic of a policy with 2 layers: `critic/model/layers.0...`, `critic/exp_avg/...` in shard_00000.
+It is never published. Each one needs the memory of a policy's weights and optimizer.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from learners.backends.base import LossFunction, Micro, to_device
 from learners.backends.fsdp2.mesh import data_mesh
 from learners.backends.fsdp2.sharded_module import Rests, Sharded
 from learners.backends.hf_folder import write_folder
-from learners.backends.sharded_checkpoint import parts_of
+from learners.backends.sharded_checkpoint import local_parts
 from learners.batch.micro_batches import MicroBatch, packed_row, padded_rows
 from learners.gang.gang import Gang
 
 
 class Companion:
-    """One rank's part of it. `module` is a root module such as `PolicyModel` or `ScoreModel`, on the host."""
+    """One rank's part. `module` is a root module such as `PolicyModel` or `ScoreModel`, on the host."""
 
     def __init__(self, module: Any, settings: CompanionConfig, config: Config, gang: Gang, *, prefix: str) -> None:
         from learners.backends.fsdp2.loading import build_optimizer, shard
@@ -45,7 +45,12 @@ class Companion:
         units, split = shard(module, config, gang)
         optimizer = build_optimizer(module, units, settings, config, gang.device)
         self._sharded = Sharded(
-            module, units, optimizer, ranks=data_mesh(gang).size(), split=split, rests=Rests.of(config, gang.device)
+            module,
+            units,
+            optimizer,
+            ranks=data_mesh(gang).size(),
+            split=split,
+            rests=Rests.from_config(config, gang.device),
         )
         self._sharded.rest()
         self._memory: dict[str, Tensor] | None = None
@@ -57,7 +62,7 @@ class Companion:
 
     @torch.no_grad()
     def forward(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
-        """What it says of each response token, `[N]` by micro-batch, without gradient. Collective."""
+        """Return its output for each response token, `[N]` by micro-batch, without gradient. Collective."""
         self._sharded.wake()
         self._model.train()
         try:
@@ -67,21 +72,17 @@ class Companion:
             self._sharded.rest()
 
     def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
-        """Forward and backward over all micro-batches; this rank's sums for metrics. Collective."""
         self._sharded.wake()
         return self._sharded.train(micro, self._forward, loss)
 
     def clip(self, max_norm: float) -> float:
-        """Clip the gradients to a global norm; what it was. Collective."""
         return self._sharded.clip(max_norm)
 
     def apply(self, lr: float) -> None:
-        """Update with the gradients as they are, and forget them."""
         self._sharded.apply(lr)
         self._sharded.rest()
 
     def discard(self) -> None:
-        """Forget the gradients without an update."""
         self._sharded.forget()
         self._sharded.reshard()
         self._sharded.rest()
@@ -89,52 +90,50 @@ class Companion:
     # ------------------------------------------------------------ undo
 
     def remember(self) -> None:
-        """Copy this rank's weights and optimizer states to the host, for `restore`."""
+        """Copy this rank's weights and optimizer states to the host."""
         self._memory = {
             name + part: held.detach().to("cpu", copy=True)
             for name, value in self.state().items()
-            for part, held in parts_of(value).items()
+            for part, held in local_parts(value).items()
         }
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Back to what `remember` saw; nothing where there is nothing remembered."""
         memory, self._memory = self._memory, None
         if memory is not None:
             self.discard()
             for name, value in self.state().items():
-                for part, held in parts_of(value).items():
+                for part, held in local_parts(value).items():
                     held.copy_(memory[name + part])
 
     def release(self) -> None:
-        """Drop what `remember` saw."""
         self._memory = None
 
     # ------------------------------------------------------------ for the backend
 
     @torch.no_grad()
     def self_check(self) -> None:
-        """Three toy sequences in one row (or padded rows) against each alone."""
+        """Compare three toy sequences in one row (or padded rows) with each alone."""
         from learners.backends.base import PACKING_LIMIT, toy_samples
         from learners.backends.fsdp2.loading import plain_attention
 
         samples = toy_samples(int(self._model.model.config.vocab_size))
         together = packed_row(samples) if self._config.learner.packing else padded_rows(samples)
-        [rows] = self._said([together])
+        [rows] = self._outputs([together])
         with plain_attention(self._model.model, self._config):
-            said = self._said([packed_row([one]) for one in samples])
+            said = self._outputs([packed_row([one]) for one in samples])
         singles = [torch.cat(parts) for parts in zip(*said, strict=True)]
         worst = max(float((left - right).abs().max()) for left, right in zip(rows, singles, strict=True))
         if not worst <= PACKING_LIMIT[self._config.model.dtype]:
             name = type(self._model.model).__name__
-            raise AsyncRLError("learner.packing", f"what {name} says differs by {worst:.3g}")
+            raise AsyncRLError("learner.packing", f"outputs of {name} differ by {worst:.3g}")
 
-    def _said(self, micro: Sequence[MicroBatch]) -> Sequence[Sequence[Tensor]]:
-        """All that it says of each micro-batch."""
+    def _outputs(self, micro: Sequence[MicroBatch]) -> Sequence[Sequence[Tensor]]:
+        """Return all outputs for each micro-batch."""
         return [(found,) for found in self.forward(micro)]
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor of its training state by name."""
+        """Return every tensor of the training state by name."""
         return self._sharded.state(self._prefix)
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:

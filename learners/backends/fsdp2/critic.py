@@ -1,12 +1,11 @@
-"""The critic: a value model beside the policy, sharded like it, with an optimizer of its own.
+"""The critic: a value model next to the policy, for estimators that need values (GAE, V-trace).
 
-Made by `FSDP2Backend` where the estimator in force needs values (GAE, V-trace). Guarantees:
-1. the body is that of `learner.critic.model` (the start weights of the policy where it is empty) with a scalar head; a
-   reward model's folder gives its head too, else the head begins as small noise from `run.seed`, equal on every rank;
-2. `V_t` is read from the hidden state BEFORE token t: it knows the prompt and the tokens before t, never t itself;
+Guarantees:
+1. the body is `learner.critic.model` (by default the policy's start weights) with a scalar head. A reward model's
+   folder also gives its head; otherwise the head starts as small noise from `run.seed`, equal on every rank;
+2. `V_t` is read from the hidden state BEFORE token t: it knows the prompt and earlier tokens, never t itself;
 3. packed rows are compared with single sequences at the start, as for the policy;
-4. its export is the folder of a reward model: body and head load back where `learner.critic.model` names it.
-What it shares with other models beside the policy (updates, checkpoints under `critic/`) is in `companion`.
+4. its export is a reward model's folder: body and head load again as `learner.critic.model`.
 
 Example: prompt of 3 tokens, response of 2: their values are read at the tokens 2 and 3 of the sequence (from 0), the
 value after the last one at token 4.
@@ -31,18 +30,16 @@ PREFIX = "critic/"
 
 
 class ValueModel(ScoreModel):
-    """A scalar head over a language model's body, read at the token that predicts the target."""
+    """A scalar head on a language model's body, read at the token that predicts the target."""
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, positions: Tensor, targets: Tensor, *, whole: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Values `[N]` of the prefixes that end at `positions` `[N]`, and zeros `[N]` in the place of entropies."""
+        """Return values `[N]` of the prefixes that end at `positions` `[N]`, and zeros `[N]` in place of entropies."""
         return super().forward(input_ids, position_ids, positions - 1, targets, whole=whole)
 
 
 class Critic(Companion):
-    """One rank's part. See `learners.backends.base.Critic`."""
-
     def __init__(self, config: Config, gang: Gang) -> None:
         from learners.backends.fsdp2.loading import load_model
 
@@ -52,7 +49,6 @@ class Critic(Companion):
 
     @torch.no_grad()
     def values(self, micro: Sequence[MicroBatch]) -> list[Values]:
-        """Values of each micro-batch, without gradient. Collective."""
         self._sharded.wake()
         self._model.train()
         try:
@@ -69,15 +65,15 @@ class Critic(Companion):
         both, _ = self._model(t.input_ids, t.position_ids, places, places)
         return Values(both[:count], both[count:])
 
-    def _said(self, micro: Sequence[MicroBatch]) -> list[Values]:
+    def _outputs(self, micro: Sequence[MicroBatch]) -> list[Values]:
         return self.values(micro)
 
 
 def wants_critic(config: Config) -> bool:
-    """Whether the estimator in force needs values."""
+    """Whether the estimator needs values."""
     if config.learner.mode != "rl":
         return False
-    from learners.algorithms.registry import needs_of
+    from learners.algorithms.registry import needs_for
 
-    needs: Any = needs_of(config.learner.algorithm)
+    needs: Any = needs_for(config.learner.algorithm)
     return bool({"critic", "values"} & set(needs))

@@ -1,17 +1,18 @@
-"""Weights of several ranks, whole on rank 0: each rank sends its rows of many tensors at once, to nobody else.
+"""Gathers the weights of several ranks on rank 0: each rank sends its rows of many tensors at once.
 
-FSDP's own way is an all-gather by layer, which gives every rank what
-only rank 0 needs, in the dtype of compute. Guarantees:
-1. the bytes are those of `Sharded.whole` cast to the dtype that is sent: cast to that of compute first;
-2. tensors come in the order of the units; at most two parts of `PART_BYTES` (or one tensor, if larger) are whole at a
-   time, and the rows of a third one are on their way;
-3. with `settle` a part stays as it is until that was called, which happens before its memory is used again;
+FSDP's own all-gather by layer gives every rank what only rank 0 needs, in the compute dtype.
+
+Guarantees:
+1. the bytes equal those of `Sharded.whole` cast to the published dtype;
+2. tensors come in the order of the units; at most two parts of `PART_BYTES` (or one larger tensor) are whole at a time,
+   and the rows of a third are in transfer;
+3. with `settle`, a part stays unchanged until `settle` was called, before its memory is used again;
 4. collective: every rank exhausts it, also those that send nothing (other copies of HSDP).
-Only tensors that are split by rows over one dimension of a mesh can leave so (`fits`): no tensor or expert places, no
-parameters in host memory beside an accelerator, no adapters.
 
-Example: ranks 0 and 1, a weight `[5, 2]`: rank 0 holds rows 0-2, rank 1 rows 3-4; a part of that weight alone is 6
-numbers of each, as rank 1 fills up with zeros.
+Only tensors split by rows over one mesh dimension are supported (`fits`): no tensor or expert places, no parameters in
+host memory with an accelerator, no adapters.
+Example: ranks 0 and 1, a weight `[5, 2]`: rank 0 holds rows 0-2, rank 1 rows 3-4; each sends 6 numbers, rank 1 with
+padding.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class Row(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Elements of the whole tensor."""
         return torch.Size(self.shape).numel()
 
 
 def fits(parameters: Sequence[Any], *, device: str) -> bool:
-    """Whether all of them are split by rows over one and the same group of ranks, on this kind of device."""
+    """Whether all parameters are split by rows over the same group of ranks, on this kind of device."""
     groups = set()
     for parameter in parameters:
         if not isinstance(parameter, DTensor) or parameter.to_local().device.type != device:
@@ -53,14 +54,14 @@ def fits(parameters: Sequence[Any], *, device: str) -> bool:
     return len(groups) == 1
 
 
-def rows_of(total: int, *, rank: int, ranks: int) -> tuple[int, int]:
-    """First row of this rank's share and the one after its last, as `torch.chunk` cuts."""
+def share_rows(total: int, *, rank: int, ranks: int) -> tuple[int, int]:
+    """Return the first row of this rank's share and the row after its last, as `torch.chunk` splits."""
     each = -(-total // ranks)
     return min(rank * each, total), min((rank + 1) * each, total)
 
 
-def parts_of(rows: Sequence[Row], *, itemsize: int, part_bytes: int = PART_BYTES) -> list[list[Row]]:
-    """Neighbours together up to `part_bytes`; a larger tensor alone."""
+def group_rows(rows: Sequence[Row], *, itemsize: int, part_bytes: int = PART_BYTES) -> list[list[Row]]:
+    """Group neighbours up to `part_bytes`; a larger tensor alone."""
     parts: list[list[Row]] = []
     room = 0
     for row in rows:
@@ -74,7 +75,7 @@ def parts_of(rows: Sequence[Row], *, itemsize: int, part_bytes: int = PART_BYTES
 
 
 class Gathering:
-    """One pass over the weights. `named`: parameters in the order in which they leave."""
+    """One pass over the weights. `named`: parameters in publishing order."""
 
     def __init__(
         self, named: Sequence[tuple[str, Any]], *, compute: torch.dtype, sent: torch.dtype, part_bytes: int = PART_BYTES
@@ -84,15 +85,15 @@ class Gathering:
         self._ranks = dist.get_world_size(self._group)
         self._rank = dist.get_rank(self._group)
         self._lead = dist.get_rank() == 0
-        self._target = dist.get_global_rank(self._group, 0)  # of another copy of the model: gathers for nobody
+        self._target = dist.get_global_rank(self._group, 0)  # not 0 in other copies of the model
         self._asked = self._target == 0
         self._compute, self._sent = compute, sent
         rows = [Row(name, tuple(parameter.shape), parameter.to_local().detach()) for name, parameter in named]
-        self._parts = parts_of(rows, itemsize=sent.itemsize, part_bytes=part_bytes)
+        self._parts = group_rows(rows, itemsize=sent.itemsize, part_bytes=part_bytes)
 
     @torch.no_grad()
     def run(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor of each, on rank 0; the others get nothing."""
+        """Yield name and whole tensor of each on rank 0; nothing on the others."""
         if not self._asked:
             return
         settle = settle or _nothing
@@ -103,7 +104,7 @@ class Gathering:
             for number, part in enumerate(self._parts):
                 under_way.wait()  # bounded: the timeout of the group
                 made = self._assemble(part, arriving, wholes[number % 2]) if self._lead else []
-                settle()  # of the part before: its memory is the next one's
+                settle()  # of the previous part: its memory is used next
                 if number + 1 < len(self._parts):
                     under_way = self._begin(number + 1, arriving)
                 yield from made
@@ -112,7 +113,7 @@ class Gathering:
             under_way.wait()  # bounded: the timeout of the group; a second wait returns at once
 
     def _shared(self, part: Sequence[Row]) -> int:
-        """Elements that every rank sends of a part: rank 0 has the most rows of each tensor."""
+        """Return the elements that every rank sends of a part: rank 0 has the most rows of each tensor."""
         return sum(-(-row.shape[0] // self._ranks) * row.numel // row.shape[0] for row in part if row.numel)
 
     def _room(self) -> Tensor:
@@ -120,7 +121,7 @@ class Gathering:
         return torch.empty(largest, dtype=self._sent, device=self._parts[0][0].own.device)
 
     def _room_of_shares(self) -> Tensor:
-        """`[ranks, share]` on rank 0; `[1, share]`, what is sent, on the others."""
+        """Return `[ranks, share]` on rank 0; `[1, share]` for sending on the others."""
         largest = max(map(self._shared, self._parts))
         ranks = self._ranks if self._lead else 1
         return torch.zeros(ranks, largest, dtype=self._sent, device=self._parts[0][0].own.device)
@@ -140,17 +141,17 @@ class Gathering:
         return dist.gather(own, into, dst=self._target, group=self._group, async_op=True)
 
     def _assemble(self, part: Sequence[Row], shares: Tensor, whole: Tensor) -> list[tuple[str, Tensor]]:
-        """The whole tensors of a part, one behind the other in `whole`."""
+        """Return the whole tensors of a part, consecutively in `whole`."""
         made = []
         at = 0
-        ends = [0] * self._ranks  # how far each rank's share has been read
+        ends = [0] * self._ranks  # read position in each rank's share
         for row in part:
             tensor = whole[at : at + row.numel].view(row.shape)
             at += row.numel
             made.append((row.name, tensor))
             width = row.numel // row.shape[0] if row.numel else 0
             for rank in range(self._ranks):
-                first, end = rows_of(row.shape[0], rank=rank, ranks=self._ranks)
+                first, end = share_rows(row.shape[0], rank=rank, ranks=self._ranks)
                 count = (end - first) * width
                 tensor[first:end].view(-1).copy_(shares[rank, ends[rank] : ends[rank] + count])
                 ends[rank] += count
@@ -158,11 +159,9 @@ class Gathering:
 
 
 class _Done:
-    """A gather of one rank."""
+    """The gather of a single rank."""
 
-    def wait(self) -> None:
-        """Nothing to wait for."""
+    def wait(self) -> None: ...
 
 
-def _nothing() -> None:
-    """Nobody was lent anything."""
+def _nothing() -> None: ...

@@ -1,4 +1,4 @@
-"""Loading a model for FSDP2, splitting it over the ranks, and the small parts that all of its models share."""
+"""Loads a model for FSDP2 and splits it over the ranks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from learners.models.score_model import ScoreModel, load_scorer
 def load_model(
     config: Config, device: Device, *, path: str = "", scorer: bool = False, say: Callable[[str], Any] = str
 ) -> Any:
-    """The causal language model of `path` (else `model.path`) with float32 weights, on the host or (`learner.load`)
-    yet to be read by `shard`, without a cache.
+    """Return the causal language model of `path` (default `model.path`) with float32 weights, without a cache: on the
+    host, or (`learner.load`) for `shard` to read.
 
-    `scorer`: its body with a scalar head, as in mode reward_model. `say` is told why it was read whole.
+    `scorer`: its body with a scalar head, as in mode reward_model. `say` reports why it was read whole.
     """
     from transformers import AutoModelForCausalLM
 
-    wanted = attention.chosen(config.model.attn_implementation, device, config.model.dtype)
+    wanted = attention.select_kernel(config.model.attn_implementation, device, config.model.dtype)
     options: dict[str, Any] = {
         "dtype": torch.float32,
         "attn_implementation": wanted,
@@ -44,7 +44,7 @@ def load_model(
     }
     path, scorer = path or config.model.path, scorer or config.learner.mode == "reward_model"
     try:
-        model = _in_parts(config, path, scorer=scorer, say=say, **options)
+        model = _load_parts(config, path, scorer=scorer, say=say, **options)
         if model is None and scorer:
             model = load_scorer(path, seed=config.run.seed, **options)
         elif model is None:
@@ -55,7 +55,7 @@ def load_model(
     if config.model.attn_implementation == attention.VARLEN_SETTING:
         attention.install(model, attention.VARLEN)
     elif config.model.attn_implementation == "auto" and wanted == "sdpa" and not config.learner.compile:
-        attention.install(model)  # lengths of sequences are read from the device: compiled layers have the dense mask
+        attention.install(model)  # compiled layers use the dense mask
     if config.learner.liger:
         liger.install(model, device)
     if config.learner.gradient_checkpointing:
@@ -64,13 +64,13 @@ def load_model(
     return model
 
 
-def _in_parts(config: Config, path: str, *, scorer: bool, say: Callable[[str], Any], **options: Any) -> Any | None:
-    """The model without its weights, which `shard` reads; None where it must be, or shall be, read whole."""
+def _load_parts(config: Config, path: str, *, scorer: bool, say: Callable[[str], Any], **options: Any) -> Any | None:
+    """Return the model without weights, for `shard` to read; None if it must be read whole."""
     how = config.learner.load
-    if how == "whole" or (config.learner.lora.rank and path == config.model.path):  # adapters go into a whole model
+    if how == "whole" or (config.learner.lora.rank and path == config.model.path):  # adapters need a whole model
         return None
     try:
-        return start_weights.described(path, scorer=scorer, seed=config.run.seed, **options)
+        return start_weights.describe_model(path, scorer=scorer, seed=config.run.seed, **options)
     except start_weights.Unfit as why:
         if how == "parts":
             raise ConfigError("config.model", f"{path}: {why}", where="learner.load = 'parts'") from why
@@ -79,14 +79,14 @@ def _in_parts(config: Config, path: str, *, scorer: bool, say: Callable[[str], A
 
 
 def make_policy(hf: Any, config: Config) -> PolicyModel | ScoreModel:
-    """The root module: log-probs of a language model, or scores of a reward model."""
+    """Return the root module: log-probs of a language model, or scores of a reward model."""
     if config.learner.mode == "reward_model":
         return ScoreModel(hf)
     return PolicyModel(hf, temperature=config.sampling.temperature, chunk_tokens=config.learner.logprob_chunk_tokens)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: the classes that the model says must not be split, else its longest list of modules."""
+    """Return the repeated blocks: classes that the model must not split, otherwise its longest list of modules."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__ in classes]
     if found:
@@ -96,7 +96,9 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def shard(policy: PolicyModel | ScoreModel, config: Config, gang: Gang) -> tuple[list[Any], layout.Split]:
-    """Split as `[learner.parallel]` says, and `fully_shard` every decoder layer and the root; the units, root first."""
+    """Split as in `[learner.parallel]` and apply `fully_shard` to every decoder layer and the root. Return the units,
+    root first.
+    """
     mesh, device = layout.data_mesh(gang), gang.device
     dtype = DTYPES[config.model.dtype][1]
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -124,12 +126,13 @@ def shard(policy: PolicyModel | ScoreModel, config: Config, gang: Gang) -> tuple
 def build_optimizer(
     module: nn.Module, units: Sequence[nn.Module], optim: OptimConfig, config: Config, device: Device
 ) -> Optimizers:
-    """The optimizer of a sharded module: fused where the device can and the states are on it. `units`: root first."""
+    """Return the optimizer of a sharded module: fused if the device supports it and holds the states."""
     fused = device.supports("fused_adamw") and not config.learner.cpu_offload
     return make_optimizer(module, units[1:], optim, fused=fused)
 
 
 def plain_attention(model: Any, config: Config) -> AbstractContextManager[None]:
-    """Single sequences of the check at the start: by a kernel that is not the one under test. Compiled layers stay as
-    they are, since they would be compiled once more."""
+    """For the check at the start: use another kernel than the tested one. Compiled layers stay, as they would compile
+    again.
+    """
     return nullcontext() if config.learner.compile else attention.plain(model)

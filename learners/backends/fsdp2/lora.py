@@ -1,20 +1,19 @@
-"""LoRA adapters on a policy that FSDP2 shards: added by peft, trained alone, published, exported, told apart.
+"""LoRA adapters on a policy sharded by FSDP2: added by peft, trained alone, published and exported.
 
-`W = W0 + s B A` with A `[r, in]`, B `[out, r]` and s = alpha / r
-(arXiv 2106.09685, equation 3) or alpha / sqrt(r) (arXiv 2312.03732, equation 4). Guarantees:
-1. adapters alone have gradients, optimizer states and a place in checkpoints; the base is in `model.dtype` (its compute
-   precision, so nothing is rounded twice), adapters are float32;
-2. every rank draws the same A from `run.seed`; B is 0: the start weights are those of `model.path`;
+`W = W0 + s B A` with A `[r, in]`, B `[out, r]` and s = alpha / r (arXiv 2106.09685, equation 3) or alpha / sqrt(r)
+(arXiv 2312.03732, equation 4). Guarantees:
+1. only adapters have gradients, optimizer states and a place in checkpoints; the base is in `model.dtype`, adapters are
+   float32;
+2. every rank draws the same A from `run.seed`; B is 0, so training starts from `model.path`;
 3. `off` gives the base alone, bit by bit, without a second model;
-4. what leaves is what was computed with: adapters in `model.dtype`, and merged weights are `W0 + s B A` in float32,
-   rounded once, as an engine that takes adapters makes them;
-5. a checkpoint says for which weights (a digest of the files of `model.path`) and in which form its adapters are:
-   others are refused.
-Only linear layers inside the decoder layers get adapters: no embeddings, no head, no fused experts. Dropout is on where
-gradients are computed and nowhere else.
+4. published numbers equal the computed ones: adapters in `model.dtype`, and merged weights are `W0 + s B A` in float32,
+   rounded once, as an engine with adapters computes them;
+5. a checkpoint stores the digest of its base weights and the form of its adapters; others are refused.
 
+Only linear layers inside the decoder layers get adapters: no embeddings, head or fused experts. Dropout is active only
+while gradients are computed.
 Example: Qwen3 with 2 layers and rank 8: 14 pairs; checkpoints hold `model/...q_proj.lora_A.default.weight`, its two
-moments and step count, and likewise B.
+moments and step count, and the same for B.
 """
 
 from __future__ import annotations
@@ -35,25 +34,25 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from learners.backends.base import WeightSpec
 from learners.backends.fsdp2.sharded_module import OWN, Sharded
 from learners.gang.gang import Gang
-from learners.models.logprobs import whole_of
+from learners.models.logprobs import gather_whole
 from weightsync.encoding.adapter import A, AdapterConfig, B, adapter_product, config_text, peft_name
 
-FOLDER = "adapter"  # below that of the merged export
-_NAME = "default"  # as peft calls an adapter that has no name
-_BASE = ".base_layer."  # what peft puts into the names of weights under an adapter
+FOLDER = "adapter"  # below the merged export
+_NAME = "default"  # peft's name of an unnamed adapter
+_BASE = ".base_layer."  # peft's infix in names of weights under an adapter
 
 
 class Lora:
-    """The adapters in a model. `modules`: names of the linear layers, sorted; `identity`: what a checkpoint is for."""
+    """The adapters of a model. `modules`: names of the linear layers, sorted; `identity`: stored in checkpoints."""
 
     def __init__(self, hf: Any, layers: Sequence[nn.Module], config: Config, gang: Gang) -> None:
         """Add adapters to a model with float32 weights, on the host. Collective.
 
         Raises:
-            ConfigError: `config.model`, where it has no such layers; `config.extra` without peft.
+            ConfigError: `config.model`: it has no such layers; `config.extra`: peft is missing.
         """
         wanted = config.learner.lora
-        targets = targets_of(hf, layers, wanted.target_modules)
+        targets = find_targets(hf, layers, wanted.target_modules)
         self.settings = AdapterConfig(wanted.rank, wanted.alpha, targets, wanted.rslora)
         self._peft = _inject(hf, self.settings, dropout=wanted.dropout, seed=config.run.seed)
         found = {name: layer for name, layer in hf.named_modules() if hasattr(layer, A)}
@@ -61,7 +60,7 @@ class Lora:
         self._layers = list(found.values())
         self._freeze(hf, config.model.dtype)
         folder = Path(config.model.path)
-        base = gang.share(digest_of(folder).encode() if gang.lead else None).decode()
+        base = gang.share(weights_digest(folder).encode() if gang.lead else None).decode()
         self.identity = json.dumps({"base": base, "adapter": config_text(self.settings)}, sort_keys=True)
 
     def _freeze(self, hf: Any, dtype: str) -> None:
@@ -72,13 +71,13 @@ class Lora:
             parameter.data = parameter.data.to(torch.float32 if _is_adapter(name) else DTYPES[dtype][1])
 
     def quiet(self) -> None:
-        """No dropout from now on, until the model is told to train."""
+        """Disable dropout until the next training pass."""
         for layer in self._layers:
             layer.lora_dropout.eval()
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The base alone. Not by peft's own switch, which also freezes the adapters."""
+        """Use the base alone. Peft's own switch would also freeze the adapters."""
         self._switch(off=True)
         try:
             yield
@@ -93,12 +92,12 @@ class Lora:
     # ------------------------------------------------------------ what leaves
 
     def pairs(self) -> Iterator[str]:
-        """The names of the adapters' parameters in the model, in the order in which they leave."""
+        """Yield the names of the adapters' parameters, in publishing order."""
         for module in self.modules:
             yield from (f"{module}.{half}.{_NAME}.weight" for half in (A, B))
 
     def check(self, said: str) -> None:
-        """Raise `learner.checkpoint` where a checkpoint is of other adapters, or for another base."""
+        """Raise `learner.checkpoint` if a checkpoint has other adapters or another base."""
         check(said, self.identity)
 
     def save_settings(self, folder: Path, base: str) -> None:
@@ -107,18 +106,18 @@ class Lora:
 
 
 class Leaving:
-    """The weights of a model with adapters under the names of one without (`sharded.View`)."""
+    """Publishes a model with adapters under the names of one without (`sharded_module.View`)."""
 
     def __init__(self, lora: Lora, *, merged: bool) -> None:
-        """`merged`: with the adapters added, else the base alone."""
+        """`merged`: with the adapters added; otherwise the base alone."""
         self._scaling = lora.settings.scaling if merged else None
 
     def name(self, own: str) -> str:
-        """By which a parameter leaves; empty: it does not."""
+        """Return the published name of a parameter; empty: it is not published."""
         return "" if _is_adapter(own) else own.removeprefix(OWN).replace(_BASE, ".")
 
     def value(self, own: str, tensor: Tensor, parameter: Callable[[str], Tensor]) -> Tensor:
-        """What leaves for a parameter; others of its unit are whole as well."""
+        """Return the published tensor of a parameter; others of its unit are whole as well."""
         if self._scaling is None or not own.endswith(f"{_BASE}weight"):
             return tensor
         module = own.removesuffix(f"{_BASE}weight")
@@ -140,7 +139,6 @@ class Adapters:
         self._base = Leaving(lora, merged=False)
 
     def specs(self) -> list[WeightSpec]:
-        """What `iter_weights` gives, in its order."""
         return [
             WeightSpec(peft_name(name), self._sent_name, tuple(self._sharded.root.get_parameter(OWN + name).shape))
             for name in self._lora.pairs()
@@ -148,15 +146,14 @@ class Adapters:
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """peft's names and whole tensors, in the precision that is computed with. Collective."""
+        """Yield peft's names and whole tensors, in compute precision. Collective."""
         self._sharded.reshard()
         for name in self._lora.pairs():
             parameter = self._sharded.root.get_parameter(OWN + name).detach()
-            # Offloaded ones are on the host, where the group of a mesh may have no transport.
-            yield peft_name(name), whole_of(parameter.to(device=self._gang.device.torch_device, dtype=self._dtype))
+            # Offloaded parameters are on the host, where the mesh's group may have no transport.
+            yield peft_name(name), gather_whole(parameter.to(device=self._gang.device.torch_device, dtype=self._dtype))
 
     def iter_weights(self) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-        """Name and bytes as `specs` says, on rank 0; the others take part and get nothing."""
         from learners.backends.base import tensor_bytes
 
         for name, tensor in self.tensors():
@@ -164,7 +161,6 @@ class Adapters:
                 yield name, tensor_bytes(tensor, self._sent_dtype, lend=False)
 
     def iter_base(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-        """As `iter_hf_weights`, without the adapters."""
         from learners.backends.base import tensor_bytes
 
         for name, tensor in self._sharded.whole(settle, view=self._base):
@@ -184,7 +180,7 @@ class Adapters:
 
 
 def check(said: str, wanted: str) -> None:
-    """Raise `learner.checkpoint` where a checkpoint's identity (empty: of all weights) is not the wanted one."""
+    """Raise `learner.checkpoint` if a checkpoint's identity (empty: of all weights) is not the expected one."""
     if said == wanted:
         return
     if not said or not wanted:
@@ -198,8 +194,8 @@ def check(said: str, wanted: str) -> None:
     raise AsyncRLError("learner.checkpoint", why, where="learner.lora")
 
 
-def digest_of(folder: Path) -> str:
-    """blake3 of the weight files of a model folder, in the order of their names."""
+def weights_digest(folder: Path) -> str:
+    """Return the blake3 digest of a model folder's weight files, in the order of their names."""
     from blake3 import blake3
 
     digest = blake3(max_threads=blake3.AUTO)
@@ -208,11 +204,11 @@ def digest_of(folder: Path) -> str:
     return digest.hexdigest(length=16)
 
 
-def targets_of(hf: Any, layers: Sequence[nn.Module], wanted: Sequence[str]) -> tuple[str, ...]:
-    """Last parts of the names of the linear layers that get an adapter, sorted.
+def find_targets(hf: Any, layers: Sequence[nn.Module], wanted: Sequence[str]) -> tuple[str, ...]:
+    """Return the last parts of the names of linear layers that get an adapter, sorted.
 
     Raises:
-        ConfigError: `config.model`, where there are none, or some of that name lie outside the decoder layers.
+        ConfigError: `config.model`: there are none, or some with that name lie outside the decoder layers.
     """
     inside = {id(module) for layer in layers for module in layer.modules()}
     linear = {name: id(module) in inside for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
@@ -229,12 +225,12 @@ def targets_of(hf: Any, layers: Sequence[nn.Module], wanted: Sequence[str]) -> t
 
 
 def _inject(hf: Any, settings: AdapterConfig, *, dropout: float, seed: int) -> Any:
-    """Put peft's layers into the model, in place; peft's settings."""
+    """Insert peft's layers into the model and return peft's settings."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError("config.extra", f"learner.lora.rank needs peft: {error}", where="learner.lora") from error
-    alpha: Any = settings.lora_alpha  # other readers of the file want a whole number where it is one
+    alpha: Any = settings.lora_alpha  # other readers of the file expect an integer
     made = LoraConfig(
         r=settings.r,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
@@ -247,7 +243,7 @@ def _inject(hf: Any, settings: AdapterConfig, *, dropout: float, seed: int) -> A
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(made, hf)
-    made.target_modules = list(settings.target_modules)  # sorted, where peft has a set
+    made.target_modules = list(settings.target_modules)  # sorted; peft stores a set
     return made
 
 

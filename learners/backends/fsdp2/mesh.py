@@ -1,15 +1,16 @@
-"""Meshes of a gang, and models split over ranks before FSDP shards them: matrices, experts, rows.
+"""Meshes of a gang, and the split of models over ranks before FSDP: matrices, experts, rows.
 
-Which module is split how is the model's own plan in
-transformers (`DistributedConfig`); what is done with it is here. Guarantees:
+The model's own plan in transformers (`DistributedConfig`) decides how modules are split. This is the only module that
+uses these young interfaces.
+
+Guarantees:
 1. tensor parallelism: gradients of weights that every tensor rank holds whole but uses on its own heads (q_norm,
-   k_norm) are in `Split.partial`: they are summed once an update, not once a micro-batch as transformers' hooks do,
-   which counts the first micro-batches several times where gradients add up;
+   k_norm) are in `Split.partial` and are summed once per update. The hooks of transformers would sum them once per
+   micro-batch, which counts early micro-batches several times;
 2. expert parallelism: gradients of experts are sums over all shares, like all others;
-3. a plan that cuts fused matrices into pieces that do not lie together is refused: a checkpoint could not be read in
-   another layout;
-4. a model without a plan, or with one that does not divide, is `config.model`, before anything is trained.
-The plans and what applies them are young in transformers: this is the one module that touches them.
+3. a plan that splits fused matrices into separate pieces is refused, because another layout could not read its
+   checkpoint;
+4. a model without a plan, or with one that does not divide, raises `config.model` before training.
 
 Example: 4 ranks with tensor = 2: mesh (shard 2, tensor 2); q_proj `[64, 32]` is `[16, 32]` on every rank, q_norm `[8]`
 is `[4]`, the same on ranks 0 and 1.
@@ -30,13 +31,14 @@ from asyncrl.config.rules import learner
 from asyncrl.errors import ConfigError
 from learners.gang.gang import Gang
 
-#: Of a plan: a weight that is whole on every tensor rank, with a gradient of its own heads.
+#: In a plan: a weight that is whole on every tensor rank, with the gradient of the rank's own heads.
 PARTIAL = "replicated_with_grad_allreduce"
 
 
 class Split(NamedTuple):
-    """What was split. `partial`: parameters, by name, whose gradients are to be summed over `group`; `experts`: modules
-    that FSDP shards by themselves, with the mesh it does so over."""
+    """Result of a split. `partial`: names of parameters whose gradients are summed over `group`; `experts`: modules
+    that FSDP shards separately, over `expert_mesh`.
+    """
 
     partial: tuple[str, ...] = ()
     group: Any = None
@@ -45,7 +47,7 @@ class Split(NamedTuple):
 
 
 def check(gang: Gang) -> None:
-    """Raise `config.conflict` for layouts that FSDP2 has not: where the gang is larger than `asyncrl check` knew."""
+    """Raise `config.conflict` for layouts without support in FSDP2."""
     place, able = gang.topology, learner.SPLITS["fsdp2"]
     if unfit := [name for name in learner.NAMES if getattr(place, name) > 1 and name not in able]:
         why = f"backend 'fsdp2' cannot split so; it has {', '.join(able)}"
@@ -53,10 +55,10 @@ def check(gang: Gang) -> None:
 
 
 def data_mesh(gang: Gang) -> DeviceMesh:
-    """The ranks over which weights are sharded and gradients reduced: `[shard]`, or `[replicate, shard]` (HSDP).
+    """Return the ranks over which weights are sharded and gradients reduced: `[shard]`, or `[replicate, shard]` (HSDP).
 
     Raises:
-        ConfigError: `config.conflict`, for layouts that this backend has not.
+        ConfigError: `config.conflict`: a layout without support in this backend.
     """
     check(gang)
     place = gang.topology
@@ -73,17 +75,17 @@ def _grid(gang: Gang) -> DeviceMesh:
 
 
 def split(model: Any, gang: Gang) -> Split:
-    """Split a model of transformers as its plans and the topology say; FSDP comes after it. Collective.
+    """Split a model of transformers by its plans and the topology, before FSDP. Collective.
 
     Raises:
-        ConfigError: `config.model`, where its plans do not fit.
+        ConfigError: `config.model`: its plans do not fit.
     """
     place = gang.topology
     if place.tensor == place.expert == 1:
         return Split()
     try:
         return _tensors(model, gang) if place.tensor > 1 else _experts(model, gang)
-    except ValueError as error:  # what transformers says of a model without a plan, or with one that does not divide
+    except ValueError as error:  # the model has no plan, or it does not divide
         raise ConfigError("config.model", f"{type(model).__name__}: {error}", where="learner.parallel") from error
 
 
@@ -109,7 +111,7 @@ def _tensors(model: Any, gang: Gang) -> Split:
 
 
 def _untie(model: Any) -> None:
-    """Give each module of a tied pair a parameter of its own, over the same numbers."""
+    """Give each module of a tied pair its own parameter with the same memory."""
     seen: set[int] = set()
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -134,19 +136,18 @@ def _experts(model: Any, gang: Gang) -> Split:
 
 
 def shard_experts(split: Split, gang: Gang, **policies: Any) -> None:
-    """`fully_shard` the experts over the ranks that hold the same ones."""
+    """Apply `fully_shard` to the experts over the ranks that hold the same ones."""
     for module in split.experts:
         assert split.expert_mesh is not None
         fully_shard(module, mesh=split.expert_mesh, **policies)
-        # Every expert has seen the tokens of all shares: FSDP must divide by as many as for all other weights.
+        # Experts see the tokens of all shares, so FSDP must divide by the same number as for other weights.
         module.set_gradient_divide_factor(float(gang.shares))
         if split.expert_mesh.size() > 1:
-            module.set_force_sum_reduction_for_comms(True)  # other factors than the size want it but on NCCL
+            module.set_force_sum_reduction_for_comms(True)  # needed for this factor, except on NCCL
 
 
 @torch.no_grad()
 def sum_partial(parameters: Any, split: Split) -> None:
-    """Sum the gradients of `split.partial` over the tensor ranks. Collective."""
     for name in split.partial:
         grad = parameters[name].grad
         if grad is not None:
@@ -156,10 +157,11 @@ def sum_partial(parameters: Any, split: Split) -> None:
 
 @torch.no_grad()
 def clip_gradients(parameters: Any, max_norm: float) -> float:
-    """Scale gradients to a global norm at most `max_norm`, whatever their meshes; what the norm was. Collective.
+    """Scale gradients to a global norm of at most `max_norm`, whatever their meshes. Return the norm before.
+    Collective.
 
-    `torch.nn.utils.clip_grad_norm_` refuses gradients on several meshes. Here the squares of what each rank holds are
-    summed over the dimensions that a gradient is sharded on: a replica counts once.
+    `torch.nn.utils.clip_grad_norm_` does not support several meshes. Squares are summed over the dimensions that shard
+    a gradient: a replica counts once.
     """
     by_mesh: dict[tuple[Any, ...], list[Tensor]] = {}
     for parameter in parameters:
@@ -175,7 +177,7 @@ def clip_gradients(parameters: Any, max_norm: float) -> float:
     total = 0.0
     for (mesh, *dims), grads in by_mesh.items():
         squares = torch.stack(torch._foreach_norm(grads)).float().square().sum()
-        # Offloaded gradients are on the host, where the group of a mesh may have no transport.
+        # Offloaded gradients are on the host, where the mesh's group may have no transport.
         squares = squares.to(mesh.device_type if mesh is not None else squares.device)
         for dim in dims:
             torch.distributed.all_reduce(squares, group=mesh.get_group(dim))  # bounded: the timeout of the group

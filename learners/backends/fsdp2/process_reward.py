@@ -1,15 +1,14 @@
-"""The process reward model of PRIME (arXiv 2502.01456): a language model beside the policy, and its frozen reference.
+"""The process reward model of PRIME (arXiv 2502.01456): a language model next to the policy, and its frozen reference.
 
-Made by `FSDP2Backend` where the estimator in force needs process rewards. Guarantees:
-1. it begins as `learner.process_reward.model` (the start weights of the policy where it is empty);
-2. its reference is `learner.process_reward.reference` (its own start weights where it is empty), whatever was trained
-   since, also after a restart; where these are `model.path` the run's reference model serves, none is made;
+Guarantees:
+1. it starts as `learner.process_reward.model` (by default the policy's start weights);
+2. its reference is `learner.process_reward.reference` (by default its own start weights), also after a restart. If that
+   is `model.path`, the run's reference model is used;
 3. both give log-probs at temperature 1: before the first update they are equal, and all process rewards are 0;
 4. packed rows are compared with single sequences at the start, as for the policy;
-5. its export is a language model: it loads back where `learner.process_reward.model` names it.
-What it shares with other models beside the policy (updates, checkpoints under `process_reward/`) is in `companion`. The
-arithmetic of process rewards is not here: `learners.algorithms.prime`.
+5. its export is a language model, which loads again as `learner.process_reward.model`.
 
+`learners.algorithms.prime` computes process rewards.
 Example: log-prob -1 here and -2 under the reference, beta 0.05: process reward 0.05.
 """
 
@@ -34,7 +33,7 @@ Logprobs = Callable[[Sequence[MicroBatch]], list[Tensor]]
 
 
 class ProcessRewardModel(Companion):
-    """One rank's part. See `learners.backends.base.ProcessRewardModel`. `reference`: that of the run."""
+    """One rank's part. `reference`: log-probs of the run's reference model."""
 
     def __init__(self, config: Config, gang: Gang, *, reference: Logprobs) -> None:
         from learners.backends.fsdp2.loading import load_model
@@ -55,9 +54,9 @@ class ProcessRewardModel(Companion):
 
 
 def wants_process_rewards(config: Config) -> bool:
-    """Whether the estimator in force needs process rewards."""
+    """Whether the estimator needs process rewards."""
     if config.learner.mode != "rl":
         return False
-    from learners.algorithms.registry import needs_of
+    from learners.algorithms.registry import needs_for
 
-    return "process" in needs_of(config.learner.algorithm)
+    return "process" in needs_for(config.learner.algorithm)

@@ -1,10 +1,8 @@
-"""A frozen copy of the start weights beside the policy: what KL penalties and DPO compare with.
+"""A frozen copy of the start weights, as reference for KL penalties, DPO and process rewards.
 
-Made by `FSDP2Backend.reference_logprobs` when it is first asked for, and by the process reward model where it starts
-from other weights than the policy. Guarantees:
-1. it is the language model of `model.path` (or `path`) in the run's dtype, whatever was trained since, also after a
-   restart;
-2. it is sharded like the policy, has no gradients and no optimizer state, and is in no checkpoint and no export;
+Guarantees:
+1. it is the language model of `model.path` (or `path`) in the run's dtype, also after a restart;
+2. it is sharded like the policy, has no gradients or optimizer state, and is in no checkpoint or export;
 3. with `learner.reference_offload` its parameters lie in host memory between passes;
 4. packing, chunks and (unless given) temperature are those of the policy: before the first update both give the same
    log-probs.
@@ -25,14 +23,12 @@ from learners.gang.gang import Gang
 
 
 def waits_on_host(config: Config) -> bool:
-    """Whether the reference model leaves the device between its passes; with `cpu_offload` it never is there whole."""
+    """Whether the reference model leaves the device between passes; with `cpu_offload` it is never there whole."""
     learner = config.learner
     return (learner.reference_offload or learner.offload_idle) and not learner.cpu_offload
 
 
 class Reference:
-    """One rank's part of it."""
-
     def __init__(self, config: Config, gang: Gang, *, path: str = "", temperature: float | None = None) -> None:
         from learners.backends.fsdp2.loading import load_model, shard
         from learners.models.policy_model import PolicyModel
@@ -50,7 +46,7 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs `[N]` of each micro-batch. Collective."""
+        """Return log-probs `[N]` of each micro-batch. Collective."""
         found = []
         if self._waits_on_host:
             self._policy.to(self._device.torch_device)

@@ -1,14 +1,13 @@
-"""A module that is sharded over the ranks, with its own optimizer: gradients, clipping, updates and the state to save.
+"""A sharded module with its own optimizer: gradients, clipping, updates and state.
 
 Guarantees:
-1. gradients add up over micro-batches and are reduced over ranks once, with the last of them;
-2. a gradient that is not finite changes nothing;
-3. a gradient's norm is that of the whole model, whatever meshes its parts lie on;
+1. gradients add up over micro-batches and are reduced over ranks once, with the last micro-batch;
+2. a non-finite gradient changes nothing;
+3. the gradient norm covers the whole model, whatever meshes its parts lie on;
 4. `state` names every tensor of the training state, before the first update as after it;
-5. weights leave layer by layer: at most one layer is whole at a time;
-6. with `Rests` optimizer states are on the device during an update alone, and so are the weights between `wake` and
-   `rest`; the arithmetic is the same.
-It makes neither module nor optimizer: `fsdp2.shard` and `optimizers.make_optimizer` do.
+5. weights are gathered layer by layer: at most one layer is whole at a time;
+6. with `Rests`, optimizer states are on the device only during an update, and weights only between `wake` and `rest`;
+   the arithmetic is the same.
 
 Example: a policy and a critic of one layer each: `state("")` has `model/...`, `exp_avg/...`, `state("critic/")` has
 `critic/model/...`, `critic/exp_avg/...`; one file holds both.
@@ -30,25 +29,26 @@ from learners.backends.base import LossFunction, Micro
 from learners.backends.fsdp2.mesh import Split, clip_gradients, sum_partial
 from learners.backends.optimizers import Optimizers
 from learners.batch.micro_batches import MicroBatch
-from learners.models.logprobs import whole_of
+from learners.models.logprobs import gather_whole
 
-OWN = "model."  # what the root modules put before the names of Hugging Face
+OWN = "model."  # prefix of the root modules before Hugging Face names
 
-#: A micro-batch through the module: what the loss takes.
+#: Runs a micro-batch through the module and returns the inputs of the loss.
 Forward = Callable[[MicroBatch], tuple[Tensor, Tensor, Micro]]
 
 
 class Rests(NamedTuple):
-    """With `learner.offload_idle`: what is idle waits on `host`, and is used on `device`; `emptied` gives the room
-    that it left there to others."""
+    """With `learner.offload_idle`: idle state waits on `host` and is used on `device`; `emptied` frees the device's
+    cache.
+    """
 
     device: torch.device
     emptied: Callable[[], None]
     host: torch.device = torch.device("cpu")
 
     @staticmethod
-    def of(config: Config, device: Device) -> Rests | None:
-        """None where nothing rests; with `learner.cpu_offload` all of it lies on the host anyway."""
+    def from_config(config: Config, device: Device) -> Rests | None:
+        """Return None if nothing is moved; with `learner.cpu_offload` everything is on the host already."""
         learner = config.learner
         if not learner.offload_idle or learner.cpu_offload:
             return None
@@ -56,20 +56,19 @@ class Rests(NamedTuple):
 
 
 class View(Protocol):
-    """Under which names the parameters of a module leave, and as what."""
+    """How the parameters of a module are published."""
 
     def name(self, own: str) -> str:
-        """Of a parameter, from its name in the module; empty: it does not leave."""
+        """Return the published name of a parameter; empty: it is not published."""
 
     def value(self, own: str, tensor: Tensor, parameter: Callable[[str], Tensor]) -> Tensor:
-        """From the whole parameter; `parameter` gives others of the same unit."""
+        """Return the published tensor of a whole parameter; `parameter` gives others of the same unit."""
 
 
 class Plain:
-    """Every parameter as it is, by its Hugging Face name."""
+    """Publishes every parameter unchanged, by its Hugging Face name."""
 
     def name(self, own: str) -> str:
-        """Without what the root module put before it."""
         return own.removeprefix(OWN)
 
     def value(self, own: str, tensor: Tensor, parameter: Callable[[str], Tensor]) -> Tensor:
@@ -80,7 +79,7 @@ PLAIN = Plain()
 
 
 class Sharded:
-    """`units` are those of `fully_shard`, root first."""
+    """A module whose `units` are those of `fully_shard`, root first."""
 
     def __init__(
         self,
@@ -92,43 +91,45 @@ class Sharded:
         split: Split,
         rests: Rests | None = None,
     ) -> None:
-        """`ranks`: over which FSDP averages gradients; `split`: what was split before FSDP; `rests`: where what is idle
-        waits, None: where it is used."""
+        """`ranks`: FSDP averages gradients over them; `split`: the split before FSDP; `rests`: where idle state
+        waits.
+        """
         self.root: Any = root
         self._rests = rests
         self.units = units
         self.optimizer = optimizer
         self._split = split
-        self._unsummed = False  # gradients of `split.partial` are those of single tensor ranks
-        # Of each unit all that FSDP shards by itself: a layer, and experts inside it.
+        self._unsummed = False  # gradients of `split.partial` are not summed yet
+        # Modules of each unit that FSDP shards separately: a layer, and experts inside it.
         self._parts: list[list[Any]] = [
             [unit] if unit is root else [part for part in unit.modules() if isinstance(part, FSDPModule)]
             for unit in units
         ]
-        self.names = names_of_units(root, units)  # as the module has them, by unit
+        self.names = unit_names(root, units)  # names in the module, by unit
         self._ranks = ranks
 
     def wake(self) -> None:
-        """Bring weights that wait on the host back to where they are used. No gradient may be there yet."""
+        """Move waiting weights back to the device. No gradients may exist yet."""
         if self._rests is not None:
             self.root.to(self._rests.device)
 
     def rest(self) -> None:
-        """Let weights wait on the host; after a backward only once its gradients were used."""
+        """Move weights to the host; after a backward only once the gradients were used."""
         if self._rests is not None:
             self.reshard()
             self.root.to(self._rests.host)
             self._rests.emptied()
 
     def reshard(self) -> None:
-        """Give whole weights back. FSDP leaves the root whole after a forward without a backward: its parameters are
-        then other objects than those of the optimizer, and what is loaded into them is lost."""
+        """Free whole weights. FSDP keeps the root whole after a forward without a backward: its parameters are then
+        other objects than the optimizer's, and data loaded into them is lost.
+        """
         for parts in self._parts:
             for part in parts:
                 part.reshard()
 
     def train(self, micro: Sequence[MicroBatch], forward: Forward, loss: LossFunction) -> dict[str, float]:
-        """Forward and backward; FSDP averages gradients over ranks, so each share is multiplied by their number."""
+        """Run forward and backward. FSDP averages gradients over ranks, so each loss is multiplied by their number."""
         self.root.train()
         self._unsummed = True
         sums: dict[str, Tensor] = {}
@@ -140,10 +141,9 @@ class Sharded:
             for name, part in (("loss", value.detach()), *parts.items()):
                 join = torch.maximum if name.endswith("_max") else torch.add
                 sums[name] = join(sums[name], part) if name in sums else part
-        return {name: float(value) for name, value in sums.items()}  # here, so that the device is waited for once
+        return {name: float(value) for name, value in sums.items()}  # here, to wait for the device only once
 
     def clip(self, max_norm: float) -> float:
-        """Clip the gradients to a global norm; what it was. Collective."""
         if self._unsummed and self._split.partial:
             named = {name.removeprefix(OWN): parameter for name, parameter in self.root.named_parameters()}
             sum_partial(named, self._split)
@@ -151,7 +151,6 @@ class Sharded:
         return clip_gradients(self.root.parameters(), max_norm)
 
     def apply(self, lr: float) -> None:
-        """Update with the gradients as they are, and forget them."""
         if self._rests is not None:
             self.optimizer.move(self._rests.device)
         self.optimizer.step(lr)
@@ -161,7 +160,9 @@ class Sharded:
             self._rests.emptied()
 
     def step(self, *, lr: float, max_norm: float) -> tuple[float, bool]:
-        """Clip and update; the norm, and whether the update was left out since it was not finite. Collective."""
+        """Clip and update. Return the norm, and whether the update was skipped because it was not finite.
+        Collective.
+        """
         norm = self.clip(max_norm)
         skipped = not math.isfinite(norm)
         if skipped:
@@ -171,7 +172,6 @@ class Sharded:
         return norm, skipped
 
     def discard(self) -> float:
-        """Forget the gradients; their global norm. Collective."""
         norm = self.clip(float("inf"))
         self.forget()
         self.reshard()
@@ -184,13 +184,14 @@ class Sharded:
 
     @torch.no_grad()
     def whole(self, settle: Callable[[], None] | None = None, *, view: View = PLAIN) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by its Hugging Face name, whole, in compute precision. Collective: every rank exhausts it.
+        """Yield every parameter by its Hugging Face name, whole, in compute precision. Collective: every rank exhausts
+        it.
 
-        Valid until the next one is asked for; with `settle` until that was called, which happens before the bytes of a
-        unit are given back, once the next unit was gathered: two of them are whole at a time then.
+        A tensor is valid until the next one. With `settle` it is valid until `settle` was called, after the next unit
+        was gathered: two units are then whole at a time.
         """
         held: list[Any] = []
-        lent: list[Tensor] = []  # whole tensors that only their bytes are known of
+        lent: list[Tensor] = []  # keeps the memory of lent bytes alive
 
         def give_back() -> None:
             try:
@@ -210,7 +211,7 @@ class Sharded:
                 give_back()
                 held += parts
                 for name in filter(view.name, names):
-                    tensor = whole_of(self.root.get_parameter(name).detach())
+                    tensor = gather_whole(self.root.get_parameter(name).detach())
                     tensor = view.value(name, tensor, self.root.get_parameter)
                     if settle is not None:
                         lent.append(tensor)
@@ -221,8 +222,9 @@ class Sharded:
     # ------------------------------------------------------------ checkpoints
 
     def state(self, prefix: str = "") -> dict[str, Tensor]:
-        """Every tensor of the training state by name: this rank's parameters (those that train), their moments and step
-        counts. Before the first update, too, so that a checkpoint is whole where only the critic was trained so far."""
+        """Return every tensor of the training state by name: this rank's trained parameters, their moments and step
+        counts, also before the first update.
+        """
         self.reshard()
         self.optimizer.prime()
         state: dict[str, Tensor] = {}
@@ -236,10 +238,10 @@ class Sharded:
         return state
 
 
-def names_of_units(root: nn.Module, units: Sequence[nn.Module]) -> list[list[str]]:
-    """The parameter names that each unit owns itself; a tied parameter once."""
+def unit_names(root: nn.Module, units: Sequence[nn.Module]) -> list[list[str]]:
+    """Return the parameter names that each unit owns itself; a tied parameter once."""
     owner: dict[int, int] = {}
-    for number, unit in enumerate(units):  # the root comes first, so that a layer's claim overrides it
+    for number, unit in enumerate(units):  # layers come after the root and override it
         for parameter in unit.parameters():
             owner[id(parameter)] = number
     names: list[list[str]] = [[] for _ in units]

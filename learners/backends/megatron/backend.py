@@ -1,16 +1,16 @@
 """Training with Megatron-core: matrices split over tensor places, layers over pipeline stages, batches over shares.
 
-Guarantees, beside those of `base`:
+Guarantees, in addition to those of `learners.backends.base`:
 1. master weights and optimizer states are float32 and divided over the shares; compute runs in `model.dtype`; gradients
    are summed in float32;
-2. the pipeline schedule is this backend's: `train` gets micro-batches and a loss and runs them through all stages;
-3. log-probs, losses and metrics are there on every rank: the last stage computes them with gradients, the other stages
-   run the loss on the numbers that it sends them, so that logs have the same names everywhere;
+2. this backend runs the pipeline schedule: `train` gets micro-batches and a loss and runs them through all stages;
+3. every rank has log-probs, losses and metrics: the last stage computes them with gradients and sends its numbers to
+   the other stages, which run the loss on them;
 4. packed rows are compared with single sequences at the start (`self_check`);
-5. checkpoints load at any other layout, also on one rank, and in the backend fsdp2; its checkpoints load here.
-On a machine without CUDA Megatron-core runs with stand-ins (`megatron_on_cpu`). It trains no critic, no process reward
-model and no reward model; mixture-of-experts models and context parallelism are refused.
+5. checkpoints load in any other layout, also on one rank, and in the backend fsdp2; its checkpoints load here.
 
+Without CUDA, Megatron-core runs with stand-ins (`cpu_shim`). Critics, process reward models, reward models, mixtures of
+experts and context parallelism are not supported.
 Example: 4 ranks, tensor = 2, pipeline = 2: one share; ranks 2 and 3 compute the losses, rank 2's sums count, rank 0
 publishes.
 """
@@ -43,8 +43,15 @@ from learners.backends.base import (
 from learners.backends.hf_folder import write_folder
 from learners.backends.megatron import model as models
 from learners.backends.megatron.checkpoint import HostShard, Store, pieces
-from learners.backends.megatron.cpu_shim import without_cuda
-from learners.backends.megatron.mapping import Local, check_layout, facts_of, locals_of, shapes_of, sources_of
+from learners.backends.megatron.cpu_shim import cuda_stand_ins
+from learners.backends.megatron.mapping import (
+    Local,
+    check_layout,
+    rank_parameters,
+    read_facts,
+    tensor_shapes,
+    tensor_sources,
+)
 from learners.backends.megatron.optimizer import Optimizer, wrap
 from learners.backends.megatron.stages import Stages
 from learners.backends.megatron.weights import Folder, assembled, leaving
@@ -73,13 +80,13 @@ class MegatronBackend:
         generation = Path(path) / "generation_config.json"
         self._generation = GenerationConfig.from_pretrained(path) if generation.exists() else None
         check_head(self._hf)
-        self._facts = facts_of(self._hf.to_dict())
+        self._facts = read_facts(self._hf.to_dict())
         check_layout(self._facts, self._place)
         self._fused = models.has_engine(self._device)
-        self._locals = {local.name: local for local in locals_of(self._facts, self._place, fused=self._fused)}
+        self._locals = {local.name: local for local in rank_parameters(self._facts, self._place, fused=self._fused)}
         self._sent_name, self._sent_dtype = DTYPES[published_dtype(config)]
-        self._reference: Any = None  # made when it is first asked for
-        with without_cuda(self._device):
+        self._reference: Any = None  # created on first use
+        with cuda_stand_ins(self._device):
             minutes = math.ceil(waiting_s(config) / 60)
             models.join_groups(self._place, seed=config.run.seed + models.SEED_OFFSET, minutes=minutes)
             self._settings, self._model = self._build()
@@ -90,7 +97,7 @@ class MegatronBackend:
         self._stages = Stages(self._facts, self._settings, config, self._place, self._device)
 
     def _build(self) -> tuple[Any, Any]:
-        """Settings and model of this rank, whose parameters are checked against the mapping."""
+        """Return settings and model of this rank, with parameters checked against the mapping."""
         settings = models.transformer_config(
             self._facts, self._config, self._place, self._device, eps=float(self._hf.rms_norm_eps)
         )
@@ -105,7 +112,7 @@ class MegatronBackend:
 
     @torch.no_grad()
     def _start(self, model: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every parameter with its weights of `model.path`, float32, on the host."""
+        """Yield every parameter with its start weights, float32, on the host."""
         folder = Folder(Path(self._config.model.path))
         try:
             for name, parameter in model.named_parameters():
@@ -116,43 +123,37 @@ class MegatronBackend:
     # ------------------------------------------------------------ forward and backward
 
     def forward_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs `[N]` of each micro-batch."""
         return [found.numbers.logprobs for found in self._stages.run(self._model, micro)]
 
     def forward_numbers(self, micro: Sequence[MicroBatch], *, squares: bool = False) -> list[TokenNumbers]:
-        """Log-probs and entropies, and with `squares` sums of squares, `[N]` each, of each micro-batch."""
         return [found.numbers for found in self._stages.run(self._model, micro, squares=squares)]
 
     def reference_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs `[N]` of each micro-batch under the frozen start weights, in the same layout."""
         if self._reference is None:
-            with without_cuda(self._device):
+            with cuda_stand_ins(self._device):
                 self._reference = self._build()[1]
             for parameter, whole in self._start(self._reference):
                 parameter.requires_grad_(False).copy_(whole)
         return [found.numbers.logprobs for found in self._stages.run(self._reference, micro)]
 
     def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
-        """Forward and backward through all stages; gradients add up."""
         sums: dict[str, Tensor] = {}
         for found in self._stages.run(self._ddp, micro, loss):
             for name, part in (("loss", found.value), *found.sums.items()):
                 join = torch.maximum if name.endswith("_max") else torch.add
                 sums[name] = join(sums[name], part) if name in sums else part
-        return {name: float(value) for name, value in sums.items()}  # here, so that the device is waited for once
+        return {name: float(value) for name, value in sums.items()}  # here, to wait for the device only once
 
     def step(self, *, lr: float, max_norm: float) -> UpdateInfo:
-        """Clip by the global norm and update with AdamW."""
-        with without_cuda(self._device):
+        with cuda_stand_ins(self._device):
             return self._optimizer.step(lr=lr, max_norm=max_norm)
 
     def discard(self) -> float:
-        """Forget the gradients; their global norm."""
-        with without_cuda(self._device):
+        with cuda_stand_ins(self._device):
             return self._optimizer.discard()
 
     def self_check(self) -> None:
-        """Three toy sequences in one row (or padded rows) against each alone, through all stages."""
+        """Compare three toy sequences in one row (or padded rows) with each alone, through all stages."""
         samples = toy_samples(self._facts.vocab)
         together = packed_row(samples) if self._config.learner.packing else padded_rows(samples)
         rows, *singles = self.forward_logprobs([together, *(packed_row([sample]) for sample in samples)])
@@ -163,20 +164,19 @@ class MegatronBackend:
     # ------------------------------------------------------------ weights out
 
     def weight_specs(self) -> list[WeightSpec]:
-        """What stands outside of the layers first, then layer by layer: the order of fsdp2."""
-        return [WeightSpec(name, self._sent_name, shape) for name, shape in shapes_of(self._facts).items()]
+        """First what is outside the layers, then layer by layer: the order of fsdp2."""
+        return [WeightSpec(name, self._sent_name, shape) for name, shape in tensor_shapes(self._facts).items()]
 
     def _leaving(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        sources = sources_of(self._facts, self._place, fused=self._fused)
+        sources = tensor_sources(self._facts, self._place, fused=self._fused)
         return leaving(dict(self._model.named_parameters()), sources, rank=self._gang.rank, dtype=dtype)
 
     def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-        """Name and bytes as `weight_specs` says, on rank 0; the others take part and get nothing. Nothing is lent."""
+        """Yield name and bytes in the order of `weight_specs` on rank 0. Nothing is lent."""
         for name, whole in self._leaving(self._sent_dtype):
             yield name, whole.view(-1).view(torch.uint8).numpy()
 
     def export_hf(self, folder: Path) -> None:
-        """`config.json`, `model.safetensors`, generation config, tokenizer files; by rank 0."""
         write_folder(
             self.whole(),
             folder,
@@ -188,34 +188,35 @@ class MegatronBackend:
         )
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by its Hugging Face name, in `model.dtype`, on rank 0. Collective: every rank exhausts it."""
+        """Yield every tensor by its Hugging Face name, in `model.dtype`, on rank 0. Collective: every rank
+        exhausts it.
+        """
         return self._leaving(DTYPES[self._config.model.dtype][1])
 
     # ------------------------------------------------------------ checkpoints
 
     def save(self, folder: Path) -> Path:
-        """One safetensors file per rank: its part of the weights and their states, and its generator states."""
+        """Write one safetensors file per rank: its part of weights and states, and its generator states."""
         return self.snapshot().save(folder)
 
     def snapshot(self) -> Snapshot:
-        """A copy on the host of what `save` writes."""
         self._device.synchronize()
         boxes = []
         for number, (name, parameter) in enumerate(self._model.named_parameters()):
             states, local = self._optimizer.whole(parameter), self._locals[name]
-            if not local.copy and number % self._place.shares == self._place.share:  # of those that hold it one writes
+            if not local.copy and number % self._place.shares == self._place.share:  # one of its holders writes it
                 boxes += pieces(local, states)
         count = torch.tensor(self._optimizer.updates)
-        steps = {f"step/{name}": count.clone() for name in shapes_of(self._facts)}
+        steps = {f"step/{name}": count.clone() for name in tensor_shapes(self._facts)}
         return HostShard(boxes, self._gang.rank, self._device.rng_state(), steps)
 
     def load(self, folder: Path) -> None:
-        """From the files of any layout; generator states where the number of ranks is the same."""
+        """Load from the files of any layout; generator states if the number of ranks is the same."""
         store = Store(folder)
         try:
             for name, parameter in self._model.named_parameters():
                 self._optimizer.fill(parameter, partial(_stored, store, self._locals[name]), states=True)
-            self._optimizer.updates = store.step(next(iter(shapes_of(self._facts))))
+            self._optimizer.updates = store.step(next(iter(tensor_shapes(self._facts))))
             extra = store.extra(rank=self._gang.rank, ranks=self._gang.size)
         finally:
             store.close()
@@ -224,5 +225,5 @@ class MegatronBackend:
 
 
 def _stored(store: Store, local: Local, kind: str) -> Tensor:
-    """A whole parameter (`model`) or state of it as a checkpoint has it."""
+    """Return a whole parameter (`model`) or a state of it from a checkpoint."""
     return assembled(local, partial(store.read, kind))

@@ -1,15 +1,16 @@
-"""The training state of a Megatron-core model in the files of `shards`: by Hugging Face names, for any layout.
+"""Training state of a Megatron-core model in the files of `sharded_checkpoint`: by Hugging Face names, for any layout.
 
-Every rank writes the boxes that it holds of the weights and of each optimizer state, in float32,
-as if they were slabs of an FSDP2 model. Guarantees:
+Every rank writes its boxes of the weights and optimizer states in float32, like slabs of an FSDP2 model.
+
+Guarantees:
 1. a file holds plain tensors and text: reading it runs no code;
 2. every element is written by one rank, and reading fills every element or raises `learner.checkpoint`;
-3. the same layout reads back the same bits; so do another layout and the backend fsdp2, whose files are read here too:
-   boxes are cut and joined, never computed with;
-4. generator states come back only where the number of ranks is the same.
-It does not make the files durable or complete as a set: `learners.checkpoints.checkpoint` does.
+3. the same layout reads the same bits, and so do other layouts and the backend fsdp2, whose files can be read here:
+   boxes are only cut and joined;
+4. generator states are restored only if the number of ranks is the same.
 
-Example: written at tensor = 2, read at tensor = 4: rank 3 reads the lower half of what rank 1 wrote of `gate_proj`.
+`learners.checkpoints.checkpoint` makes the files durable and complete as a set.
+Example: written at tensor = 2, read at tensor = 4: rank 3 reads the lower half of rank 1's part of `gate_proj`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import UNREADABLE, AsyncRLError
-from learners.backends.megatron.mapping import Local, Part, joined, shared, slices, within
+from learners.backends.megatron.mapping import Local, Part, merge_parts, shared, slices, translate
 from learners.backends.safetensors_writer import open_tensors
 from learners.backends.sharded_checkpoint import Start, shard_path
 from weightsync.plan.buckets import Box, full_box, volume
@@ -32,9 +33,11 @@ _EXTRA, _STARTS = "extra/", "starts"
 
 
 def pieces(local: Local, states: Mapping[str, Tensor]) -> list[tuple[str, Box, Tensor]]:
-    """What a parameter with its states is to a file: name of the tensor, box in it, elements on the host."""
+    """Return the content of a file for a parameter with its states: name of the tensor, box in it, elements on the
+    host.
+    """
     found = []
-    for name, box, parts in joined(local):
+    for name, box, parts in merge_parts(local):
         for kind, value in states.items():
             rows = torch.cat([value.detach()[slices(part.local)] for part in parts])
             found.append((f"{kind}/{name}", box, rows.to("cpu", copy=True).contiguous()))
@@ -42,7 +45,7 @@ def pieces(local: Local, states: Mapping[str, Tensor]) -> list[tuple[str, Box, T
 
 
 class HostShard(NamedTuple):
-    """What a rank writes, on the host; the arguments of `write`."""
+    """Content of a rank's file, on the host; the arguments of `write`."""
 
     boxes: list[tuple[str, Box, Tensor]]
     rank: int
@@ -50,7 +53,7 @@ class HostShard(NamedTuple):
     steps: dict[str, Tensor]
 
     def save(self, folder: Path) -> Path:
-        """Write the file; where."""
+        """Write the file and return its path."""
         return write(folder, self.boxes, rank=self.rank, extra=self.extra, steps=self.steps)
 
 
@@ -62,7 +65,7 @@ def write(
     extra: Mapping[str, Tensor],
     steps: Mapping[str, Tensor],
 ) -> Path:
-    """Write this rank's boxes, its own `extra` tensors and, on rank 0, step counts by name; the file.
+    """Write this rank's boxes, its `extra` tensors and, on rank 0, step counts by name. Return the file.
 
     Raises:
         OSError: the file cannot be written.
@@ -81,7 +84,7 @@ def write(
     path = shard_path(folder, rank)
     try:
         save_file(tensors, path, metadata={_STARTS: msgspec.json.encode(starts).decode()})
-    except SafetensorError as error:  # what the library makes of a full disk
+    except SafetensorError as error:  # for example a full disk
         raise OSError(str(error)) from error
     return path
 
@@ -96,7 +99,7 @@ class Store:
         try:
             for path in sorted(folder.glob("shard_*.safetensors")):
                 self._open(path)
-        except BaseException:  # also an interruption: no file stays open; it is raised again
+        except BaseException:  # also an interruption: close the files and raise again
             self.close()
             raise
 
@@ -116,15 +119,15 @@ class Store:
             raise AsyncRLError("learner.checkpoint", f"{path} cannot be read: {error}") from error
 
     def names(self, kind: str) -> set[str]:
-        """Tensors of this kind (`model`, `critic/model`, ..) that the files hold parts of."""
+        """Return the tensors of this kind (`model`, `critic/model`, ..) with parts in the files."""
         start = f"{kind}/"
         return {name.removeprefix(start) for name in self._boxes if name.startswith(start)}
 
     def read(self, kind: str, part: Part) -> Tensor:
-        """The elements of a part, float32.
+        """Return the elements of a part, float32.
 
         Raises:
-            AsyncRLError: `learner.checkpoint`, where some of them are in no file.
+            AsyncRLError: `learner.checkpoint`: some of them are in no file.
         """
         name = f"{kind}/{part.name}"
         found = torch.empty([high - low for low, high in part.box], dtype=torch.float32)
@@ -134,21 +137,21 @@ class Store:
             if common is None:
                 continue
             there = full_box([high - low for low, high in box])
-            elements = self._files[number].get_slice(name)[slices(within(common, box, there))]
-            found[slices(within(common, part.box, full_box(found.shape)))] = elements
+            elements = self._files[number].get_slice(name)[slices(translate(common, box, there))]
+            found[slices(translate(common, part.box, full_box(found.shape)))] = elements
             missing -= volume(common)
         if missing:
             raise AsyncRLError("learner.checkpoint", f"{missing} elements of {name} are not in {self._folder}")
         return found
 
     def step(self, name: str) -> float:
-        """How many updates the states of a tensor have seen."""
+        """Return the number of updates of a tensor's states."""
         if not (found := self._boxes.get(f"step/{name}")):
             raise AsyncRLError("learner.checkpoint", f"step counts are not in {self._folder}")
         return float(self._files[found[0][0]].get_tensor(f"step/{name}"))
 
     def extra(self, *, rank: int, ranks: int) -> dict[str, Tensor]:
-        """This rank's own tensors, where as many ranks have written as there are now, else none."""
+        """Return this rank's own tensors if as many ranks have written as there are now; otherwise nothing."""
         if len(self._files) != ranks:
             return {}
         file = self._files[rank]

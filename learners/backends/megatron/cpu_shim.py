@@ -1,15 +1,12 @@
-"""Stands in for CUDA where Megatron-core asks for it and there is none, so that its learner runs on a CPU.
+"""Stands in for CUDA in Megatron-core on machines without it, so that its learner runs on a CPU.
 
-Entered by `megatron` around every call into Megatron-core, in the learner's process alone, on devices without CUDA.
-Megatron-core takes a CUDA device for granted in many places that a forward, a backward and an update pass through.
-Guarantees:
-1. outside of `without_cuda` the process is as it was: every name is put back, also after an error;
+Megatron-core assumes a CUDA device in many places; the backend wraps every call into it. Guarantees:
+1. outside `cuda_stand_ins` the process is unchanged, also after an error;
 2. on a device of type cuda nothing is replaced;
-3. what is replaced is listed in `STAND_INS` and in `_OnHost`, and does nothing that a CPU has no need of: devices named
-   "cuda" mean the host, streams and synchronisation are empty, generators are those of the host, and float tensors of
-   the host say the type names of CUDA that Megatron-core asserts.
-Import transformers before it is entered: its modules look at `torch.cuda` types while they are imported.
+3. only `STAND_INS` and `_OnHost` replace something: devices named "cuda" mean the host, streams and synchronisation are
+   empty, generators are those of the host, and float tensors report the type names of CUDA that Megatron-core asserts.
 
+Import transformers first: its modules read `torch.cuda` types at import.
 Example: `torch.zeros(3, device="cuda")` inside it is a tensor on the host.
 """
 
@@ -28,16 +25,14 @@ _TYPES = {"torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor"}
 
 
 class _Stream:
-    """A stream of a device that finishes everything at once. A class, since annotations name it."""
+    """A stream that finishes everything at once. A class, because annotations name it."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def wait_stream(self, _: Any) -> None:
-        """Nothing is under way."""
+    def wait_stream(self, _: Any) -> None: ...
 
-    def synchronize(self) -> None:
-        """Nothing is under way."""
+    def synchronize(self) -> None: ...
 
 
 def _host(*_: Any, **__: Any) -> torch.device:
@@ -60,7 +55,7 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-#: What is put in the place of attributes of `torch.cuda`.
+#: Replacements for attributes of `torch.cuda`.
 STAND_INS: dict[str, Any] = {
     "current_device": _host,
     "synchronize": _nothing,
@@ -75,15 +70,15 @@ STAND_INS: dict[str, Any] = {
 
 
 class _OnHost(TorchFunctionMode):
-    """Reads devices named "cuda" as the host, and lets tensors there answer with the type names of CUDA."""
+    """Maps devices named "cuda" to the host, and lets tensors there report the type names of CUDA."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
         if func is torch.Tensor.type and len(args) == 1 and not given:
-            said = func(*args)
-            return said.replace("torch.", "torch.cuda.") if said in _TYPES else said
+            name = func(*args)
+            return name.replace("torch.", "torch.cuda.") if name in _TYPES else name
         if func is torch.Tensor.cuda:
             return args[0]
         if _is_cuda(given.get("device")):
@@ -100,13 +95,13 @@ def _is_cuda(value: Any) -> bool:
 
 
 def _tracker_state(*_: Any, **__: Any) -> torch.Tensor:
-    """Megatron-core's own way to the generator of the device."""
+    """Megatron-core's own access to the generator of the device."""
     return torch.get_rng_state()
 
 
 @contextmanager
-def without_cuda(device: Device) -> Iterator[None]:
-    """Megatron-core may be called inside. May be entered again inside itself."""
+def cuda_stand_ins(device: Device) -> Iterator[None]:
+    """Allow calls into Megatron-core in this block. Reentrant."""
     if device.type == "cuda":
         yield
         return

@@ -1,18 +1,18 @@
-"""Where the parts of Hugging Face tensors lie in the parameters of a Megatron-core model, for every rank. Pure.
+"""Maps Hugging Face tensors to the parameters of a Megatron-core model, for every rank. Pure.
 
-Reading, sending and checkpoints all follow from
-these parts: whoever holds a parameter knows which boxes of which Hugging Face tensors it is made of. Guarantees:
-1. the parts of all ranks cover every element of every Hugging Face tensor exactly once, leaving out parts that are
-   copies (`Local.copy`): parameters that every tensor place holds whole, and the head of a model with tied embeddings
-   on a pipeline's last stage;
-2. the parts of a parameter do not overlap; what they leave free is padding of the vocabulary, which stays zero; those
-   of one tensor follow each other row after row (`joined`);
-3. what cannot be mapped is refused by name (`facts_of`), never mapped wrongly.
+Reading, publishing and checkpoints use these parts: each parameter consists of boxes of Hugging Face tensors.
+
+Guarantees:
+1. the parts of all ranks cover every element of every Hugging Face tensor exactly once, without copies (`Local.copy`):
+   parameters that every tensor place holds whole, and the head of a model with tied embeddings on the last pipeline
+   stage;
+2. the parts of a parameter do not overlap; the rest is padding of the vocabulary, which stays zero; parts of one tensor
+   are consecutive rows (`merge_parts`);
+3. what cannot be mapped is refused by name (`read_facts`).
 
 Layouts of Megatron-core: `linear_qkv` interleaves by key-value group (its query heads, its key head, its value head);
-`linear_fc1` of a tensor place is its rows of the gate, then its rows of the other projection; `linear_proj` and
+`linear_fc1` of a tensor place has its rows of the gate, then its rows of the other projection; `linear_proj` and
 `linear_fc2` are split by columns; layers are numbered from 0 in every stage.
-
 Example: 4 query heads and 2 key-value heads of width 8 at tensor = 2: rows 0..16 of `linear_qkv` of place 1 are rows
 16..32 of `q_proj`, rows 16..24 are rows 8..16 of `k_proj`, rows 24..32 are rows 8..16 of `v_proj`.
 """
@@ -38,11 +38,11 @@ IN_LAYER = (
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
 )
-ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that do not change with the length of a row
+ROPE_TYPES = ("default", "linear", "llama3")  # frequencies independent of the length of a row
 
 
 class Facts(NamedTuple):
-    """What the layout of a dense decoder depends on."""
+    """The numbers that decide the layout of a dense decoder."""
 
     layers: int
     hidden: int
@@ -56,7 +56,7 @@ class Facts(NamedTuple):
     qkv_bias: bool = False
 
     def padded(self, tensor: int) -> int:
-        """Rows of the embedding, so that every tensor place has equally many."""
+        """Return rows of the embedding, rounded up so that every tensor place has the same number."""
         return -(-self.vocab // tensor) * tensor
 
 
@@ -70,8 +70,9 @@ class Part(NamedTuple):
 
 
 class Local(NamedTuple):
-    """One parameter of one rank. `axis`: that which tensor places split, None where each holds all of it. `copy`:
-    another rank holds the same and speaks for it."""
+    """One parameter of one rank. `axis`: the axis that tensor places split, None if each holds the whole. `copy`:
+    another rank writes it.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -81,18 +82,18 @@ class Local(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Who sends a part of a Hugging Face tensor: a rank, its parameter, the part."""
+    """The sender of a part of a Hugging Face tensor: a rank and its parameter."""
 
     rank: int
     parameter: str
     part: Part
 
 
-def facts_of(config: Mapping[str, Any]) -> Facts:
-    """The facts of a Hugging Face `config.json`.
+def read_facts(config: Mapping[str, Any]) -> Facts:
+    """Return the facts of a Hugging Face `config.json`.
 
     Raises:
-        ConfigError: `config.model`, with what this backend cannot build.
+        ConfigError: `config.model`: what this backend does not support.
     """
     kind = config.get("model_type", "")
     if kind not in MODEL_TYPES:
@@ -127,7 +128,7 @@ def _refused(kind: str, why: str) -> ConfigError:
 
 
 def check_layout(facts: Facts, topology: Topology) -> None:
-    """Raise `config.conflict` where a model does not divide into a layout."""
+    """Raise `config.conflict` if a model does not divide into a layout."""
     tensor, pipeline = topology.tensor, topology.pipeline
     for what, size in (
         ("num_attention_heads", facts.heads),
@@ -144,8 +145,8 @@ def _unfit(why: str) -> ConfigError:
     return ConfigError("config.conflict", why, where="learner.parallel")
 
 
-def layers_of(facts: Facts, place: Topology) -> range:
-    """The layers of a stage: equally many, the first stages one more where they do not divide."""
+def stage_layers(facts: Facts, place: Topology) -> range:
+    """Return the layers of a stage; if they do not divide, the first stages have one more."""
     each, rest = divmod(facts.layers, place.pipeline)
     start = place.stage * each + min(place.stage, rest)
     return range(start, start + each + (place.stage < rest))
@@ -154,15 +155,14 @@ def layers_of(facts: Facts, place: Topology) -> range:
 # ---------------------------------------------------------------- one rank
 
 
-def locals_of(facts: Facts, place: Topology, *, fused: bool = False) -> list[Local]:
-    """The parameters of a rank by the names of Megatron-core.
-
-    `fused`: norms are part of the projections behind them, as in the layers of TransformerEngine.
+def rank_parameters(facts: Facts, place: Topology, *, fused: bool = False) -> list[Local]:
+    """Return the parameters of a rank by the names of Megatron-core. `fused`: norms belong to the projections after
+    them, as in the layers of TransformerEngine.
     """
     found: list[Local] = []
     if place.stage == 0:
         found.append(_vocabulary(facts, place, "embedding.word_embeddings.weight", "model.embed_tokens.weight"))
-    for number, layer in enumerate(layers_of(facts, place)):
+    for number, layer in enumerate(stage_layers(facts, place)):
         found += _layer(facts, place, f"decoder.layers.{number}.", f"model.layers.{layer}.", fused=fused)
     if place.stage == place.pipeline - 1:
         found.append(_whole(place, "decoder.final_layernorm.weight", "model.norm.weight", (facts.hidden,)))
@@ -198,7 +198,7 @@ def _whole(place: Topology, own: str, theirs: str, shape: tuple[int, ...]) -> Lo
 
 
 def _rows(name: str, total: int, rest: tuple[int, ...], *, start: int, at: int, count: int) -> Part:
-    """`count` rows from `start` on of a tensor of `total` rows, at row `at` of the parameter."""
+    """Return `count` rows from `start` on of a tensor of `total` rows, at row `at` of the parameter."""
     return Part(name, (total, *rest), ((start, start + count), *full_box(rest)), ((at, at + count), *full_box(rest)))
 
 
@@ -212,7 +212,7 @@ def _vocabulary(facts: Facts, place: Topology, own: str, theirs: str) -> Local:
 
 
 def _qkv(facts: Facts, place: Topology, own: str, theirs: str, rest: tuple[int, ...]) -> Local:
-    """`rest`: the axes behind the rows, (hidden,) of the weight, () of the bias."""
+    """`rest`: the axes after the rows, (hidden,) of the weight, () of the bias."""
     wide, groups = facts.head_dim, facts.kv_heads // place.tensor
     queries = facts.heads // facts.kv_heads * wide  # rows of the query heads of one group
     parts = []
@@ -242,8 +242,8 @@ def _columns(place: Topology, own: str, theirs: str, shape: tuple[int, int]) -> 
     return Local(own, (rows, each), (Part(theirs, shape, box, full_box((rows, each))),), 1)
 
 
-def joined(local: Local) -> list[tuple[str, Box, list[Part]]]:
-    """The Hugging Face tensors of a parameter: name, box of all its elements, the parts that fill it row after row."""
+def merge_parts(local: Local) -> list[tuple[str, Box, list[Part]]]:
+    """Return the Hugging Face tensors of a parameter: name, box of all its elements, and its parts by row."""
     parts: dict[str, list[Part]] = {}
     for part in local.parts:
         parts.setdefault(part.name, []).append(part)
@@ -253,14 +253,14 @@ def joined(local: Local) -> list[tuple[str, Box, list[Part]]]:
 # ---------------------------------------------------------------- all ranks
 
 
-def shapes_of(facts: Facts) -> dict[str, tuple[int, ...]]:
-    """Every Hugging Face tensor and its shape, in the order in which they leave: that of the backend fsdp2."""
-    found = {part.name: part.shape for local in locals_of(facts, Topology()) for part in local.parts}
+def tensor_shapes(facts: Facts) -> dict[str, tuple[int, ...]]:
+    """Return every Hugging Face tensor and its shape, in the publishing order of the backend fsdp2."""
+    found = {part.name: part.shape for local in rank_parameters(facts, Topology()) for part in local.parts}
     return {name: found[name] for name in sorted(found, key=_place_in_order)}
 
 
 def _place_in_order(name: str) -> tuple[int, int]:
-    """What stands outside of the layers first, then layer by layer, each in the order of its modules."""
+    """First what is outside the layers, then layer by layer, each in the order of its modules."""
     layer = name.removeprefix("model.layers.")
     if layer == name:
         return -1, ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight").index(name)
@@ -268,13 +268,15 @@ def _place_in_order(name: str) -> tuple[int, int]:
     return int(number), IN_LAYER.index(inner)
 
 
-def sources_of(facts: Facts, topology: Topology, *, fused: bool = False) -> dict[str, list[Source]]:
-    """Who sends which parts of every Hugging Face tensor, in the order of `shapes_of`: the ranks of share 0."""
-    found: dict[str, list[Source]] = {name: [] for name in shapes_of(facts)}
-    for place in map(topology.at, range(topology.size)):
+def tensor_sources(facts: Facts, topology: Topology, *, fused: bool = False) -> dict[str, list[Source]]:
+    """Return the senders of the parts of every Hugging Face tensor, in the order of `tensor_shapes`: ranks of
+    share 0.
+    """
+    found: dict[str, list[Source]] = {name: [] for name in tensor_shapes(facts)}
+    for place in map(topology.peer, range(topology.size)):
         if place.share or place.sequence_place:
             continue
-        for local in locals_of(facts, place, fused=fused):
+        for local in rank_parameters(facts, place, fused=fused):
             for part in local.parts if not local.copy else ():
                 found[part.name].append(Source(place.rank, local.name, part))
     return found
@@ -284,13 +286,13 @@ def sources_of(facts: Facts, topology: Topology, *, fused: bool = False) -> dict
 
 
 def shared(one: Box, other: Box) -> Box | None:
-    """The elements that two boxes of a tensor have in common; None where there are none."""
+    """Return the common elements of two boxes; None if there are none."""
     found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return found if all(low < high for low, high in found) else None
 
 
-def within(box: Box, outer: Box, at: Box) -> Box:
-    """A box inside `outer`, as it lies in what holds `outer` at `at`."""
+def translate(box: Box, outer: Box, at: Box) -> Box:
+    """Move a box inside `outer` to the place `at`."""
     return tuple(
         (low - start + place, high - start + place)
         for (low, high), (start, _), (place, _) in zip(box, outer, at, strict=True)
@@ -298,5 +300,4 @@ def within(box: Box, outer: Box, at: Box) -> Box:
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """For indexing arrays and tensors."""
     return tuple(slice(low, high) for low, high in box)

@@ -1,15 +1,15 @@
-"""A Hugging Face decoder as a Megatron-core model: this rank's tensor place and pipeline stage of it.
+"""Builds a Hugging Face decoder as a Megatron-core model: this rank's tensor place and pipeline stage.
 
 Guarantees:
-1. a row is a list of sequences (`PackedSeqParams`, "thd"): positions begin at 0 in every sequence and no token sees
-   another sequence, on a CPU (`BySequence`) as with TransformerEngine;
-2. rotary frequencies are those that transformers computes from the same config;
-3. the last stage gives hidden states, not logits: log-probs are computed from slices (`megatron_logprobs`), so that
-   Megatron-core's own loss, which is silently wrong with whole logits, is never called;
-4. what this machine cannot do is refused before anything is built.
-Layers are Megatron-core's local ones, or with TransformerEngine installed and on CUDA its fused ones: the latter, and
-sequence-parallel norms with them, have not been run.
+1. a row is a list of sequences (`PackedSeqParams`, "thd"): positions start at 0 in every sequence and no token sees
+   another sequence, on a CPU (`BySequence`) and with TransformerEngine;
+2. rotary frequencies equal those of transformers;
+3. the last stage returns hidden states, not logits, so Megatron-core's own loss, which is silently wrong with whole
+   logits, is never called (`stages`);
+4. unsupported settings are refused before anything is built.
 
+Layers are Megatron-core's local ones, or TransformerEngine's if it is installed and there is CUDA. The latter, and
+sequence-parallel norms with them, are untested.
 Example: tensor = 2, pipeline = 2 and 4 layers: rank 3 holds layers 2 and 3, half of every matrix, half of the head.
 """
 
@@ -30,7 +30,7 @@ from asyncrl.config.rules.learner import megatron_problems
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
 from learners.backends.base import Micro
-from learners.backends.megatron.mapping import Facts, layers_of
+from learners.backends.megatron.mapping import Facts, stage_layers
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.topology import Topology
 
@@ -38,10 +38,10 @@ SEED_OFFSET = 1234  # Megatron-core's own distance between the seeds of tensor p
 
 
 def require() -> None:
-    """Import Megatron-core, without its warnings about what is not installed beside it.
+    """Import Megatron-core, without its warnings about optional packages.
 
     Raises:
-        ConfigError: `config.extra`, where it is not installed.
+        ConfigError: `config.extra`: it is not installed.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -58,34 +58,33 @@ def has_engine(device: Device) -> bool:
 
 
 def refuse(config: Config, place: Topology, device: Device) -> None:
-    """Raise `config.conflict` for settings that this backend, or this machine, does not do."""
-    said = [message for _, message, _ in megatron_problems(config)]
+    """Raise `config.conflict` for settings that this backend or this machine does not support."""
+    problems = [message for _, message, _ in megatron_problems(config)]
     if place.replicate > 1:
-        said.append("learner.parallel.replicate: backend 'megatron' spreads optimizer states over all shares")
+        problems.append("learner.parallel.replicate: backend 'megatron' spreads optimizer states over all shares")
     if place.sequence > 1:
-        said.append(
+        problems.append(
             "learner.parallel.sequence: context parallelism needs TransformerEngine's attention, and is not built"
         )
     if place.expert > 1:
-        said.append("learner.parallel.expert: backend 'megatron' builds no mixture-of-experts models")
+        problems.append("learner.parallel.expert: backend 'megatron' builds no mixture-of-experts models")
     if config.learner.megatron.sequence_parallel and not has_engine(device):
-        said.append(
+        problems.append(
             "learner.megatron.sequence_parallel needs CUDA and TransformerEngine: torch's norms have no such thing"
         )
-    if said:
-        raise ConfigError("config.conflict", "; ".join(said), where="learner")
+    if problems:
+        raise ConfigError("config.conflict", "; ".join(problems), where="learner")
 
 
 def join_groups(topology: Topology, *, seed: int, minutes: int) -> None:
-    """Make Megatron-core's process groups, again where they were of another layout or gang. Their waits are bounded.
-
-    `minutes`: the longest of them. Collective.
+    """Create Megatron-core's process groups, again if they belong to another layout or gang. `minutes`: their timeout.
+    Collective.
     """
     from megatron.core import parallel_state as state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if state.model_parallel_is_initialized():
-        if _joined(state, topology):
+        if _groups_fit(state, topology):
             return
         state.destroy_model_parallel()
     state.initialize_model_parallel(
@@ -94,29 +93,28 @@ def join_groups(topology: Topology, *, seed: int, minutes: int) -> None:
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def _joined(state: Any, topology: Topology) -> bool:
-    """Whether the groups there are belong to this layout and are alive."""
+def _groups_fit(state: Any, topology: Topology) -> bool:
+    """Whether the existing groups belong to this layout and are alive."""
     try:
         alive = bool(dist.get_process_group_ranks(state.get_model_parallel_group()))
-    except (KeyError, ValueError):  # of a process group that was left
+    except (KeyError, ValueError):  # a destroyed process group
         return False
     sizes = state.get_tensor_model_parallel_world_size(), state.get_pipeline_model_parallel_world_size()
     return alive and sizes == (topology.tensor, topology.pipeline)
 
 
 def stages_text(facts: Facts, topology: Topology) -> str | None:
-    """Megatron-core's way to write which stage has what; None where every stage has as many layers.
-
-    3 layers on 2 stages: `Ett|tL`, the embedding and two layers, a layer and the loss.
+    """Return Megatron-core's notation of the layers by stage; None if every stage has the same number. Example: 3
+    layers on 2 stages: `Ett|tL`, the embedding and two layers, a layer and the loss.
     """
     if facts.layers % topology.pipeline == 0:
         return None
     places = (topology._replace(rank=stage, size=topology.pipeline, tensor=1) for stage in range(topology.pipeline))
-    return "E" + "|".join("t" * len(layers_of(facts, place)) for place in places) + "L"
+    return "E" + "|".join("t" * len(stage_layers(facts, place)) for place in places) + "L"
 
 
 def transformer_config(facts: Facts, config: Config, topology: Topology, device: Device, *, eps: float) -> Any:
-    """Megatron-core's settings of the model."""
+    """Return Megatron-core's settings of the model."""
     from megatron.core.transformer import TransformerConfig
 
     dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
@@ -162,9 +160,8 @@ def transformer_config(facts: Facts, config: Config, topology: Topology, device:
 
 
 class BySequence(nn.Module):
-    """Causal attention of a row one sequence at a time: `core_attention` of Megatron-core's local layers.
-
-    Its own one takes no packed rows, and needs scores for the whole row.
+    """Causal attention of a row, one sequence at a time: `core_attention` of Megatron-core's local layers. Its own
+    attention does not take packed rows.
     """
 
     def __init__(self, config: Any, *_: Any, **__: Any) -> None:
@@ -172,7 +169,7 @@ class BySequence(nn.Module):
         self.scale = config.kv_channels**-0.5
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any, **__: Any) -> Tensor:
-        """Heads `[T, H, D]` (keys and values `[T, G, D]`, G divides H) to `[T, H, D]`."""
+        """Convert heads `[T, H, D]` (keys and values `[T, G, D]`, G divides H) to `[T, H, D]`."""
         ends: list[int] = packed_seq_params.cu_seqlens_q.tolist()
         lengths = [high - low for low, high in itertools.pairwise(ends)]
         found = []
@@ -190,7 +187,7 @@ class BySequence(nn.Module):
 
 
 def layer_spec(facts: Facts, device: Device) -> Any:
-    """The layers: Megatron-core's own with attention by sequence, or those of TransformerEngine."""
+    """Return the layers: Megatron-core's own with attention by sequence, or those of TransformerEngine."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     if has_engine(device):  # not run
@@ -201,10 +198,10 @@ def layer_spec(facts: Facts, device: Device) -> Any:
 
 
 def build(facts: Facts, hf: Any, settings: Any, topology: Topology, device: Device) -> Any:
-    """This rank's part of the model, with weights that mean nothing yet, on the device."""
+    """Return this rank's part of the model, with empty weights, on the device."""
     from megatron.core.models.gpt import GPTModel
 
-    class Policy(GPTModel):  # type: ignore[misc]  # here, so that the module can be read without Megatron-core
+    class Policy(GPTModel):  # type: ignore[misc]  # here, to import this module without Megatron-core
         """Hidden states of the last stage instead of logits."""
 
         def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -225,14 +222,14 @@ def build(facts: Facts, hf: Any, settings: Any, topology: Topology, device: Devi
         model.bfloat16()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.zero_()  # rows of padding stay so
+            parameter.zero_()  # padding rows stay zero
     return model.to(device.torch_device)
 
 
 def mark_split(model: Any, axes: Mapping[str, int | None]) -> None:
-    """Say of every parameter whether tensor places split it: gradient norms count the others once.
+    """Mark parameters that tensor places split: gradient norms count the others once.
 
-    Megatron-core says it only of weights that it initialises itself; without it the norm is silently too small.
+    Megatron-core marks only weights that it initialises itself; without the mark the norm is silently too small.
     """
     from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
@@ -245,7 +242,7 @@ def mark_split(model: Any, axes: Mapping[str, int | None]) -> None:
 
 
 def frequencies(hf: Any, head_dim: int) -> Tensor:
-    """Rotary frequencies `[head_dim / 2]`, as transformers has them; float32, on the host."""
+    """Return the rotary frequencies of transformers, `[head_dim / 2]`, float32, on the host."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rotary: Any = LlamaRotaryEmbedding(hf)
@@ -258,8 +255,9 @@ def frequencies(hf: Any, head_dim: int) -> Tensor:
 
 
 def bounds(micro: MicroBatch, *, multiple: int = 1) -> list[int]:
-    """Where the sequences of the one flat row begin and end. Tokens before the first are a sequence of their own; so is
-    what fills the row up to a multiple."""
+    """Return the bounds of the sequences in the flat row. Tokens before the first sequence, and the padding to a
+    multiple, are sequences of their own.
+    """
     found = [int(place) for place in micro.cu_seqlens]
     found = found if found[0] == 0 else [0, *found]
     rest = -found[-1] % multiple
@@ -267,7 +265,7 @@ def bounds(micro: MicroBatch, *, multiple: int = 1) -> list[int]:
 
 
 def packed_params(ends: Sequence[int], device: torch.device) -> Any:
-    """What Megatron-core's attention and rotary embedding take of a packed row."""
+    """Return the description of a packed row for Megatron-core."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     longest = max(high - low for low, high in itertools.pairwise(ends))
@@ -278,7 +276,7 @@ def packed_params(ends: Sequence[int], device: torch.device) -> Any:
 
 
 def hidden_states(model: Any, tensors: Micro, ends: Sequence[int]) -> Tensor:
-    """`[T, 1, H]`: those behind the last layer of this stage, normed on the last one. Positions follow from `ends`."""
+    """Return `[T, 1, H]` after the last layer of this stage, normed on the last stage. Positions follow from `ends`."""
     flat = tensors.input_ids.view(1, -1)
     flat = nn.functional.pad(flat, (0, ends[-1] - flat.shape[1]))
     found: Tensor = model(

@@ -1,14 +1,14 @@
-"""Megatron-core's distributed optimizer: AdamW over float32 master weights that the shares of a batch divide.
+"""Megatron-core's distributed optimizer: AdamW with float32 master weights divided over the shares.
 
 Guarantees:
-1. gradients are summed over the shares in float32, never averaged: losses already have global denominators;
-2. the norm counts every parameter once, over all tensor places, stages and shares, a tied head once;
-3. a gradient that is not finite changes nothing;
-4. every parameter decays alike, norms and biases too, as in the backend fsdp2;
-5. `whole` and `fill` see parameters whole, with their states, whatever part of them this rank updates.
-Megatron-core exchanges the names of parameter groups between the ranks as pickled objects while it is built: within
-the gang, and never from a file.
+1. gradients are summed over the shares in float32, never averaged: losses have global denominators;
+2. the norm counts every parameter once, over all tensor places, stages and shares;
+3. a non-finite gradient changes nothing;
+4. every parameter decays alike, also norms and biases, as in the backend fsdp2;
+5. `whole` and `fill` handle whole parameters with their states, whatever part this rank updates.
 
+While it is built, Megatron-core exchanges names of parameter groups between ranks as pickled objects: inside the gang,
+never from a file.
 Example: at 2 shares each rank updates one half of the flat memory of all parameters, then they gather the new weights.
 """
 
@@ -56,7 +56,7 @@ class Optimizer:
         (self._inner,) = chained.chained_optimizers
 
     def step(self, *, lr: float, max_norm: float) -> UpdateInfo:
-        """Clip by the global norm and update; nothing where the norm is not finite. Collective."""
+        """Clip by the global norm and update; do nothing if the norm is not finite. Collective."""
         norm = self._norm()
         skipped = not math.isfinite(norm)
         if not skipped:
@@ -69,7 +69,7 @@ class Optimizer:
         return UpdateInfo(norm, skipped)
 
     def discard(self) -> float:
-        """Forget the gradients; their global norm. Collective."""
+        """Clear the gradients and return their global norm. Collective."""
         norm = self._norm()
         self.forget()
         return norm
@@ -90,7 +90,7 @@ class Optimizer:
     # ------------------------------------------------------------ whole states
 
     def _mine(self, parameter: Tensor) -> tuple[slice, dict[str, Tensor]] | None:
-        """The flat range of a parameter that this rank updates, its master weights and its states; None: no part."""
+        """Return the flat range of a parameter that this rank updates, its master weights and states; None: no part."""
         if parameter not in self._inner.model_param_gbuf_map:
             return None
         part = self._inner._get_model_param_range_map(parameter)["param"]
@@ -105,7 +105,9 @@ class Optimizer:
 
     @torch.no_grad()
     def whole(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Master weights (`model`) and states of a parameter, float32, in its shape. Collective over the shares."""
+        """Return master weights (`model`) and states of a parameter, float32, in its shape. Collective over the
+        shares.
+        """
         found = {}
         mine = self._mine(parameter)
         for name in ("model", *STATES):
@@ -113,14 +115,16 @@ class Optimizer:
             if mine is not None:
                 flat[mine[0]] = mine[1][name].view(-1)
             if self._shares.size() > 1:
-                # As whole numbers: a sum with zeros that keeps every bit.
+                # As integers: a sum with zeros that keeps every bit.
                 dist.all_reduce(flat.view(torch.int32), group=self._shares)
             found[name] = flat.view(parameter.shape)
         return found
 
     @torch.no_grad()
     def fill(self, parameter: Tensor, read: Callable[[str], Tensor], *, states: bool) -> None:
-        """A parameter, and this rank's part of its master weights, from `read("model")`; with `states` of those too."""
+        """Fill a parameter, and this rank's part of its master weights, from `read("model")`; with `states`
+        those too.
+        """
         whole = read("model").to(parameter.device)
         parameter.copy_(whole)
         mine = self._mine(parameter)
@@ -133,7 +137,7 @@ class Optimizer:
 
     @property
     def updates(self) -> float:
-        """How many updates the states have seen."""
+        """Number of updates of the states."""
         for group in self._inner.optimizer.param_groups:
             if "step" in group:  # fused AdamW of TransformerEngine
                 return float(group["step"])
@@ -154,7 +158,9 @@ class Optimizer:
 
 
 def wrap(model: Any, settings: Any) -> Any:
-    """The model with one flat buffer of float32 gradients, reduced and scattered over the shares once per update."""
+    """Return the model with a flat buffer of float32 gradients, reduced and scattered over the shares once per
+    update.
+    """
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -173,7 +179,7 @@ def wrap(model: Any, settings: Any) -> Any:
     )
 
     def finalize(models: Any, _: Any = None, **options: Any) -> None:
-        """Without the count of tokens: losses have their denominators."""
+        """Finalize without the count of tokens: losses have their denominators."""
         finalize_model_grads(models, None, **options)
 
     settings.finalize_model_grads_func = finalize

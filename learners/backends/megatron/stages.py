@@ -1,14 +1,14 @@
-"""Micro-batches through the pipeline stages of a Megatron-core model: schedule, log-probs, losses.
+"""Runs micro-batches through the pipeline stages of a Megatron-core model: schedule, log-probs, losses.
 
 Guarantees:
-1. Megatron-core's schedule decides when which stage works (one forward, one backward); gradients are reduced once, by
-   `finalize_model_grads`, with the last backward: sums over shares, partial sums over tensor places, tied heads;
-2. the loss is computed with gradients on the last stage alone, by every tensor place; its numbers then go to the other
-   stages, which run the loss on them without gradient: what a loss returns and notes is the same on every rank;
-3. hidden states of a micro-batch are freed with its backward.
+1. Megatron-core's schedule orders the stages (one forward, one backward); `finalize_model_grads` reduces gradients
+   once, with the last backward: sums over shares, partial sums over tensor places, tied heads;
+2. every tensor place of the last stage computes the loss with gradients. Its numbers go to the other stages, which run
+   the loss on them without gradient, so results and logs are the same on every rank;
+3. hidden states of a micro-batch are freed after its backward.
 
-Example: 2 stages, 3 micro-batches: stage 0 is one forward ahead of stage 1, and gets the three micro-batches' log-probs
-in one message at the end.
+Example: 2 stages, 3 micro-batches: stage 0 is one forward ahead of stage 1, and gets the log-probs of the three
+micro-batches in one message at the end.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.runtime.device import Device
 from learners.backends.base import LossFunction, Micro, to_device
-from learners.backends.megatron.cpu_shim import without_cuda
-from learners.backends.megatron.logprobs import Slice, sliced_logprobs, sliced_numbers
+from learners.backends.megatron.cpu_shim import cuda_stand_ins
 from learners.backends.megatron.mapping import Facts
 from learners.backends.megatron.model import bounds, hidden_states
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.topology import Topology
-from learners.models.logprobs import TokenNumbers
+from learners.models.logprobs import TokenNumbers, Vocabulary, chunked_logprobs, split_logprobs, token_numbers
 
 
 class Found(NamedTuple):
-    """What came of a micro-batch; without a loss `value` is 0 and there are no sums."""
+    """Result of a micro-batch; without a loss `value` is 0 and there are no sums."""
 
     numbers: TokenNumbers  # detached
     value: Tensor
@@ -41,7 +40,7 @@ class Found(NamedTuple):
 
 
 class Stages:
-    """The way of a micro-batch through all stages, as this rank takes part in it."""
+    """Runs this rank's part of the pipeline."""
 
     def __init__(self, facts: Facts, settings: Any, config: Config, place: Topology, device: Device) -> None:
         self._facts, self._settings, self._place, self._device = facts, settings, place, device
@@ -51,7 +50,9 @@ class Stages:
     def run(
         self, model: Any, micro: Sequence[MicroBatch], loss: LossFunction | None = None, *, squares: bool = False
     ) -> list[Found]:
-        """Forward, and with a loss backward (`model` is then that of `wrap`). Collective; the same on every rank."""
+        """Run forward, and with a loss backward (`model` is then that of `wrap`). Collective; the same result on every
+        rank.
+        """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         given = [to_device(piece, self._device.torch_device) for piece in micro]
@@ -61,14 +62,14 @@ class Stages:
             number = next(numbers)
 
             def last(hidden: Tensor) -> tuple[Tensor, Tensor, Found]:
-                told = self._numbers(getattr(stage, "module", stage), hidden, given[number], squares=squares)
-                value, sums = _lost(loss, told, given[number], number)
-                found = Found(_detached(told), value.detach().clone(), sums)
+                values = self._numbers(getattr(stage, "module", stage), hidden, given[number], squares=squares)
+                value, sums = _lost(loss, values, given[number], number)
+                found = Found(_detached(values), value.detach().clone(), sums)
                 return value, torch.zeros((), dtype=torch.int), found
 
             return hidden_states(stage, given[number], bounds(micro[number], multiple=multiple)), last
 
-        with without_cuda(self._device), torch.set_grad_enabled(loss is not None):
+        with cuda_stand_ins(self._device), torch.set_grad_enabled(loss is not None):
             found = get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=iter(range(len(micro))),
@@ -78,10 +79,10 @@ class Stages:
                 micro_batch_size=1,
                 forward_only=loss is None,
             )
-        return found if self._place.pipeline == 1 else self._told(found, given, loss, squares=squares)
+        return found if self._place.pipeline == 1 else self._spread(found, given, loss, squares=squares)
 
     def _numbers(self, model: Any, hidden: Tensor, tensors: Micro, *, squares: bool) -> TokenNumbers:
-        """What the last stage says of a micro-batch; with gradients where they are on."""
+        """Return the last stage's numbers for a micro-batch; with gradients if they are enabled."""
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
@@ -90,26 +91,29 @@ class Stages:
         weight = model.shared_embedding_or_output_weight() if self._facts.tied else model.output_layer.weight
         each = self._facts.padded(self._place.tensor) // self._place.tensor
         start = each * self._place.tensor_place
-        group = parallel_state.get_tensor_model_parallel_group() if self._place.tensor > 1 else None
-        part = Slice(start, min(each, self._facts.vocab - start), group)
-        states, options = hidden[:, 0][tensors.positions], {"temperature": self._temperature}
-        if torch.is_grad_enabled():
-            told = sliced_logprobs(states, weight, tensors.targets, part, chunk_tokens=self._chunk, **options)
-            return TokenNumbers(*told, None)
-        return sliced_numbers(
-            states, weight, tensors.targets, part, chunk_tokens=self._chunk, squares=squares, **options
-        )
+        weight = weight[: min(each, self._facts.vocab - start)]  # without padding
+        states = hidden[:, 0][tensors.positions]
+        options: dict[str, Any] = {"temperature": self._temperature, "chunk_tokens": self._chunk}
+        found: tuple[Tensor, Tensor] | TokenNumbers
+        if self._place.tensor > 1:
+            split = Vocabulary(parallel_state.get_tensor_model_parallel_group(), start)
+            found = split_logprobs(states, weight, tensors.targets, split, squares=squares, **options)
+        elif torch.is_grad_enabled():
+            found = chunked_logprobs(states, weight, tensors.targets, **options)
+        else:
+            found = token_numbers(states, weight, tensors.targets, squares=squares, **options)
+        return found if isinstance(found, TokenNumbers) else TokenNumbers(*found, None)
 
     @torch.no_grad()
-    def _told(
+    def _spread(
         self, found: list[Found], given: Sequence[Micro], loss: LossFunction | None, *, squares: bool
     ) -> list[Found]:
-        """What the last stage found, on all stages."""
+        """Send the results of the last stage to all stages."""
         from megatron.core import parallel_state
 
         sizes = [micro.targets.numel() for micro in given]
         flat = torch.zeros(3 if squares else 2, sum(sizes), device=self._device.torch_device)
-        for one, room in zip(found, torch.split(flat, sizes, dim=1), strict=False):  # other stages found nothing
+        for one, room in zip(found, torch.split(flat, sizes, dim=1), strict=False):  # other stages have no results
             for row, numbers in zip(room, one.numbers, strict=False):
                 row.copy_(numbers)
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -118,17 +122,17 @@ class Stages:
             return found
         every = []
         for number, part in enumerate(torch.split(flat, sizes, dim=1)):
-            told = TokenNumbers(part[0], part[1], part[2] if squares else None)
-            every.append(Found(told, *_lost(loss, told, given[number], number)))
+            values = TokenNumbers(part[0], part[1], part[2] if squares else None)
+            every.append(Found(values, *_lost(loss, values, given[number], number)))
         return every
 
 
 def _lost(
-    loss: LossFunction | None, told: TokenNumbers, tensors: Micro, number: int
+    loss: LossFunction | None, values: TokenNumbers, tensors: Micro, number: int
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """What the loss says; 0 and nothing without one."""
-    return (torch.zeros(()), {}) if loss is None else loss(told.logprobs, told.entropy, tensors, number)
+    """Return the loss; 0 and no sums without one."""
+    return (torch.zeros(()), {}) if loss is None else loss(values.logprobs, values.entropy, tensors, number)
 
 
-def _detached(told: TokenNumbers) -> TokenNumbers:
-    return TokenNumbers(told.logprobs.detach(), told.entropy.detach(), told.square_sums)
+def _detached(values: TokenNumbers) -> TokenNumbers:
+    return TokenNumbers(values.logprobs.detach(), values.entropy.detach(), values.square_sums)

@@ -1,13 +1,13 @@
-"""Hugging Face weights into this rank's Megatron-core parameters, and out of all ranks to rank 0.
+"""Reads Hugging Face weights into this rank's Megatron-core parameters, and sends those of all ranks to rank 0.
 
-`megatron_checkpoint` assembles by it too. What lies where says `megatron_mapping`. Guarantees:
-1. a rank reads only the parts of the files that it holds, straight from safetensors: no pickle, no whole copy;
-2. a tensor that is missing or has another shape is `config.model`, by name;
-3. weights leave tensor by tensor in the order of `shapes_of`; rank 0 alone gets data, one tensor is whole at a time;
-   every rank takes part to the end.
+Guarantees:
+1. a rank reads only its own parts of the files, directly from safetensors: no pickle, no whole copy;
+2. a tensor that is missing or has another shape is `config.model`, with its name;
+3. weights are sent one by one in the order of `tensor_shapes`; only rank 0 gets data, one whole tensor at a time; every
+   rank takes part to the end.
 
-Example: at tensor = 2 `model.layers.0.mlp.down_proj.weight` comes to rank 0 as its own left half and, in one message,
-the right half of rank 1.
+Example: at tensor = 2 rank 0 has the left half of `model.layers.0.mlp.down_proj.weight` and gets the right half from
+rank 1 in one message.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Folder:
         self._where = _where(path)
 
     def read(self, part: Part) -> Tensor:
-        """The elements of a part, in the dtype of the file.
+        """Return the elements of a part, in the dtype of the file.
 
         Raises:
-            ConfigError: `config.model`, where the folder has no such tensor or one of another shape.
+            ConfigError: `config.model`: the folder has no such tensor or one of another shape.
         """
         from safetensors import SafetensorError
 
@@ -64,7 +64,7 @@ class Folder:
 
 
 def _where(path: Path) -> dict[str, str]:
-    """The file of every tensor."""
+    """Return the file of every tensor."""
     from safetensors import SafetensorError, safe_open
 
     index = path / "model.safetensors.index.json"
@@ -79,7 +79,7 @@ def _where(path: Path) -> dict[str, str]:
 
 
 def assembled(local: Local, read: Any, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A whole parameter from `read(part)` of each of its parts, on the host; padding is zero."""
+    """Return a whole parameter from `read(part)` of its parts, on the host; padding is zero."""
     whole = torch.zeros(local.shape, dtype=dtype)
     for part in local.parts:
         if volume(part.box):
@@ -90,9 +90,8 @@ def assembled(local: Local, read: Any, *, dtype: torch.dtype = torch.float32) ->
 def leaving(
     parameters: Mapping[str, Tensor], sources: Mapping[str, Sequence[Source]], *, rank: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face tensor by name, whole, on the host of rank 0; the other ranks send and get nothing.
-
-    Collective: every rank must exhaust it. Waits are bounded by the timeout of the process group.
+    """Yield every Hugging Face tensor by name, whole, on the host of rank 0; the other ranks send and get nothing.
+    Collective: every rank must exhaust it.
     """
     for name, parts in sources.items():
         mine = [source for source in parts if source.rank == rank]
@@ -121,5 +120,5 @@ def _receive(whole: Tensor, parts: Sequence[Part], sender: int) -> None:
 
 
 def _bytes(flat: Tensor) -> Tensor:
-    """The memory of a flat tensor: Gloo does not send every dtype."""
+    """Return the memory of a flat tensor: Gloo does not send every dtype."""
     return flat.view(torch.uint8)
