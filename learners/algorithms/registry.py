@@ -5,8 +5,7 @@ Guarantees:
 2. a plugin is a function with the signature of its kind (`learners.algorithms.types`) under an entry point of the group
    `asyncrl.advantages`, `asyncrl.losses` or `asyncrl.corrections`; its keyword-only arguments are its options;
 3. a plugin states further needs by attributes of the function: `needs` (names of `Rollouts` fields), `aggregation` (the
-   only mode of a loss), `choose` (selects tokens of the whole mini-batch), `whole_batch` (a correction over all rows),
-   `takes_whole` as in `needs_whole_batch`.
+   only mode of a loss), `choose` (selects tokens of the whole mini-batch), `whole_batch` (a correction over all rows).
 
 Example: `advantage = "mine"` with `[project.entry-points."asyncrl.advantages"] mine = "my_package:mine"`.
 """
