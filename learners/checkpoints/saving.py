@@ -141,6 +141,8 @@ class Checkpoints:
             raise AsyncRLError(
                 "hang", f"the checkpoint of step {job.step} is not written after {limit:g} s", where=str(self._root)
             )
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)  # its frame holds the copy in memory
         self._handle(job)
 
     def _handle(self, job: _Job, *, last: bool = False) -> None:

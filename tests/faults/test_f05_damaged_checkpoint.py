@@ -51,7 +51,7 @@ def test_f05_the_one_before_serves_and_the_bits_are_the_same(recorded: Recorded,
                 said: list[str] = []
                 found = checkpoint.newest(root, say=said.append)
                 assert found is not None and found[0].step == 2, (name, how)
-                assert len(said) == 1 and "step_000004 is not used" in said[0], (name, how)
+                assert len(said) == 1 and "step_000004 is skipped" in said[0], (name, how)
                 path.write_bytes(whole)
                 tried += 1
         manifest = root / "step_000004" / "manifest.json"
@@ -63,7 +63,7 @@ def test_f05_the_one_before_serves_and_the_bits_are_the_same(recorded: Recorded,
         assert checkpoint.find_problem(manifest.parent) == ""
         (root / "step_000004" / rng.choice(FILES)).write_bytes(b"\0" * 100)
         lab.finish()  # a real learner: it starts at step 2, the buffer still has the batches of 3 and 4
-        assert "checkpoint step_000004 is not used" in lab.said()
+        assert "checkpoint step_000004 is skipped" in lab.said()
         assert [line["step"] for line in lab.history("register")] == [0, 2]
         lab.assert_accounted()
         assert lab.result() == wanted

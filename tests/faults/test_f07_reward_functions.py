@@ -95,7 +95,9 @@ def test_f07_workers_that_are_killed_cost_no_attempt(tmp_path: Path) -> None:
         for number in range(4):
             at = len(plant.history("score"))
             plant.wait("some scores", lambda at=at: len(plant.history("score")) > at + 4)
-            plant.kill(f"reward-{number % 2}")
+            name = f"reward-{number % 2}"
+            plant.wait(f"a living {name}", lambda name=name: plant.roles[name].alive())
+            plant.kill(name)
         plant.wait_done()
         found = plant.assert_accounted()
         assert not found.dead and plant.restarts["reward-0"] == plant.restarts["reward-1"] == 2

@@ -75,7 +75,9 @@ def test_reward_workers_that_join_and_are_killed_are_not_noticed(tmp_path: Path,
         for number in range(4):
             at = len(plant.history("judged"))
             plant.wait("some scores", lambda at=at: len(plant.history("judged")) > at + 6)
-            plant.kill(("reward-0", "reward-deep-0", "reward-1", "reward-deep-0")[number])
+            name = ("reward-0", "reward-deep-0", "reward-1", "reward-deep-0")[number]
+            plant.wait(f"a living {name}", lambda name=name: plant.roles[name].alive())
+            plant.kill(name)
         plant.finish()
         found = plant.assert_accounted()
         assert not found.dead and not found.dropped, "a worker that dies costs no try"
