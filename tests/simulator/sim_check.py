@@ -59,6 +59,7 @@ class Checker:
         self.epochs: dict[int, Any] = {}  # learner epoch -> process
         self.retired_to = 0
         self.uses: dict[int, int] = {}
+        self.adopted = False  # a registration was stored since the store was emptied; its answer may be lost
         self.older = False  # the store came back as it was earlier, and no learner has registered since
 
     def fail(self, kind: str, text: str) -> None:
@@ -67,7 +68,7 @@ class Checker:
 
     def forget(self) -> None:
         """The store went back or lost everything: a superseded token may be the newest one again."""
-        self.epoch, self.learner, self.committed = 0, None, 0
+        self.epoch, self.learner, self.committed, self.adopted = 0, None, 0, False
         self.leases.clear()
         self.recorded.clear()
         self.epochs.clear()
@@ -97,7 +98,7 @@ class Checker:
 
     def _given_out(self, groups: set[int]) -> None:
         held = {group for step in self.world.newest_checkpoint().lineage for group in step.groups}
-        if groups & held and not self.epoch and not self.older:
+        if groups & held and not self.epoch and not self.adopted and not self.older:
             self.fail("again", f"{sorted(groups & held)} are in a checkpoint and were given out once more")
 
     def _learner(self, ask: Ask, asked: Any, message: wire.Message) -> None:
@@ -176,7 +177,7 @@ class Checker:
         if not meta.learner[0]:  # a goodbye was kept, its answer was not sent
             self.learner = None
         if meta.epoch > self.epoch:  # a registration was kept, its answer was not sent
-            self.recorded, self.committed, self.learner = {}, 0, None
+            self.recorded, self.committed, self.learner, self.adopted = {}, 0, None, True
             return
         if meta.version < self.committed:
             self.fail("forgotten", f"step {self.committed} was committed, the service knows {meta.version}")
