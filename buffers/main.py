@@ -123,9 +123,10 @@ def open_service(config: Config, store: Store) -> BufferService:
         print(f"buffer: {line}", flush=True)
     machine.note_start(now)
     evaluations.scoring.settle_judges()
-    if history.found and not opened.rows:
-        print(f"buffer: the {store.kind} store was emptied; no prompt is issued before a learner registers", flush=True)
-        machine.recovery.note_emptied()
+    if history.went_back or (history.found and not opened.rows):
+        what = "was restored to an earlier state" if opened.rows else "was emptied"
+        print(f"buffer: the {store.kind} store {what}; no prompt is issued before a learner registers", flush=True)
+        machine.recovery.note_state_lost()
     if segments.damaged:
         machine.partial.discard_damaged(pieces.intersection(segments.damaged))
         damaged = {records[record] for record in segments.damaged if record in records}

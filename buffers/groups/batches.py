@@ -57,10 +57,12 @@ class Batches:
         self.asked_since: tuple[int, float] | None = None  # step, time since when the claim waits at all
 
     def fence(self, epoch: int) -> None:
-        """Refuse an older learner. An epoch from the future means that the store was lost: the learner registers again.
+        """Refuse an older learner, and every learner after the store lost state: it must register again.
 
-        Raises `fenced` or `buffer.lost_state`.
+        An epoch from the future means that the store was lost. Raises `fenced` or `buffer.lost_state`.
         """
+        if self.table.meta.emptied:
+            raise StateLost("buffer.lost_state", "no learner has registered since the store was emptied or restored")
         known = self.table.meta.epoch
         if epoch > known:
             raise StateLost("buffer.lost_state", f"learner epoch {epoch}: only {known} is known here")

@@ -227,7 +227,7 @@ class Meta(msgspec.Struct, array_like=True):
     learner: tuple[str, int, str] = ("", 0, "")  # name, pid, host of the registered one
     registered_step: int = -1  # step of its registration until its first claim: a Register sent again is the same
     registrations: tuple[tuple[int, int], ...] = ()  # the newest: (random number of the message, epoch given)
-    emptied: bool = False  # the store was emptied under this run, and no learner has registered since
+    emptied: bool = False  # the store lost state under this run, and no learner has registered since
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True, gc=False):

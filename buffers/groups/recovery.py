@@ -52,8 +52,8 @@ class Recovery:
         self.partial = partial
         self.batches = batches
 
-    def note_emptied(self) -> None:
-        """The run has a history that the store knows nothing of: issue nothing before a learner's ledger is here."""
+    def note_state_lost(self) -> None:
+        """The history holds transitions that the store does not: issue nothing before a learner's ledger is here."""
         self.table.meta.emptied = True
         self.table.put("meta")
 
@@ -83,7 +83,7 @@ class Recovery:
             return given
         if self.budget.fault is not None:
             raise error_for(*self.budget.fault)
-        if meta.learner == process and meta.registered_step == step:
+        if meta.learner == process and meta.registered_step == step and not meta.emptied:
             return meta.epoch  # a Register sent again
         if meta.done and not takeover and step < meta.version:  # it waited while the run was completed
             raise AsyncRLError(

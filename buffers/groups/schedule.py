@@ -146,7 +146,9 @@ class Schedule:
         """Why an engine at this version gets no group; empty if it would get one."""
         settings, meta, waiting = self.live.current, self.table.meta, len(self.table.indexes.pending)
         if meta.emptied:
-            return "the store was emptied and no learner has registered since: it is not known which groups are trained"
+            return (
+                "the store was emptied or restored, and no learner has registered since: what is trained is not known"
+            )
         if engine_version < 0:
             return "the engine holds no weights yet"
         if engine_version > meta.newest + 1:

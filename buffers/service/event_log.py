@@ -3,8 +3,7 @@
 The lines of a drain travel with the drain's rows into the store (row `hist`), and only then into
 the file. Guarantees:
 1. a line stands in the file exactly if its transition is in the store: on open, lines that a kill kept from the file
-   are
-   appended from the row;
+   are appended from the row. Lines after those of the row say that the store was restored to an earlier state;
 2. lines are written whole; a last line cut by a loss of power is completed or removed on open;
 3. a loss of power costs what it costs the store: nothing with `always`, about a second with `everysec`.
 """
@@ -39,6 +38,7 @@ class History:
         self._fsync = fsync
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self.found = os.fstat(self._file).st_size > 0  # written by services before this one
+        self.went_back = False  # the store was restored to an earlier state: later transitions stand here
         self._complete(last)
 
     def _complete(self, last: bytes) -> None:
@@ -49,7 +49,10 @@ class History:
         if torn:
             os.ftruncate(self._file, size - torn)
             tail = tail[:-torn]
-        if last and not tail.endswith(last) and not self._holds(last):
+        if not last or tail.endswith(last):
+            return
+        self.went_back = self._holds(last)
+        if not self.went_back:
             # After a torn line some lines of the row may be there already: append only what is missing.
             write_all(self._file, last[_done(tail, last) :])
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -353,7 +355,8 @@ def test_a_complete_run_that_goes_on_sends_no_early_worker_home(make: Make) -> N
     assert asyncio.run(told(service.address)) == (False, False)
 
 
-def test_an_emptied_store_waits_for_the_ledger_of_a_learner(make: Make) -> None:
+@pytest.mark.parametrize("what", ["emptied", "restored"])
+def test_a_store_that_lost_state_waits_for_the_ledger_of_a_learner(make: Make, tmp_path: Path, what: str) -> None:
     """Store and service are lost together: what is in the weights is not issued again to an engine that starts anew."""
 
     async def asked(address: str, wait_s: float) -> wire.Leases:
@@ -364,6 +367,10 @@ def test_an_emptied_store_waits_for_the_ledger_of_a_learner(make: Make) -> None:
         return leases
 
     service = make("sqlite", learner__steps="5").start()
+    service.kill()
+    store = next(service.run.root.glob("**/index.sqlite")).parent
+    earlier = shutil.copytree(store, tmp_path / "earlier")
+    service.start()
     client = learner(service.address)
     produce(service.address, 2)
     trained = claim(client, 1)
@@ -372,11 +379,14 @@ def test_an_emptied_store_waits_for_the_ledger_of_a_learner(make: Make) -> None:
     client.close()
     for _ in range(2):  # killed again before anybody registers: it still knows
         service.kill()
-        for path in service.run.root.glob("**/index.sqlite*"):
+        for path in store.glob("index.sqlite*"):
             path.unlink()
+        if what == "restored":
+            shutil.copytree(earlier, store, dirs_exist_ok=True)
         service.start()
         leases = asyncio.run(asked(service.address, 0.2))
-        assert not leases.leases and "emptied" in leases.reason
+        assert not leases.leases and "emptied or restored" in leases.reason
+        assert f"store was {what}" in service.log.read_text()
     service.kill()
     service.start()
     assert "emptied" in asyncio.run(asked(service.address, 0.2)).reason

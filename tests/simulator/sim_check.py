@@ -4,7 +4,7 @@ Guarantees (each has the name under which a violation is reported):
 `bound`     no token of a handed-out batch is older than its group's own bound allows;
 `content`   every sample of a batch is whole: the bytes that a producer made for it, scored by their own reward;
 `short`     every group of a batch has all its samples, every batch the groups that are due to it;
-`again`     from an emptied store no prompt that a checkpoint holds is given out before a learner has registered;
+`again`     from a store that lost state no prompt in a checkpoint is given out before a learner has registered;
 `doubled`   no group is twice in the weights (more than `max_reuse` times with reuse);
 `replay`    the recorded batch of a step is the same groups in the same order, however often it is asked for;
 `obeyed`    a learner, a lease or a service that was superseded is refused;
@@ -59,8 +59,7 @@ class Checker:
         self.epochs: dict[int, Any] = {}  # learner epoch -> process
         self.retired_to = 0
         self.uses: dict[int, int] = {}
-        self.adopted = False  # a registration was stored since the store was emptied; its answer may be lost
-        self.older = False  # the store came back as it was earlier, and no learner has registered since
+        self.adopted = False  # a registration was stored since the store lost state; its answer may be lost
 
     def fail(self, kind: str, text: str) -> None:
         """Report."""
@@ -98,7 +97,7 @@ class Checker:
 
     def _given_out(self, groups: set[int]) -> None:
         held = {group for step in self.world.newest_checkpoint().lineage for group in step.groups}
-        if groups & held and not self.epoch and not self.adopted and not self.older:
+        if groups & held and not self.epoch and not self.adopted:
             self.fail("again", f"{sorted(groups & held)} are in a checkpoint and were given out once more")
 
     def _learner(self, ask: Ask, asked: Any, message: wire.Message) -> None:
@@ -161,7 +160,7 @@ class Checker:
                 self.recorded, self.world.saved_to = {}, asked.step
             self.retired_to = asked.step  # a registration retires what its ledger holds
             self.committed = asked.step
-            self.epoch, self.learner, self.older = message.epoch, process, False
+            self.epoch, self.learner = message.epoch, process
             self.world.over = False
         self.heard = now
 

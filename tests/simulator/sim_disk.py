@@ -271,7 +271,8 @@ class SimHistory:
     def __init__(self, lines: list[bytes], *, last: bytes = b"") -> None:
         self._lines = lines
         self.found = bool(lines)
-        if last and (not lines or lines[-1] != last):
+        self.went_back = last in lines[:-1] and lines[-1] != last
+        if last and not self.went_back and lines[-1:] != [last]:
             lines.append(last)
 
     def write(self, lines: bytes) -> None:

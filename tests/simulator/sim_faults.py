@@ -252,7 +252,6 @@ def power_loss(world: World) -> bool:
     lost = medium.back(world.rng.randint(medium.synced, len(medium.log)))
     if lost:
         world.check.forget()
-        world.check.older = True
     world.files.power_loss(world.rng.randint(0, len(world.files.unsynced)))
     return True
 
@@ -264,7 +263,6 @@ def roll_back(world: World) -> bool:
         if not _no_service(world, "killed for a restore"):
             return False
         world.check.forget()
-    world.check.older = True
     return medium.back(max(0, len(medium.log) - world.rng.randint(1, world.rng.choice((3, 12, 40)))))
 
 

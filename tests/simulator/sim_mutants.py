@@ -167,6 +167,16 @@ def _any_goodbye(self: Any, **named: Any) -> None:
     real_goodbye(self, **named)
 
 
+def _fences_epochs_only(self: Any, epoch: int) -> None:
+    """A learner that registered before the store lost state goes on as if nothing had happened."""
+    meta = self.table.meta
+    meta.emptied, lost = False, meta.emptied
+    try:
+        real_fence(self, epoch)
+    finally:
+        meta.emptied = lost
+
+
 def _rolled_back_ready(self: Any, number: int) -> None:
     """A group that an older checkpoint does not hold is forgotten instead of dropped: the ledger lacks it."""
     self.table.retired.discard(number)
@@ -206,6 +216,7 @@ def _renews_all(self: Any, producer: str, pid: int, holds: Any) -> None:
 real_sort = SampleIntake.sort
 real_take_piece = PartialSamples._take_piece
 real_commit = Batches.commit
+real_fence = Batches.fence
 real_flush = BufferService.flush
 real_record = Batches.record
 real_checkpointed = Batches.checkpointed
@@ -219,6 +230,7 @@ real_store = GroupSamples.store
 real_lose_payloads = Batches.lose_payloads
 
 NO_FENCE: Patch = (Batches, "fence", _nothing)
+EPOCHS_ONLY: Patch = (Batches, "fence", _fences_epochs_only)
 NAIVE_CLAIM: Patch = (Batches, "settle_late", _any_order)
 
 MUTANTS: dict[str, list[Patch]] = {
@@ -244,13 +256,13 @@ MUTANTS: dict[str, list[Patch]] = {
         (GroupSamples, "store", _counts_ghosts),
     ],
     "a second learner is taken in": [(Recovery, "_refuse_second", _nothing)],
-    "an emptied store is a new run": [(Recovery, "note_emptied", _nothing)],
+    "an emptied store is a new run": [(Recovery, "note_state_lost", _nothing)],
     "a lost store is not written again": [(SimStore, "reseed", _not_written_again)],
     "prompts that the store lost are not issued again": [(Recovery, "_issue_unknown", _cursor_only)],
     "silent producers keep their leases": [(Leases, "expire", _nothing)],
     "leases that their holder does not name are kept": [(Leases, "renew", _renews_all)],
     "a late copy of a registration registers": [(Recovery, "register", _register_again)],
-    "a goodbye from ahead is taken": [(Batches, "goodbye", _any_goodbye)],
+    "a learner need not register again after a loss": [EPOCHS_ONLY],
     "any commit is taken": [(Batches, "commit", _commit_anything)],
     "every piece of a sample is taken as the next one": [(PartialSamples, "_take_piece", _every_piece_is_next)],
 }
@@ -269,6 +281,7 @@ PAIRS: dict[str, list[Patch]] = {
     ],
     "no admission rule, naive late rule": [(schedules, "feasible", _fits_always), NAIVE_CLAIM],
     "neither the buffer nor the mark fences a learner": [NO_FENCE, (Learner, "check_mark", _nothing)],
+    "a goodbye from ahead is taken after a loss": [EPOCHS_ONLY, (Batches, "goodbye", _any_goodbye)],
     "neither epoch is checked": [NO_FENCE, (SimStore, "_check", _nothing)],
     "scores: neither the lease's nor the sample's token": [
         (scoring.Scoring, "find_sample", _reward_check(lease=False, sample=False)),

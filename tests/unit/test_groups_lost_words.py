@@ -174,10 +174,34 @@ def test_a_damaged_record_to_score_does_not_end_the_service() -> None:
     assert groups.table.groups[number].attempt == 1 and not groups.table.groups[number].samples
 
 
+def test_a_restored_store_obeys_no_learner_and_issues_nothing_before_one_has_registered_again() -> None:
+    """The store came back as it was at step 1. Its learner is registered there, and knows more than the store."""
+    run = Run(max_staleness=4)
+    run.step(1)
+    run.register(1, run.g.batches.ledger(epoch=run.epoch, step=1))
+    ledger = run.g.batches.ledger(epoch=run.epoch, step=1)
+    run.reload()
+    run.g.recovery.note_state_lost()
+    assert leased(run.g) == []
+    for ask in (
+        lambda: run.g.claim(epoch=run.epoch, step=2, version=1, now=run.now),
+        lambda: run.g.commit(epoch=run.epoch, step=2, version=2, digest="d", now=run.now, groups=()),
+        lambda: run.g.batches.ledger(epoch=run.epoch, step=1),
+        lambda: run.g.batches.checkpointed(epoch=run.epoch, step=1),
+        lambda: run.g.batches.goodbye(epoch=run.epoch, done=True, reason=""),
+    ):
+        with pytest.raises(StateLost, match="no learner has registered since"):
+            ask()
+    before = run.epoch
+    run.register(1, ledger)  # the same process, the same step: a registration of its own, not the old one repeated
+    assert run.epoch == before + 1
+    assert leased(run.g)
+
+
 def test_an_emptied_store_issues_nothing_before_a_learner_has_said_what_is_trained() -> None:
     """The store and the service were lost together; an engine starts anew at version 0 before the learner is back."""
     groups = GroupMachine(Settings(group_size=2, batch_groups=1, max_staleness=2, depth=2, total_groups=9))
-    groups.recovery.note_emptied()
+    groups.recovery.note_state_lost()
     fresh = GroupMachine(groups.settings, epoch=1)  # and the service is killed once more
     fresh.load([(change.key, change.value) for change in groups.rows() if change.value is not None])
     groups = fresh

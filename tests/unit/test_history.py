@@ -19,14 +19,18 @@ OLD, NEW = b'{"n":1}\n{"n":2}\n', b'{"n":3}\n{"n":4}\n'
 def test_the_lines_of_the_row_are_there_once(tmp_path: Path, there: bytes, row: bytes) -> None:
     path = tmp_path / "history.jsonl"
     path.write_bytes(there)
-    History(path, last=row).close()
+    history = History(path, last=row)
+    history.close()
+    assert not history.went_back
     assert path.read_bytes() == (OLD if there.startswith(OLD) else b"") + NEW
 
 
-def test_a_store_that_went_back_does_not_repeat_itself(tmp_path: Path) -> None:
+def test_a_store_that_went_back_is_noticed_and_does_not_repeat_itself(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     path.write_bytes(OLD + NEW)
-    History(path, last=OLD).close()
+    history = History(path, last=OLD)
+    history.close()
+    assert history.went_back
     assert path.read_bytes() == OLD + NEW
 
 

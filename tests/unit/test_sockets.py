@@ -134,6 +134,9 @@ def test_corrupt_frames_are_answered_or_counted_and_harm_nobody(echo: Echo, addr
     refusal = wire.decode(socket.recv_multipart())
     assert (refusal.request, refusal.message.code) == (7, "wire.checksum")
     socket.send_multipart([b"GET / HTTP/1.1"])
+    socket.send_multipart(wire.encode(wire.Ok(), request=8))  # read after the one before it, on the same connection
+    assert socket.poll(5000)
+    assert wire.decode(socket.recv_multipart()).request == 8
     asker = Requester(address)
     assert asker.request(wire.Ok(), timeout_s=5).message.detail == "0"
     assert echo.responder.counters["bad_frames"] == 2
