@@ -6,7 +6,7 @@ Guarantees:
 3. the holder of a lost lease is asked to stop, at every heartbeat for a while;
 4. a training group is leased only if (F) holds with it and, for a new prompt, (D) and the run's total allow it. It
    keeps the bound of its first lease, and its deadline while it holds samples; with none left it gets a new one;
-5. nothing is leased from a store that lost state before a learner has registered: its ledger says which groups are trained;
+5. nothing is leased from a store that lost state before a learner has registered: its ledger says what is trained;
 6. a group whose last attempt its environment failed is DEAD as `environment_failed`; more than `max_failed_groups` of
    these end the run (`environment.budget`).
 """

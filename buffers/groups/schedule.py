@@ -147,7 +147,7 @@ class Schedule:
         settings, meta, waiting = self.live.current, self.table.meta, len(self.table.indexes.pending)
         if meta.emptied:
             return (
-                "the store was emptied or restored, and no learner has registered since: what is trained is not known"
+                "the store was emptied or restored; no learner has registered since to say which groups are trained"
             )
         if engine_version < 0:
             return "the engine holds no weights yet"
