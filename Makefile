@@ -63,7 +63,7 @@ test-node: $(STAMP)
 
 # The long forms: more schedules, more faults, more kill points (about half an hour).
 chaos: redis
-	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python -m pytest -m chaos -s --figures benchmarks/results/chaos.txt
+	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python -m pytest -m chaos -s --figures=benchmarks/results/chaos.txt tests
 
 # Wrong edits of the product, each of which the short suite must catch (tests/mutation/mutants.py; about half an hour).
 mutation: redis
