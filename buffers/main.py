@@ -108,7 +108,7 @@ def open_service(config: Config, store: Store) -> BufferService:
     groups = machine.table.groups
     records = {record: group.id for group in groups.values() for record in group.records}
     records |= evaluations.table.records()
-    pieces = {record for group in groups.values() for found in group.underway.values() for record in found.pieces}
+    pieces = {record for group in groups.values() for found in group.partial.values() for record in found.pieces}
     buffer = config.buffer
     run_dir = RunDir(config.run_dir)
     segments = Segments(
@@ -129,14 +129,7 @@ def open_service(config: Config, store: Store) -> BufferService:
         machine.recovery.note_state_lost()
     if segments.damaged:
         machine.partial.discard_damaged(pieces.intersection(segments.damaged))
-        damaged = {records[record] for record in segments.damaged if record in records}
-        held_out = sorted(number for number in damaged if is_evaluation(number))
-        # A learner may hold a recorded batch in its memory: its next claim shows whether the bytes are missed.
-        lost = sorted(number for number in damaged.difference(held_out) if groups[number].state < State.CLAIMED)
-        count = len(damaged) - len(held_out)
-        print(f"buffer: payloads of {count} groups are damaged, {len(lost)} are generated again", flush=True)
-        machine.batches.lose_payloads(lost)
-        evaluations.lose_payloads(held_out)
+        _lose_payloads(machine, evaluations, {records[record] for record in segments.damaged if record in records})
     machine.check()
     evaluations.table.check()
     service = BufferService(
@@ -151,6 +144,18 @@ def open_service(config: Config, store: Store) -> BufferService:
     service.flush()
     failpoint("buffer.after_open")
     return service
+
+
+def _lose_payloads(machine: GroupMachine, evaluations: Evaluations, damaged: set[int]) -> None:
+    """Have the damaged groups and prompts generated again."""
+    held_out = sorted(number for number in damaged if is_evaluation(number))
+    groups = machine.table.groups
+    # A learner may hold a recorded batch in its memory: its next claim shows whether the bytes are missed.
+    lost = sorted(number for number in damaged.difference(held_out) if groups[number].state < State.CLAIMED)
+    count = len(damaged) - len(held_out)
+    print(f"buffer: payloads of {count} groups are damaged, {len(lost)} are generated again", flush=True)
+    machine.batches.lose_payloads(lost)
+    evaluations.lose_payloads(held_out)
 
 
 async def serve(

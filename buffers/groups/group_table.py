@@ -251,8 +251,8 @@ class GroupTable:
     def drop_partial(self, group: Group, index: int | None = None) -> int:
         """Drop the partial sample of `index` (None: all of the group); the number of tokens dropped."""
         tokens = 0
-        for number in list(group.underway) if index is None else [index]:
-            found = group.underway.pop(number, None)
+        for number in list(group.partial) if index is None else [index]:
+            found = group.partial.pop(number, None)
             if found is not None:
                 self.tx.free(found.pieces)
                 tokens += found.length

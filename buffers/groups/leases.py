@@ -237,7 +237,7 @@ class GroupLeases:
         with self.table.edit(group):
             deadline = engine_version + group.bound
             deadline = deadline if group.deadline is None else min(deadline, group.deadline)
-            group.deadline = self.partial.hand_out(group, deadline) if group.underway else deadline
+            group.deadline = self.partial.hand_out(group, deadline) if group.partial else deadline
             self.leases.assign(group, worker, request)
         self.tx.event(
             "lease",
@@ -249,7 +249,7 @@ class GroupLeases:
             deadline=group.deadline,
             bound=group.bound,
         )
-        if group.underway:
+        if group.partial:
             self.partial.record_continued(group)
         return self._message(group)
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from asyncrl.versions import joined_runs
 from asyncrl.wire import Piece, Pieces, PiecesReply
 from buffers.groups.group_table import GroupTable
-from buffers.groups.records import Group, Record, State, Underway
+from buffers.groups.records import Group, PartialSample, Record, State
 from buffers.groups.schedule import Schedule
 from buffers.groups.transaction import Transaction
 
@@ -57,7 +57,7 @@ class PartialSamples:
 
     def _take_piece(self, group: Group, head: Pieces, item: Piece, keep: Callable[[Piece], Record]) -> tuple[int, bool]:
         """The number of tokens of the sample after the piece, and whether no more pieces are taken."""
-        found = group.underway.get(item.index)
+        found = group.partial.get(item.index)
         anew = item.start == 0 and (found is None or found.token != head.token)
         if not anew and (found is None or item.start != found.length):
             return 0 if found is None else found.length, False
@@ -66,7 +66,7 @@ class PartialSamples:
         record = keep(item)
         if anew:
             self.table.drop_partial(group, item.index)
-            found = group.underway[item.index] = Underway(head.token, 0, (), {}, [])
+            found = group.partial[item.index] = PartialSample(head.token, 0, (), {}, [])
         assert found is not None
         found.token, found.length = head.token, found.length + item.count
         found.runs = joined_runs(found.runs, item.runs)
@@ -82,7 +82,7 @@ class PartialSamples:
         """The deadline of a group that is being leased with its partial samples; those that may not be continued are
         discarded. `deadline` is the one without them."""
         lowest = deadline
-        for index, found in sorted(group.underway.items()):
+        for index, found in sorted(group.partial.items()):
             due = found.oldest + group.bound
             why = self.refusal(found, due, deadline)
             if why:
@@ -93,10 +93,10 @@ class PartialSamples:
 
     def record_continued(self, group: Group) -> None:
         """Write to the history which partial samples a lease continues."""
-        tokens = {index: found.length for index, found in sorted(group.underway.items())}
+        tokens = {index: found.length for index, found in sorted(group.partial.items())}
         self.tx.event("continue", g=group.id, token=group.token, producer=group.holder, tokens=tokens)
 
-    def refusal(self, found: Underway, due: int, deadline: int) -> str:
+    def refusal(self, found: PartialSample, due: int, deadline: int) -> str:
         """Why a partial sample may not be continued; empty if it may be."""
         for version, _ in found.runs:
             known = self.table.digests.get(version)
@@ -112,7 +112,7 @@ class PartialSamples:
     def discard_damaged(self, records: set[Record]) -> None:
         """The bytes of these pieces are gone."""
         for group in self.table.groups.values():
-            for index, found in list(group.underway.items()):
+            for index, found in list(group.partial.items()):
                 if records.intersection(found.pieces):
                     self._discard(group, index, "damaged")
                     self.table.put(f"g{group.id}")
@@ -120,7 +120,7 @@ class PartialSamples:
     def discard_abandoned(self, newest: int) -> None:
         """The learner went back: tokens of versions above `newest` are of weights that no longer exist."""
         for group in self.table.groups.values():
-            for index, found in list(group.underway.items()) if group.state == State.LEASED else ():
+            for index, found in list(group.partial.items()) if group.state == State.LEASED else ():
                 if max(version for version, _ in found.runs) > newest:
                     self._discard(group, index, "abandoned")
                     self.table.put(f"g{group.id}")

@@ -139,10 +139,10 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
     failures: int = 0  # in rows of before judges had names; now in `judged`
     failed_by: tuple[str, ...] = ()
     judged: dict[str, Judgement] = {}  # answers of judges, until all have answered
-    newest: int = -1  # largest version of its tokens; in rows of before it was told: no larger than `oldest`
+    newest: int = -1  # largest version of its tokens; -1 in rows of older builds: then none is above `oldest`
 
 
-class Underway(msgspec.Struct, array_like=True, gc=False):
+class PartialSample(msgspec.Struct, array_like=True, gc=False):
     """The checkpoint of a sample that is being generated: its first `length` tokens."""
 
     token: int  # lease under which the newest piece arrived
@@ -179,7 +179,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     claimed: float = 0.0
     uses: list[int] = []  # steps of the batches it is in, ascending; after a checkpoint also of those it was in
     max_uses: int = 1  # steps that may train it; fixed when it is issued
-    underway: dict[int, Underway] = {}  # checkpoints of missing samples
+    partial: dict[int, PartialSample] = {}  # checkpoints of missing samples
     source: str | None = None  # data source of its row, where judges are chosen by it; None: not known yet
 
 

@@ -255,7 +255,7 @@ class GroupSamples:
             group.samples[index] = Sample(
                 head.token, item.length, oldest, record, item.finish, reward, parts, newest=newest
             )
-            if group.underway:
+            if group.partial:
                 self.table.drop_partial(group, index)
             self.tx.sample_event(
                 SampleEvent(

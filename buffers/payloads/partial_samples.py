@@ -6,7 +6,7 @@ Guarantees:
 2. pieces lie in the segment files like samples and their places in the group's row, so a kill -9 of the service loses
    none that was answered;
 3. what does not fit into an answer, or is damaged, is not handed out: these samples start anew.
-It decides nothing about ages and weights: `buffers.groups.underway` does.
+It decides nothing about ages and weights: `buffers.groups.partial_samples` does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl import wire
 from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.wire import Buffer
 from buffers.groups.machine import GroupMachine
-from buffers.groups.records import Record, Underway
+from buffers.groups.records import PartialSample, Record
 from buffers.payloads.record_format import checksum_of
 from buffers.payloads.segments import Segments
 
@@ -90,7 +90,7 @@ def load(
     damaged: set[Record] = set()
     room = max_bytes // 2  # the rest of the answer is small
     for lease in leases:
-        for index, found in sorted(machine.table.groups[lease.group].underway.items()):
+        for index, found in sorted(machine.table.groups[lease.group].partial.items()):
             if found.length * 8 > room:
                 continue
             try:
@@ -104,7 +104,7 @@ def load(
     return tuple(heads), payloads, damaged
 
 
-def _join_pieces(found: Underway, segments: Segments) -> tuple[tuple[wire.Field, ...], bytes]:
+def _join_pieces(found: PartialSample, segments: Segments) -> tuple[tuple[wire.Field, ...], bytes]:
     parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _WANTED}
     for record in found.pieces:
         header, payload = segments.read(record)

@@ -57,7 +57,7 @@ class ProducerRequests:
         """The partial samples that other producers made of these groups, with their payloads."""
         machine = self.context.machine
         leases = [lease for lease in leases if not is_evaluation(lease.group)]  # held-out prompts have none
-        if not any(machine.table.groups[lease.group].underway for lease in leases):
+        if not any(machine.table.groups[lease.group].partial for lease in leases):
             return (), []
         limit = self.context.config.network.max_message_bytes
         begun, payloads, damaged = partial_samples.load(leases, machine, self.context.segments, max_bytes=limit)

@@ -121,7 +121,7 @@ class RedisStore:
     def _patiently(self, ask: Callable[[], Any], *, limit_s: float = 0.0) -> Any:
         """Ask until it answers, with backoff, within the outage limit."""
         deadline = time.monotonic() + (limit_s or self._max_outage_s)
-        pause, told = 0.05, False
+        pause, reported = 0.05, False
         while True:
             try:
                 return ask()
@@ -132,11 +132,11 @@ class RedisStore:
                     raise Unavailable(
                         "store.unreachable", f"Redis does not answer: {error}", where=self.where
                     ) from None
-                if not told:
+                if not reported:
                     print(
                         f"buffer: Redis at {self.where} does not answer ({type(error).__name__}); waiting", flush=True
                     )
-                    told = True
+                    reported = True
             except redis.exceptions.ResponseError as error:
                 raise Unavailable("store.refused", f"Redis: {error}", where=self.where) from None
             if self._server is not None and self._server.ended():

@@ -33,8 +33,8 @@ def check_state(world: World, node: Node, book: GroupMachine) -> None:
     for number, group in book.table.groups.items():
         if group.bound != node.bounds.get(number, group.bound):
             raise Violation(f"group {number} was leased with bound {node.bounds[number]}, now it has {group.bound}")
-        if group.underway:
-            check_underway(world, group)
+        if group.partial:
+            check_partial(world, group)
         if group.state in COMPETING and group.deadline is not None:
             due.append(group.deadline)
             if group.samples and group.deadline > min(s.oldest for s in group.samples.values()) + group.bound:
@@ -52,13 +52,13 @@ def check_state(world: World, node: Node, book: GroupMachine) -> None:
         raise Violation(f"(D): {outstanding} groups are outstanding with depth {case.depth} and B {size}")
 
 
-def check_underway(world: World, group: Group) -> None:
+def check_partial(world: World, group: Group) -> None:
     """Checkpoints are of missing samples; a leased group is due when the oldest of their tokens says."""
-    if group.state != State.LEASED or group.samples.keys() & group.underway.keys():
+    if group.state != State.LEASED or group.samples.keys() & group.partial.keys():
         raise Violation(f"group {group.id} keeps checkpoints that nobody needs")
     if not world.exact or not group.token or group.deadline is None:
         return
-    if any(group.deadline > one.oldest + group.bound for one in group.underway.values()):
+    if any(group.deadline > one.oldest + group.bound for one in group.partial.values()):
         raise Violation(f"group {group.id} is due at {group.deadline}, later than its checkpoints allow")
 
 

@@ -21,7 +21,7 @@ from buffers.groups.judgements import Judges, judgement
 from buffers.groups.leases import GroupLeases, Leases
 from buffers.groups.machine import Parts
 from buffers.groups.partial_samples import PartialSamples
-from buffers.groups.records import Group, State, Underway
+from buffers.groups.records import Group, PartialSample, State
 from buffers.groups.recovery import Recovery
 from buffers.groups.sample_intake import GroupSamples, SampleIntake
 from buffers.groups.schedule import Schedule
@@ -300,14 +300,14 @@ class CheckpointsOfAnyAge(PartialSamples):
 class CheckpointsWithoutRoom(PartialSamples):
     """A partial sample lowers the deadline, if a step may still train it, without a look at (F)."""
 
-    def refusal(self, found: Underway, due: int, deadline: int) -> str:
+    def refusal(self, found: PartialSample, due: int, deadline: int) -> str:
         return "stale" if due < self.table.frontier else ""
 
 
 class CheckpointsTooLate(PartialSamples):
     """A deadline that has passed is no reason."""
 
-    def refusal(self, found: Underway, due: int, deadline: int) -> str:
+    def refusal(self, found: PartialSample, due: int, deadline: int) -> str:
         why = super().refusal(found, due, deadline)
         return "" if why == "stale" else why
 

@@ -224,7 +224,7 @@ class World:
                 for s in group.samples.values()
             )
             begun = node.begun[number] - base if number in node.begun else None
-            kept = sorted((index, one.oldest - base, one.token == group.token) for index, one in group.underway.items())
+            kept = sorted((index, one.oldest - base, one.token == group.token) for index, one in group.partial.items())
             groups.append(
                 (
                     group.state,
@@ -354,8 +354,8 @@ class World:
         index = next(index for index in range(self.case.size) if index not in group.samples)
         begun = node.begun[number]
         versions = {node.engines[place]: True, begun: True}
-        if index in group.underway:  # continued, or its own
-            versions[group.underway[index].oldest] = True
+        if index in group.partial:  # continued, or its own
+            versions[group.partial[index].oldest] = True
         versions |= {begun - less: False for less in range(1, self.case.older + 1) if begun >= less}
         last = len(group.samples) + 1 == self.case.size
         for version, good in versions.items():
@@ -380,7 +380,7 @@ class World:
         """A checkpoint of the next sample: its first tokens, or one more behind those that another producer made."""
         name, group = self.names[place], book.table.groups[number]
         index = next(index for index in range(self.case.size) if index not in group.samples)
-        found = group.underway.get(index)
+        found = group.partial.get(index)
         if found is not None and found.token == group.token:
             return  # more tokens of the same producer are no older
         for version in {node.engines[place], node.begun[number]}:
@@ -390,11 +390,11 @@ class World:
                 message = Pieces(name, number, group.token, (piece,), {}, ())
                 if other.pieces(message, invalid=str, keep=_record, now=0.0).kept != {index: start + 1}:
                     raise Violation(f"the piece of sample {index} of group {number} was not kept")
-                rows = other.table.groups[number].underway[index]
+                rows = other.table.groups[number].partial[index]
                 again = other.pieces(message, invalid=str, keep=_never, now=0.0)
                 stale = msgspec.structs.replace(message, token=group.token - 1)
                 late = other.pieces(stale, invalid=str, keep=_never, now=0.0)
-                if again.kept != {index: start + 1} or late.kept or other.table.groups[number].underway[index] != rows:
+                if again.kept != {index: start + 1} or late.kept or other.table.groups[number].partial[index] != rows:
                     raise Violation(f"the piece of sample {index} of group {number} was taken twice")
                 label = f"{name} sends token {start} of sample {index} of group {number}, made by version {version}"
                 yield self._move(label, node, other)

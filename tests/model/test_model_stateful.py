@@ -30,7 +30,7 @@ from asyncrl.wire import Lease, LeaseReturn, Piece, Pieces, RewardFailure, Sampl
 from buffers.groups.group_table import ledger_counts
 from buffers.groups.judgements import JudgeRule
 from buffers.groups.machine import DEFAULT_PARTS, GroupMachine, Parts
-from buffers.groups.records import COMPETING, Group, Ledger, Record, Settings, State, Underway
+from buffers.groups.records import COMPETING, Group, Ledger, PartialSample, Record, Settings, State
 
 PRODUCERS = ("p0", "p1", "p2", "p3")
 WHO = st.sampled_from(PRODUCERS)
@@ -134,7 +134,7 @@ class System(RuleBasedStateMachine):
             if lease.group not in before:
                 self.bounds[lease.group] = self.book.settings.max_staleness
             assert lease.deadline_version <= version + self.bounds[lease.group]
-            begun = self.book.table.groups[lease.group].underway
+            begun = self.book.table.groups[lease.group].partial
             assert all(lease.deadline_version <= one.oldest + self.bounds[lease.group] for one in begun.values())
             assert begun.keys() <= set(lease.missing)
             SEEN["continued"] += len(begun)
@@ -158,9 +158,9 @@ class System(RuleBasedStateMachine):
         else:
             self.submit(name, lease, tuple(order), max(0, self.engines[name] - age), reward)
 
-    def begun(self, lease: Lease) -> dict[int, Underway]:
+    def begun(self, lease: Lease) -> dict[int, PartialSample]:
         group = self.book.table.groups.get(lease.group)
-        return group.underway if group is not None and group.token == lease.token else {}
+        return group.partial if group is not None and group.token == lease.token else {}
 
     @precondition(lambda self: any(self.held.values()))
     @rule(data=st.data(), age=st.sampled_from([0, 0, 1]), gap=st.sampled_from([0, 0, 0, 1]))
@@ -175,10 +175,10 @@ class System(RuleBasedStateMachine):
         record = Record(2, self.number(), 1, 1, 0)
         message = Pieces(name, lease.group, lease.token, (piece,), {}, ())
         group = self.book.table.groups.get(lease.group)
-        before = None if group is None else dict(group.underway)
+        before = None if group is None else dict(group.partial)
         reply = self.book.pieces(message, invalid=str, keep=lambda _: record, now=self.now)
         if gap or not reply.kept:
-            assert group is None or dict(group.underway) == before
+            assert group is None or dict(group.partial) == before
         else:
             assert reply.kept == {index: known + 1}
             again = self.book.pieces(message, invalid=str, keep=lambda _: record, now=self.now)

@@ -199,7 +199,7 @@ def _replay_recorded_anew(self: Any, batch: Any) -> Any:
 
 
 def _every_piece_is_next(self: Any, group: Any, head: Any, item: Any, keep: Any) -> Any:
-    found = group.underway.get(item.index)
+    found = group.partial.get(item.index)
     start = item.start if found is None else found.length
     return real_take_piece(self, group, head, msgspec.structs.replace(item, start=start), keep)
 

@@ -115,7 +115,7 @@ class Book:
         self.groups.give_back(wire.LeaseReturn(name, ((lease.group, lease.token),), "stop"), now=0.0)
 
     def begun(self, lease: wire.Lease) -> dict[int, tuple[int, Runs]]:
-        found = self.groups.table.groups[lease.group].underway
+        found = self.groups.table.groups[lease.group].partial
         return {index: (one.length, one.runs) for index, one in found.items()}
 
 
@@ -148,7 +148,7 @@ def test_a_lost_lease_hands_on_what_was_begun_and_the_old_holder_is_refused() ->
     assert book.piece(new, 4, ((0, 2),), name="q").kept == {0: 6}
     assert book.sample(new, 0, 0, "q").accepted == (0,)
     book.take()
-    assert [record.offset for record in book.freed] == [1, 3] and not book.groups.table.groups[old.group].underway
+    assert [record.offset for record in book.freed] == [1, 3] and not book.groups.table.groups[old.group].partial
     assert book.groups.table.groups[old.group].state == State.READY
 
 
@@ -170,7 +170,7 @@ def test_what_was_begun_outlives_the_service() -> None:
     (lease,) = book.lease()
     book.piece(lease, 0, ((0, 4),), digests={0: "d0"})
     book.again()
-    assert book.groups.table.groups[0].underway[0].digests == {0: "d0"}
+    assert book.groups.table.groups[0].partial[0].digests == {0: "d0"}
     assert book.piece(lease, 4, ((0, 4),)).kept == {0: 8}  # the lease is still this producer's
     book.lose(lease)
     book.again()
@@ -280,7 +280,7 @@ def test_beginnings_go_with_their_group() -> None:
     book.piece(dead, 0, ((0, 4),))
     for index in (0, 1):
         book.sample(lease, index, 0)
-    assert not book.groups.table.groups[lease.group].underway
+    assert not book.groups.table.groups[lease.group].partial
     assert "group is complete" in book.piece(lease, 4, ((0, 4),), index=2).refused[2]
     book.groups.give_back(wire.LeaseReturn("p", ((dead.group, dead.token),), "too long", dead=True), now=0.0)
     book.take()
@@ -383,7 +383,7 @@ def test_bytes_come_back_joined_and_what_does_not_fit_or_is_damaged_is_left_out(
         np.testing.assert_array_equal(one.logprobs, np.full(7, -0.5, np.float32))
     # one sample of 128 bytes fits into half of 400
     assert [head.index for head in checkpoints.load([lease], book.groups, segments, max_bytes=300)[0]] == [0]
-    record = book.groups.table.groups[lease.group].underway[0].pieces[1]
+    record = book.groups.table.groups[lease.group].partial[0].pieces[1]
     with (tmp_path / f"{record.segment:08d}.seg").open("r+b") as file:
         file.seek(record.offset + 60)
         file.write(b"\xff\xff")
