@@ -234,11 +234,11 @@ class GroupLeases:
         """Lease a group, new or waiting, to an engine at this version."""
         if group.id == self.table.meta.cursor:
             self._issue(group)
-        with self.table.edit(group):
-            deadline = engine_version + group.bound
-            deadline = deadline if group.deadline is None else min(deadline, group.deadline)
-            group.deadline = self.partial.hand_out(group, deadline) if group.partial else deadline
-            self.leases.assign(group, worker, request)
+            self._assign(group, worker, engine_version, request)
+            self.table.add(group)
+        else:
+            with self.table.edit(group):
+                self._assign(group, worker, engine_version, request)
         self.tx.event(
             "lease",
             g=group.id,
@@ -253,11 +253,16 @@ class GroupLeases:
             self.partial.record_continued(group)
         return self._message(group)
 
+    def _assign(self, group: Group, worker: Worker, engine_version: int, request: int) -> None:
+        deadline = engine_version + group.bound
+        deadline = deadline if group.deadline is None else min(deadline, group.deadline)
+        group.deadline = self.partial.hand_out(group, deadline) if group.partial else deadline
+        self.leases.assign(group, worker, request)
+
     def _issue(self, group: Group) -> None:
         self.table.meta.cursor += 1
         self.table.put("meta")
         group.issued = self.tx.wall_time
-        self.table.add(group)
         uses: Mapping[str, int] = {"uses": group.max_uses} if group.max_uses > 1 else {}
         self.tx.event("issue", g=group.id, **uses)
 

@@ -136,7 +136,7 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
     finish: str
     reward: float | None = None
     parts: dict[str, float] = {}
-    failures: int = 0  # in rows of before judges had names; now in `judged`
+    failures: int = 0  # in rows of older builds; now in `judged`
     failed_by: tuple[str, ...] = ()
     judged: dict[str, Judgement] = {}  # answers of judges, until all have answered
     newest: int = -1  # largest version of its tokens; -1 in rows of older builds: then none is above `oldest`

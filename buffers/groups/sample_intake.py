@@ -238,6 +238,7 @@ class GroupSamples:
     def _add_samples(self, group: Group, head: Samples, accepted: set[int]) -> int:
         """Add the accepted samples of a message to the group; the oldest version of their tokens."""
         timestamp, record, rewards = self.tx.timestamp, len(group.records) - 1, head.rewards
+        token, producer = head.token, head.producer
         oldest_of_all = math.inf
         digests = {-1: ""}
         for item in head.samples:
@@ -252,16 +253,11 @@ class GroupSamples:
             oldest_of_all = min(oldest_of_all, oldest)
             reward = rewards.get(index)
             parts = head.parts.get(index, {}) if head.parts and reward is not None else {}
-            group.samples[index] = Sample(
-                head.token, item.length, oldest, record, item.finish, reward, parts, newest=newest
-            )
+            group.samples[index] = Sample(token, item.length, oldest, record, item.finish, reward, parts, newest=newest)
             if group.partial:
                 self.table.drop_partial(group, index)
-            self.tx.sample_event(
-                SampleEvent(
-                    timestamp, group.id, index, head.token, head.producer, item.length, runs, digests, reward, parts
-                )
-            )
+            event = SampleEvent(timestamp, group.id, index, token, producer, item.length, runs, digests, reward, parts)
+            self.tx.sample_event(event)
         return int(oldest_of_all)
 
     def complete(self, group: Group) -> Verdict | None:
@@ -293,5 +289,6 @@ class GroupSamples:
 def version_range(item: SampleHead) -> tuple[int, int]:
     """The smallest and the largest version of a sample's tokens; (0, 0) without tokens."""
     if len(item.runs) == 1:
-        return item.runs[0][0], item.runs[0][0]
+        ((version, _),) = item.runs
+        return version, version
     return oldest_version(item.runs) or 0, max((version for version, _ in item.runs), default=0)

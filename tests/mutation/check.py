@@ -25,13 +25,13 @@ def copy_project(target: Path) -> None:
     """Copy the files that git tracks."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, timeout=60).stdout
     for name in listed.decode().split("\0"):
-        if name and (ROOT / name).is_file():
+        if name and ((ROOT / name).is_file() or (ROOT / name).is_symlink()):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
+            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
 
 
-def run_tests(copy: Path, tests: Sequence[str]) -> int:
-    """The exit code of pytest on these files of the copy."""
+def run_tests(copy: Path, tests: Sequence[str], *, show: bool = False) -> int:
+    """The exit code of pytest on these files of the copy. `show` prints the output of a failure."""
     paths = os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
@@ -40,6 +40,8 @@ def run_tests(copy: Path, tests: Sequence[str]) -> int:
     )
     if log.returncode not in (0, 1):
         raise SystemExit(f"pytest ended with {log.returncode}:\n{log.stdout[-2000:]}")
+    if log.returncode and show:
+        print(log.stdout[-4000:])
     return log.returncode
 
 
@@ -67,7 +69,7 @@ def main() -> int:
         copy = Path(folder)
         copy_project(copy)
         clean = sorted({test for mutant in chosen for test in mutant.tests})
-        if run_tests(copy, clean):
+        if run_tests(copy, clean, show=True):
             raise SystemExit("the tests fail without any mutant")
         for mutant in chosen:
             started = time.monotonic()
