@@ -373,7 +373,7 @@ MUTANTS = (
         "learners/batch/bad_groups.py",
         "    for half in (groups[:middle], groups[middle:]):",
         "    for half in (groups[:middle],):",
-        ("tests/unit/test_batch.py",),
+        ("tests/unit/test_trial.py",),
     ),
     Mutant(
         "learner.gradients_not_clipped",
@@ -469,14 +469,14 @@ MUTANTS = (
         "weightsync/receiver/attestation.py",
         "        if digest and digest != manifest.digest:",
         "        if digest and not manifest.digest:",
-        ("tests/contract/test_attestation.py",),
+        ("tests/contract/test_receiver_in_service.py",),
     ),
     Mutant(
         "fork.damaged_file_copied",
         "asyncrl/runs/fork.py",
         "            if _copy(source / name, target / name) != entry:",
         "            if not _copy(source / name, target / name):",
-        ("tests/unit/test_operations.py",),
+        ("tests/unit/test_replay.py",),
     ),
     Mutant(
         "retention.newest_not_kept",
