@@ -427,25 +427,36 @@ async def left_running(engine: Engine) -> int:
     return engine.health().running
 
 
-def test_a_pause_can_wait_or_give_up(bench: Bench) -> None:
-    async def pauses() -> tuple[int, dict[int, GenDelta], list[GenDelta]]:
-        wanted = request(bench.name(), PROMPTS[0], (0, 1, 2))
-        going = asyncio.create_task(all_of(bench.engine, wanted))
+def test_a_pause_can_wait(bench: Bench) -> None:
+    async def pause() -> tuple[int, dict[int, GenDelta]]:
+        going = asyncio.create_task(all_of(bench.engine, request(bench.name(), PROMPTS[0], (0, 1, 2))))
         await tokens_made(bench.engine, 6)
         await bench.engine.pause("wait")
         running = await left_running(bench.engine)
         await bench.engine.resume()
-        whole = await going
-        cut = asyncio.create_task(deltas_of(bench.engine, request(bench.name(), PROMPTS[0], (0,), max_new_tokens=64)))
+        return running, await going
+
+    running, whole = bench.run(pause())
+    assert running == 0 and sorted(whole) == [0, 1, 2] and all(len(item.token_ids) == 24 for item in whole.values())
+
+
+def test_a_pause_can_abort(bench: Bench) -> None:
+    async def pause() -> list[GenDelta]:
+        wanted = request(bench.name(), PROMPTS[0], (0,), max_new_tokens=MAX_NEW)
+        cut = asyncio.create_task(deltas_of(bench.engine, wanted))
         await tokens_made(bench.engine, 4)
         await bench.engine.pause("abort")
         ended = await asyncio.wait_for(cut, 10)
         await bench.engine.resume()
-        return running, whole, ended
+        return ended
 
-    running, whole, ended = bench.run(pauses())
-    assert running == 0 and sorted(whole) == [0, 1, 2] and all(len(item.token_ids) == 24 for item in whole.values())
-    assert all(delta.finish in ("", "abort") for delta in ended)
+    for _ in range(SWAPS):  # a server far away may be done before it hears of the pause
+        ended = {delta.finish for delta in bench.run(pause())}
+        assert ended <= {"", "abort", "length"}
+        if "length" not in ended:
+            break
+    else:
+        pytest.fail("the pauses came after the sample had ended")
     assert len(bench.ask(PROMPTS[1])[0].token_ids) == 24
 
 
@@ -461,12 +472,12 @@ def test_the_urgent_are_seated_first(bench: Bench) -> None:
             await all_of(bench.engine, wanted)
             ended.append(name)
 
-        tasks = [asyncio.create_task(one(f"late{n}", 5)) for n in range(6)]
+        tasks = [asyncio.create_task(one(f"late{n}", 5)) for n in range(12)]
         await tokens_made(bench.engine, 8)
         await asyncio.gather(*tasks, one("urgent", 0))
         return ended
 
-    assert "urgent" in bench.run(crowd())[:4]
+    assert bench.run(crowd()).index("urgent") < 9  # first come, first served: it would be the last of 13
 
 
 def test_health_counts(bench: Bench) -> None:
