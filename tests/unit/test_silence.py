@@ -32,6 +32,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     child = subprocess.Popen([sys.executable, "-c", code])
     wait_for(lambda: child_pids(child.pid) != [])
     below = child_pids(child.pid)
+    wait_for(lambda: Path(f"/proc/{below[0]}/comm").read_text() == "sleep\n")  # until then it is a copy of its parent
     yield child
     for pid in (child.pid, *below):
         os.kill(pid, signal.SIGKILL)
