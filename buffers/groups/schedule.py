@@ -146,9 +146,7 @@ class Schedule:
         """Why an engine at this version gets no group; empty if it would get one."""
         settings, meta, waiting = self.live.current, self.table.meta, len(self.table.indexes.pending)
         if meta.emptied:
-            return (
-                "the store was emptied or restored; no learner has registered since to say which groups are trained"
-            )
+            return "the store was emptied or restored; no learner has registered since to say which groups are trained"
         if engine_version < 0:
             return "the engine holds no weights yet"
         if engine_version > meta.newest + 1:
