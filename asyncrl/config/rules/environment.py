@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from asyncrl.config.mode import streams
-from asyncrl.config.rules import Conflict
+from asyncrl.config.rules import Conflict, conflict
 from asyncrl.config.sections.environment import AGENT
 from asyncrl.config.tree import Config
 
@@ -17,65 +17,70 @@ def problems(config: Config) -> Iterator[Conflict]:
     if environment.is_single_turn:
         for key in ("args", "tools"):
             if getattr(environment, key):
-                yield (
-                    "config.conflict",
+                yield conflict(
+                    f"environment.{key}",
                     f"environment.name = 'single_turn' does not look at environment.{key}: name another environment",
-                    ("environment", key),
                 )
         return
     if streams(config):
-        yield (
-            "config.conflict",
-            "producers.engine = 'dataset' generates nothing: it has no environment",
-            ("environment", "name"),
-        )
+        yield conflict("environment.name", "producers.engine = 'dataset' generates nothing: it has no environment")
     if ":" in environment.name and not re.fullmatch(r"[\w.]+:[\w.]+", environment.name):
-        yield (
-            "config.environment",
+        yield conflict(
+            "environment.name",
             f"environment.name = {environment.name!r} is not 'module:name'",
-            ("environment", "name"),
+            code="config.environment",
         )
     if environment.name == "tools" and not environment.tools:
-        yield ("config.environment", "environment.name = 'tools' without environment.tools", ("environment", "tools"))
+        yield conflict(
+            "environment.tools",
+            "environment.name = 'tools' without environment.tools",
+            code="config.environment",
+        )
     repeated = sorted({name for name in environment.tools if environment.tools.count(name) > 1})
     if repeated:
-        yield ("config.environment", f"environment.tools names {', '.join(repeated)} twice", ("environment", "tools"))
+        yield conflict(
+            "environment.tools",
+            f"environment.tools names {', '.join(repeated)} twice",
+            code="config.environment",
+        )
     unused = sorted(set(environment.tool_args) - {name.partition(":")[0] for name in environment.tools})
     if unused:
-        yield (
-            "config.environment",
+        yield conflict(
+            "environment.tool_args",
             f"environment.tool_args.{unused[0]}: no tool of that name in environment.tools",
-            ("environment", "tool_args"),
+            code="config.environment",
         )
     if config.producers.checkpoint_tokens:
-        yield (
-            "config.conflict",
-            "producers.checkpoint_tokens sends single answers in pieces; with "
-            f"environment.name = {environment.name!r} set it to 0",
-            ("producers", "checkpoint_tokens"),
+        yield conflict(
+            "producers.checkpoint_tokens",
+            f"producers.checkpoint_tokens sends single answers in pieces; with environment.name = {environment.name!r} "
+            "set it to 0",
         )
 
 
 def _agent_problems(config: Config) -> Iterator[Conflict]:
-    agent, path = config.environment.agent, ("environment", "agent")
+    agent, path = config.environment.agent, "environment.agent"
     if config.environment.name != AGENT:
         if agent.command or agent.function:
-            yield "config.conflict", "environment.agent is set and environment.name is not 'agent'", path
+            yield conflict(path, "environment.agent is set and environment.name is not 'agent'")
         return
     if bool(agent.command) == bool(agent.function):
-        yield "config.environment", "set exactly one of environment.agent.command and environment.agent.function", path
+        yield conflict(
+            path,
+            "set exactly one of environment.agent.command and environment.agent.function",
+            code="config.environment",
+        )
     if agent.function and not re.fullmatch(r"[\w.]+:[\w.]+", agent.function):
-        yield (
-            "config.environment",
+        yield conflict(
+            f"{path}.function",
             f"environment.agent.function = {agent.function!r} is not 'module:name'",
-            (*path, "function"),
+            code="config.environment",
         )
     if agent.function and agent.sessions > 1:
-        yield "config.conflict", "environment.agent.sessions is for agent.command", (*path, "sessions")
+        yield conflict(f"{path}.sessions", "environment.agent.sessions is for agent.command")
     if agent.port and config.producers.count > 1:
-        yield (
-            "config.conflict",
-            f"environment.agent.port = {agent.port} and producers.count = "
-            f"{config.producers.count}: every producer has an endpoint of its own, set port = 0",
-            (*path, "port"),
+        yield conflict(
+            f"{path}.port",
+            f"environment.agent.port = {agent.port} and producers.count = {config.producers.count}: every producer has "
+            "an endpoint of its own, set port = 0",
         )
