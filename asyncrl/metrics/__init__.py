@@ -2,17 +2,3 @@
 
 from asyncrl.metrics.catalogue import CATALOGUE, NUMBERS, OPEN, SERIES, Metric, is_series
 from asyncrl.metrics.log import JsonTail, MetricsLog, Position, decode_line, read_lines
-
-__all__ = [
-    "CATALOGUE",
-    "NUMBERS",
-    "OPEN",
-    "SERIES",
-    "JsonTail",
-    "Metric",
-    "MetricsLog",
-    "Position",
-    "decode_line",
-    "is_series",
-    "read_lines",
-]
