@@ -17,9 +17,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from asyncrl.doctor.finding import MISSING, OK, WARN, WRONG, Found
-
+OK, WARN, MISSING, WRONG = "ok", "warn", "missing", "wrong"
 GIB = 1 << 30
 LEAST_PYTHON = (3, 11)
 LEAST_FILES = 4096  # open at once: one socket per peer in a service, and segments
@@ -29,6 +29,14 @@ SLOW_SYNC_S = 0.1
 REMOTE = frozenset({"nfs", "nfs4", "cifs", "fuse.sshfs", "lustre", "9p", "ceph", "glusterfs"})
 UNSYNCHRONIZED = 5  # adjtimex: TIME_ERROR
 NODES = {"cuda": r"nvidia\d+", "npu": r"davinci\d+"}
+
+
+class Found(NamedTuple):
+    """One finding: state, observation, and remedy (empty if none is needed)."""
+
+    state: str  # ok, warn (works, and may surprise), missing (optional), wrong (must be fixed)
+    says: str
+    remedy: str = ""
 
 
 def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Found:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from asyncrl.doctor.finding import MISSING, OK, WARN, WRONG, Found
+from asyncrl.doctor.machine import MISSING, OK, WARN, WRONG, Found
 from asyncrl.doctor.probe_process import MARK, PROBES
 from asyncrl.errors import ConfigError
 

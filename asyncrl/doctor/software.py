@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from asyncrl.doctor.finding import MISSING, OK, WARN, WRONG, Found
+from asyncrl.doctor.machine import MISSING, OK, WARN, WRONG, Found
 
 #: Versions below these have known holes in scripts (CVE-2025-49844 and others), unless the distribution patched them.
 PATCHED_REDIS: dict[tuple[int, ...], tuple[int, ...]] = {

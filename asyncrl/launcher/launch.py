@@ -40,8 +40,7 @@ from asyncrl.preflight.derived import what_starts
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan.interpreters import python_path, settle_interpreter
 from asyncrl.process_plan.plan import TARGETS, WORKERS, Joining, Outcome, ProcessPlan, plan
-from asyncrl.runtime.launchers import launcher_mark
-from asyncrl.runtime.run_dir import RunDir, read_object, run_keys, sibling_address, write_atomic
+from asyncrl.runtime.run_dir import RunDir, launcher_mark, read_object, run_keys, sibling_address, write_atomic
 from asyncrl.runtime.shared_memory import remove_stale_slots
 
 OWNERS = frozenset({"all", "services", "buffer", "learner"})  # targets that write RUN/config.toml

@@ -21,8 +21,7 @@ from asyncrl.config.locations import Places, parse_dotted
 from asyncrl.config.mode import present_roles
 from asyncrl.config.reader import independent_errors
 from asyncrl.errors import AsyncRLError, ConfigErrors, error_for
-from asyncrl.preflight.code import check_algorithm, check_plugins, check_rewards, environment
-from asyncrl.preflight.companion_models import model_json
+from asyncrl.preflight.code import check_algorithm, check_plugins, check_rewards, environment, model_json
 from asyncrl.preflight.derived import Finding, Starting, derive_findings, notes_on, starting
 from asyncrl.preflight.files import check_data, check_keys, check_model, data_notes, settle_steps
 from asyncrl.preflight.machine import Machine, check_ports, check_store, check_trackers, look_at_machine, missing

@@ -14,9 +14,8 @@ from typing import Any
 from asyncrl.report.data import ENDS, RunData
 from asyncrl.report.html import card, seconds, table
 from asyncrl.report.learning import figure_value, list_sources, newest
-from asyncrl.report.page import frame, heading
+from asyncrl.report.page import frame, grade, heading
 from asyncrl.report.settings import listed, plain_keys, value_at
-from asyncrl.report.summary import grade
 from asyncrl.report.svg import Line, legend, line_chart, short
 
 COLOURS = ("s1", "s2", "s3", "s5", "s4", "s6", "s8", "s7")

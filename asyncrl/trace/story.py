@@ -19,8 +19,7 @@ import msgspec
 from asyncrl.config import load
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.archive import Words, load_words
-from asyncrl.trace.history import Event, Letter, decode_event, group_events, load_letters
+from asyncrl.trace.history import Event, Letter, Words, decode_event, group_events, load_letters, load_words
 
 PROMPT_TIMEOUT_S = 30.0
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
 from asyncrl.config.rules import Conflict, conflict
-from asyncrl.config.sections.judge import SHOWN_DEFAULT, template_fields
+from asyncrl.config.sections.reward import SHOWN_DEFAULT, template_fields
 from asyncrl.config.tree import Config
 
 if TYPE_CHECKING:
-    from asyncrl.config.sections.judge import JudgeConfig
+    from asyncrl.config.sections.reward import JudgeConfig
     from asyncrl.config.tree import Config
 
 

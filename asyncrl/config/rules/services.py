@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.rules import Conflict, conflict
-from asyncrl.config.sections.tracker import ONLINE
+from asyncrl.config.sections.run import ONLINE
 from asyncrl.config.tree import Config
 
 
