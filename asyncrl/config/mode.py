@@ -1,4 +1,4 @@
-"""What a run trains: by reward (rl) or on given rows (sft, dpo, reward_model), and what follows from it; its evaluations.
+"""What a run trains: by reward (rl) or on given rows (sft, dpo, reward_model), and its evaluations, and what follows.
 
 Where the samples come from is a separate question: with `producers.engine = "dataset"` a producer streams rows of the
 data instead of generating. Guarantees:

@@ -23,8 +23,8 @@ from asyncrl.config import Config, load
 from asyncrl.config.mode import streams
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
 from asyncrl.metrics import JsonTail
+from asyncrl.monitor.plain import QUEUE_STATES, clean, number
 from asyncrl.monitor.status_schema import SCHEMA
-from asyncrl.monitor.text import QUEUE_STATES, clean, number
 from asyncrl.net.keys import Keys, read_keys
 from asyncrl.net.requester import Requester
 from asyncrl.runtime.host_facts import process_state, reachable, send
