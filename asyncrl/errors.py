@@ -9,7 +9,9 @@ Guarantees:
 
 from __future__ import annotations
 
+import difflib
 import errno
+from collections.abc import Iterable
 from typing import NamedTuple
 
 EXIT_OK = 0
@@ -246,6 +248,12 @@ _KINDS: dict[str, type[AsyncRLError]] = {
     "buffer": StateLost,
     "handshake": HandshakeError,
 }
+
+
+def near_miss(name: str, known: Iterable[str]) -> tuple[str, str]:
+    """The known name that was probably meant, and the end of a message about it; both empty without one."""
+    near = next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
+    return near, f"; did you mean {near!r}?" if near else ""
 
 
 def error_for(code: str, message: str, *, where: str = "", remedy: str = "", suggestion: str = "") -> AsyncRLError:

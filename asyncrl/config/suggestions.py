@@ -58,6 +58,11 @@ def list_keys(kind: type[Section], prefix: str = "") -> tuple[str, ...]:
     return tuple(keys)
 
 
+def value_at(value: Any, dotted: str) -> Any:
+    """The value of a dotted key in a configuration or a section."""
+    return functools.reduce(getattr, dotted.split("."), value)
+
+
 @functools.cache
 def list_sections(kind: type[Section], prefix: str = "") -> tuple[str, ...]:
     """Every dotted section, in order."""

@@ -16,7 +16,7 @@ from collections import deque
 from typing import Any, TextIO
 
 from asyncrl.metrics import JsonTail
-from asyncrl.monitor.plain import QUEUE_STATES, number
+from asyncrl.monitor.text import QUEUE_STATES, number
 from asyncrl.runtime.run_dir import RunDir
 
 LOOK_S = 0.5

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from asyncrl.monitor.advice import advice
 from asyncrl.monitor.snapshot import STATES, Row, Snapshot
 from asyncrl.monitor.status_schema import Judge
+from asyncrl.monitor.text import clean
 
 WIDTH = 120
 BARS = "▁▂▃▄▅▆▇█"
@@ -188,21 +188,3 @@ def behind(s: Snapshot, one: Row) -> str:
     """How many versions the engine's weights are behind the newest step."""
     held = one.stat("engine_version")
     return "-" if held is None else str(max(0, s.step - int(held)))
-
-
-QUEUE_STATES = ("leased", "unscored", "ready", "claimed", "trained", "retired", "dropped", "dead")
-
-
-def number(line: dict[str, Any], key: str, form: str = ".3f") -> str:
-    """A value of a metrics line as text; `-` if it is missing."""
-    value = line.get(key)
-    return format(value, form) if isinstance(value, int | float) else "-"
-
-
-def clean(text: str) -> str:
-    """Without control characters.
-
-    >>> clean("a\\x1b[2Jb")
-    'a?[2Jb'
-    """
-    return "".join(one if one.isprintable() else "?" for one in text)

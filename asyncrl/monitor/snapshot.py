@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.metrics import line_number
 from asyncrl.monitor.source import Line, Observed
 from asyncrl.monitor.status_schema import Alive, Judge, Member, Worker
 
@@ -182,12 +183,6 @@ def snapshot(seen: Observed) -> Snapshot:
         silent_timeout_s=status.silent_timeout_s,
         evaluation=str(buffer.evaluation.get("running") or ""),
     )
-
-
-def line_number(line: Mapping[str, Any], name: str) -> float | None:
-    """A number of a line of metrics; None if it is missing."""
-    value = line.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _learner(seen: Observed, until: float) -> Learner:

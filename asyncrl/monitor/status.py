@@ -23,13 +23,13 @@ from asyncrl.config import Config, load
 from asyncrl.config.mode import streams
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
 from asyncrl.metrics import JsonTail
-from asyncrl.monitor.plain import QUEUE_STATES, clean, number
 from asyncrl.monitor.status_schema import SCHEMA
+from asyncrl.monitor.text import QUEUE_STATES, clean, number
 from asyncrl.net.keys import Keys, read_keys
 from asyncrl.net.requester import Requester
 from asyncrl.runtime.host_facts import process_state, reachable, send
 from asyncrl.runtime.liveness import STOPPED, read_signs
-from asyncrl.runtime.run_dir import RunDir, endpoint, launchers, read_object, run_keys
+from asyncrl.runtime.run_dir import RunDir, endpoint, format_json, launchers, read_object, run_keys
 
 SILENT_S = 10.0  # without a configuration
 STOP_POLL_S = 0.2
@@ -44,10 +44,7 @@ def status_command(folder: Path | None, *, connect: str, key: str, as_json: bool
         state = connect_status(connect, read_keys(Path(key)) if key else None)
     else:
         state = run_status(RunDir(folder).require(), key=key)
-    if as_json:
-        print(msgspec.json.format(msgspec.json.encode(state), indent=2).decode())
-    else:
-        print(render(state))
+    print(format_json(state) if as_json else render(state))
     return 0 if "error" not in state["buffer"] else 69
 
 

@@ -28,7 +28,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.metrics import read_lines
 from asyncrl.planner.model import Plant
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.history import Event, decode_event, history_lines
+from asyncrl.trace.history import Event, history_events
 
 LEAST_STEPS = 8
 SKIPPED = 5  # as in buffers.simulation.simulation
@@ -207,7 +207,7 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
         what = f"it has {len(lines)} steps, at least {LEAST_STEPS} are needed"
         raise ConfigError("plan.numbers", what, where=str(run.root))
     shared = shared_cores(config) if cores is None else cores
-    events = [event for line in history_lines(run) if (event := decode_event(line)) is not None]
+    events = list(history_events(run))
     samples = decoded_samples(
         events, slots=config.producers.slots, asked=config.sampling.asked_samples, evaluated=config.evaluation.samples
     )

@@ -12,7 +12,6 @@ Example: `learner.process_reward.model` names the export of a reward model: it h
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import json
 import os
@@ -27,7 +26,7 @@ from typing import Any
 
 from asyncrl.config import Config, dump
 from asyncrl.config.sections import algorithm_catalogue as algorithms
-from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, error_for
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, error_for, near_miss
 from asyncrl.plugins import BUILT_IN
 
 IMPORT_TIMEOUT_S = 60.0
@@ -124,8 +123,7 @@ def check_plugins(config: Config) -> Iterator[AsyncRLError]:
     ):
         known = set(BUILT_IN.get(group, {})) | {point.name for point in entry_points(group=group)}
         if name not in known:
-            near = (difflib.get_close_matches(name, known, n=1) or [""])[0]
-            hint = f"; did you mean {near!r}?" if near else ""
+            near, hint = near_miss(name, known)
             what = f"{name!r} is not known: one of {', '.join(sorted(known))}{hint}"
             yield ConfigError("config.type", what, where=key, suggestion=near)
     package = BACKEND_PACKAGES.get(config.learner.backend, "")

@@ -18,7 +18,7 @@ from asyncrl.audit.prove import Audit, audit_run
 from asyncrl.config import Config, load
 from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation.statistics import ALL
-from asyncrl.metrics import read_lines
+from asyncrl.metrics import line_number, read_lines
 from asyncrl.monitor.advice import CUT_SHARE
 from asyncrl.process_plan.plan import Outcome
 from asyncrl.report.events import Recovery, StepLags, read_events, story
@@ -75,7 +75,7 @@ class RunData(msgspec.Struct):
 
     def values(self, key: str) -> list[tuple[float, float]]:
         """(step, value) of a metric of the learner."""
-        return [(float(line["step"]), float(line[key])) for line in self.steps if _is_number(line.get(key))]
+        return [(float(line["step"]), value) for line in self.steps if (value := line_number(line, key)) is not None]
 
     def reward_ends(self) -> tuple[float, float]:
         """Mean reward of the first and the last five steps."""
@@ -105,7 +105,7 @@ class RunData(msgspec.Struct):
     def span_of_time(self) -> tuple[float, float]:
         """First and last wall time in any file."""
         groups = [self.processes, self.steps, self.buffer, self.rounds, self.events, *self.roles.values()]
-        times = [float(line["t"]) for group in groups for line in group if _is_number(line.get("t"))]
+        times = [t for group in groups for line in group if (t := line_number(line, "t")) is not None]
         return (min(times), max(times)) if times else (0.0, 1.0)
 
 
@@ -148,7 +148,7 @@ def surviving(lines: list[Line]) -> list[Line]:
     """
     kept: list[Line] = []
     for line in lines:
-        if not _is_number(line.get("step")):
+        if line_number(line, "step") is None:
             continue
         while kept and kept[-1]["step"] >= line["step"]:
             kept.pop()
@@ -158,10 +158,6 @@ def surviving(lines: list[Line]) -> list[Line]:
 
 def _lines(path: Path) -> list[Line]:
     return [line for line in read_lines(path) if isinstance(line, dict)]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def ledger_text(audit: Audit) -> str:

@@ -148,6 +148,11 @@ def run_id(config: Config) -> str:
     return f"{config.run.name}@{RunDir(config.run_dir).root}"
 
 
+def format_json(value: Any) -> str:
+    """Indented JSON of a value, for readers."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+
+
 def describe(value: Any) -> str:
     """Compact JSON text of a builtin value, for messages that carry one."""
     return msgspec.json.encode(value).decode()

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.errors import UNREADABLE, ConfigError, WireError
+from asyncrl.errors import ConfigError, WireError
+from asyncrl.metrics import decode_line
 from asyncrl.runs import batch_file
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import decode_samples, unpack_arrays, validate_samples
@@ -37,13 +38,9 @@ def history_lines(run: RunDir) -> Iterator[bytes]:
                 yield line
 
 
-def decode_event(line: bytes) -> Event | None:
-    """A line as an event; None if it is damaged."""
-    try:
-        event = msgspec.json.decode(line)
-    except UNREADABLE:
-        return None
-    return event if isinstance(event, dict) else None
+def history_events(run: RunDir) -> Iterator[Event]:
+    """The events of the history, without damaged lines. Raises `run.missing` without one."""
+    yield from (event for line in history_lines(run) if (event := decode_line(line)) is not None)
 
 
 def group_events(run: RunDir, groups: Iterable[int]) -> Iterator[Event]:
@@ -52,14 +49,14 @@ def group_events(run: RunDir, groups: Iterable[int]) -> Iterator[Event]:
     for line in history_lines(run):
         found = _GROUP.search(line)
         if found[1] in wanted if found else any(word in line for word in _BATCHED):
-            event = decode_event(line)
+            event = decode_line(line)
             if event is not None:
                 yield event
 
 
 def quarantined_groups(run: RunDir) -> list[Event]:
     """Every quarantined group in the history."""
-    found = (decode_event(line) for line in history_lines(run) if b'"e":"dead"' in line)
+    found = (decode_line(line) for line in history_lines(run) if b'"e":"dead"' in line)
     return [event for event in found if event is not None]
 
 
@@ -68,7 +65,7 @@ def find_claim(run: RunDir, step: int) -> Event:
     newest: Event | None = None
     for line in history_lines(run):
         if b'"e":"claim"' in line:
-            event = decode_event(line)
+            event = decode_line(line)
             newest = event if event is not None and event.get("step") == step else newest
     if newest is None:
         raise ConfigError("trace.unknown", f"step {step} was never claimed", where=str(run.history))

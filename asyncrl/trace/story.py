@@ -18,8 +18,9 @@ import msgspec
 
 from asyncrl.config import load
 from asyncrl.errors import ConfigError
+from asyncrl.metrics import decode_line
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.history import Event, Letter, Words, decode_event, group_events, load_letters, load_words
+from asyncrl.trace.history import Event, Letter, Words, group_events, load_letters, load_words
 
 PROMPT_TIMEOUT_S = 30.0
 
@@ -305,7 +306,7 @@ def _add_losses(run: RunDir, stories: dict[int, Story]) -> None:
         return
     with path.open("rb") as file:
         for line in file:
-            event = decode_event(line) if any(needle in line for needle in needles) else None
+            event = decode_line(line) if any(needle in line for needle in needles) else None
             for entry in event.get("groups", ()) if event is not None else ():
                 if (event["step"], entry["g"]) in wanted:  # type: ignore[index]
                     wanted[event["step"], entry["g"]].loss = entry  # type: ignore[index]

@@ -22,7 +22,7 @@ import pytest
 from e2e_run import Run
 
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.history import decode_event, history_lines
+from asyncrl.trace.history import history_events
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "configs" / "grafana" / "asyncrl.json"
@@ -198,7 +198,7 @@ def test_perfetto_reads_all_of_it(ended: Run) -> None:
         pytest.skip("a Chromium is not installed (Debian: apt-get install chromium)")
     trace = ended.folder / "run.json.gz"
     assert ended.command("trace", str(ended.dir), "--perfetto", str(trace), timeout=60).returncode == 0
-    history = [event for line in history_lines(RunDir(ended.dir)) if (event := decode_event(line)) is not None]
+    history = list(history_events(RunDir(ended.dir)))
     of_kind = Counter(event["e"] for event in history)
     steps = ended.lines("metrics/learner.jsonl")
     trained = sum(len(line["groups_of_step"]) for line in steps)

@@ -6,7 +6,6 @@ correction; a second weight would count it twice.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,6 +24,7 @@ from asyncrl.config.sections.algorithm_catalogue import (
     weight_level,
 )
 from asyncrl.config.tree import Config
+from asyncrl.errors import near_miss
 
 
 def problems(config: Config) -> Iterator[Conflict]:
@@ -49,8 +49,7 @@ def _unknown_names(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
             continue  # avoids a search of the installed packages, which takes milliseconds
         names = known_names(kind)
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            _, hint = near_miss(name, names)
             yield conflict(
                 f"learner.algorithm.{kind}",
                 f"learner.algorithm.{kind} = {name!r} is not known: one of {', '.join(names)}{hint}",
@@ -76,12 +75,10 @@ def option_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
         for key, value in effective_options(algorithm, kind).items():
             path = f"learner.algorithm.{table}.{key}"
             if key not in options:
-                near = difflib.get_close_matches(key, options, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
                 yield conflict(
                     path,
                     f"learner.algorithm.{table}.{key}: {kind} {name!r} has the options "
-                    f"{', '.join(options) or 'none'}{hint}",
+                    f"{', '.join(options) or 'none'}{near_miss(key, options)[1]}",
                     code="config.unknown_key",
                 )
             elif not _fits(value, options[key]["types"]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from urllib.parse import urlparse
 from asyncrl.config.rules import Conflict, conflict
 from asyncrl.config.sections.reward import SHOWN_DEFAULT, template_fields
 from asyncrl.config.tree import Config
+from asyncrl.errors import near_miss
 
 if TYPE_CHECKING:
     from asyncrl.config.sections.reward import JudgeConfig
@@ -41,8 +41,7 @@ def _name_problems(config: Config) -> Iterator[Conflict]:
             yield conflict(path, f"judge {table.name!r} has no reward: no [[reward]] says judge = {table.name!r}")
     for index, reward in enumerate(config.reward):
         if reward.judge and reward.judge not in names:
-            near = difflib.get_close_matches(reward.judge, names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; add [[judge]] with name = {reward.judge!r}"
+            hint = near_miss(reward.judge, names)[1] or f"; add [[judge]] with name = {reward.judge!r}"
             yield conflict(f"reward[{index}].judge", f"reward.judge = {reward.judge!r} is no [[judge]]{hint}")
 
 

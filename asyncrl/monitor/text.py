@@ -1,0 +1,22 @@
+"""Text helpers of `asyncrl status`, `top` and the launcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+QUEUE_STATES = ("leased", "unscored", "ready", "claimed", "trained", "retired", "dropped", "dead")
+
+
+def number(line: dict[str, Any], key: str, form: str = ".3f") -> str:
+    """A value of a metrics line as text; `-` if it is missing."""
+    value = line.get(key)
+    return format(value, form) if isinstance(value, int | float) else "-"
+
+
+def clean(text: str) -> str:
+    """Without control characters.
+
+    >>> clean("a\\x1b[2Jb")
+    'a?[2Jb'
+    """
+    return "".join(one if one.isprintable() else "?" for one in text)
