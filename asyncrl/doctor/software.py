@@ -158,15 +158,15 @@ def sglang() -> Found:
 
 def engine(name: str, prefix: str = sys.prefix) -> Found:
     """An engine in this environment, or in the one that `make NAME` creates; really imported."""
-    beside = Path(prefix).parent / f".venv-{name}" / "bin" / "python"
+    sibling = Path(prefix).parent / f".venv-{name}" / "bin" / "python"
     if importlib.util.find_spec(ENGINES[name]) is not None:
         python = sys.executable
-    elif beside.exists():
-        python = str(beside)
+    elif sibling.exists():
+        python = str(sibling)
     else:
         return Found(
             MISSING,
-            f"not in this environment, and there is no {beside.parent.parent}",
+            f"not in this environment, and there is no {sibling.parent.parent}",
             f"make {name}: an environment of its own, since {name} pins its torch",
         )
     try:

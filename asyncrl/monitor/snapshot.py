@@ -212,11 +212,11 @@ def _learner(seen: Observed, until: float) -> Learner:
 def _rows(seen: Observed, role: str, until: float) -> tuple[Row, ...]:
     """Workers of a role: those that the buffer knows, else those in the files."""
     buffer, alive = seen.status.buffer, seen.status.alive
-    told: dict[str, Worker] = {one.name: one for one in (buffer.producers if role == "producer" else buffer.rewards)}
+    known: dict[str, Worker] = {one.name: one for one in (buffer.producers if role == "producer" else buffer.rewards)}
     signed = {name: one for name, one in alive.items() if one.role == role}
     filed = {name for name, lines in seen.beats.items() if lines and lines[-1].get("role") == role}
-    names = sorted(set(told) | set(signed)) if not buffer.error or signed else sorted(filed)
-    return tuple(_row(name, told.get(name), signed.get(name), seen.beats.get(name, []), until) for name in names)
+    names = sorted(set(known) | set(signed)) if not buffer.error or signed else sorted(filed)
+    return tuple(_row(name, known.get(name), signed.get(name), seen.beats.get(name, []), until) for name in names)
 
 
 def _row(name: str, worker: Worker | None, sign: Alive | None, beats: Sequence[Line], until: float) -> Row:

@@ -150,18 +150,18 @@ def render(state: dict[str, Any]) -> str:
 
 def _workers(state: dict[str, Any]) -> dict[str, str]:
     """Activity of every role: from its own sign, else (on another host) from its heartbeats."""
-    told = {}
+    activities = {}
     answer = state["buffer"]
     learner = answer.get("learner") or {}
     beats = [*answer.get("producers", []), *answer.get("rewards", [])]
     beats += [learner] if learner.get("age_s") is not None else []
     for one in beats:
-        told[str(one["name"])] = _words_of(one | {"state": ""}, silent_s=state.get("silent_timeout_s", SILENT_S))
+        activities[str(one["name"])] = _words_of(one | {"state": ""}, silent_s=state.get("silent_timeout_s", SILENT_S))
     for name, worker in state["workers"].items():  # from the log, if the buffer does not answer
-        told.setdefault(name, f"waits: {worker['waiting_for']}" if worker.get("waiting_for") else "works")
+        activities.setdefault(name, f"waits: {worker['waiting_for']}" if worker.get("waiting_for") else "works")
     for name, one in state.get("alive", {}).items():
-        told[name] = _words_of(one, silent_s=state.get("silent_timeout_s", SILENT_S))
-    return dict(sorted(told.items()))
+        activities[name] = _words_of(one, silent_s=state.get("silent_timeout_s", SILENT_S))
+    return dict(sorted(activities.items()))
 
 
 def _words_of(one: dict[str, Any], *, silent_s: float) -> str:
@@ -215,12 +215,12 @@ def _weightsync_words(answer: dict[str, Any]) -> str:
     if answer.get("version", -1) < 0:
         return "no version was published yet"
     members = dict(answer.get("members") or {})
-    told = [
+    texts = [
         f"{name} {member.get('state')} version {member.get('version')}" + _why(member) + _way(member)
         for name, member in sorted(members.items())
     ]
     head = f"version {answer.get('version')}, held by generators {answer.get('committed')}; "
-    return f"\n{'':<12}".join([head + (told or ["no generator"])[0], *told[1:]])
+    return f"\n{'':<12}".join([head + (texts or ["no generator"])[0], *texts[1:]])
 
 
 def _why(member: dict[str, Any]) -> str:

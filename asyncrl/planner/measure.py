@@ -216,8 +216,8 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
     live = live_curves(samples)
     work = Work(config, live, lines, cores=shared)
     per_token = [work.work_between(sample.start, sample.end) / sample.length for sample in samples if sample.length]
-    beside = [live[sample.producer].mean(sample.start, sample.end) for sample in samples if sample.length]
-    decode_s, decode_sample_s = fitted(beside, per_token, [sample.length for sample in samples if sample.length])
+    concurrent = [live[sample.producer].mean(sample.start, sample.end) for sample in samples if sample.length]
+    decode_s, decode_sample_s = fitted(concurrent, per_token, [sample.length for sample in samples if sample.length])
     spent = [_train_work(line, work) for line in lines]
     tokens = [float(line["tokens"]) for line in lines]
     train_s, train_token_s = fitted(tokens[1:], spent[1:], [1.0] * (len(lines) - 1))

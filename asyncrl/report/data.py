@@ -119,7 +119,7 @@ def load_run(run: RunDir) -> RunData:
         roles[str(line.get("name", "?"))].append(line)
     learner, events = _lines(run.metrics / "learner.jsonl"), _lines(run.logs / "launch.jsonl")
     rounds = _lines(run.metrics / "weightsync.jsonl")
-    told = story(read_events(run.history), events, rounds)
+    facts = story(read_events(run.history), events, rounds)
     return RunData(
         run=run,
         config=config,
@@ -132,9 +132,9 @@ def load_run(run: RunDir) -> RunData:
         processes=_lines(run.processes),
         samples=_lines(run.samples),
         events=events,
-        history=told.notes,
-        lags=told.lags,
-        recoveries=told.recoveries,
+        history=facts.notes,
+        lags=facts.lags,
+        recoveries=facts.recoveries,
         result=read_object(run.result),
         evaluations=_lines(run.metrics / "evaluation.jsonl"),
     )
@@ -170,16 +170,18 @@ def ledger_text(audit: Audit) -> str:
 
 def _held_out(lines: list[Line]) -> list[str]:
     """`held out  mean@4 0.247 (step 0) -> 0.933 (step 40), 3 evaluations`; nothing without evaluations."""
-    told = []
+    figures = []
     for line in (lines[0], lines[-1]) if lines else ():
         sources = list(dict(line.get("sources") or {}))
         name = f"val-core/{sources[0] if len(sources) == 1 else ALL}/reward/mean@{line.get('evaluation_samples')}"
-        told.append(f"{line[name]:.3f} (step {line['step']})" if name in line else f"- (step {line.get('step')})")
-    if not told:
+        figures.append(f"{line[name]:.3f} (step {line['step']})" if name in line else f"- (step {line.get('step')})")
+    if not figures:
         return []
     missing = sum(int(line.get("evaluation_missing", 0)) + int(line.get("evaluation_failed", 0)) for line in lines)
     more = f"; {missing} prompts failed or missing" if missing else ""
-    return [f"held out  mean@{lines[-1].get('evaluation_samples')} {' -> '.join(told)}, {len(lines)} evaluations{more}"]
+    return [
+        f"held out  mean@{lines[-1].get('evaluation_samples')} {' -> '.join(figures)}, {len(lines)} evaluations{more}"
+    ]
 
 
 def _hints(data: RunData) -> list[str]:

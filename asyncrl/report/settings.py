@@ -16,9 +16,20 @@ from asyncrl.report.html import card, clock, table
 from asyncrl.report.svg import short
 
 PACKAGES = (
-    "asyncrl", "torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "pyzmq", "redis", "vllm",
-    "sglang", "megatron-core", "peft",
-)  # fmt: skip
+    "asyncrl",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "msgspec",
+    "pyzmq",
+    "redis",
+    "vllm",
+    "sglang",
+    "megatron-core",
+    "peft",
+)
 
 
 def configuration(data: RunData) -> str:

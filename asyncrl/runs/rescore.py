@@ -234,8 +234,8 @@ def render(found: Rescored) -> str:
     ]
     if found.mean_before is not None:
         lines.append(f"mean        {found.mean_before:.4f} -> {found.mean_after:.4f}")
-    told = ", ".join(f"{version or 'none'} ({count} scores)" for version, count in sorted(found.recorded.items()))
-    lines.append(f"version     {told or 'none'} in the log, {', '.join(found.versions.values())} now")
+    versions = ", ".join(f"{version or 'none'} ({count} scores)" for version, count in sorted(found.recorded.items()))
+    lines.append(f"version     {versions or 'none'} in the log, {', '.join(found.versions.values())} now")
     if found.changed_samples and set(found.versions.values()) <= found.recorded.keys():
         lines.append(
             "note: the files of the functions are those of the run: they are not deterministic, or what they "

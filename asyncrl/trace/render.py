@@ -109,8 +109,8 @@ def _samples(story: Story) -> Iterator[str]:
         if story.words is not None and sample.index in story.words.responses and not sample.given_up:
             yield f"              {story.words.finish[sample.index]}: {_short(story.words.responses[sample.index])}"
             if turns := story.words.turns.get(sample.index):
-                told = ", ".join(f"{reward:.4g} at token {place}" for place, reward in turns)
-                yield f"              rewards of its turns, where not 0: {told}"
+                shown = ", ".join(f"{reward:.4g} at token {place}" for place, reward in turns)
+                yield f"              rewards of its turns, where not 0: {shown}"
 
 
 def _reward(sample: Sample) -> str:
