@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from asyncrl.doctor.machine import MISSING, OK, WARN, WRONG, Found
+from asyncrl.runtime.device import device_nodes
 
 #: Versions below these have known holes in scripts (CVE-2025-49844 and others), unless the distribution patched them.
 PATCHED_REDIS: dict[tuple[int, ...], tuple[int, ...]] = {
@@ -105,7 +106,7 @@ def torch(nodes: Path = Path("/dev")) -> Found:
     for index in range(count):
         properties = found.cuda.get_device_properties(index)
         shown.append(f"cuda:{index} {properties.name}, {properties.total_memory / (1 << 30):.0f} GiB")
-    there = len([node for node in nodes.iterdir() if re.fullmatch(r"nvidia\d+", node.name)]) if nodes.is_dir() else 0
+    there = len(device_nodes(nodes)["cuda"])
     if there > count:
         why = "a build for CPUs" if found.version.cuda is None else f"built for CUDA {found.version.cuda}"
         remedy = "install the build for this driver (nvidia-smi shows its CUDA), or look at CUDA_VISIBLE_DEVICES"

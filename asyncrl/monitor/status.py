@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from asyncrl import wire
 from asyncrl.config import Config, load
 from asyncrl.config.mode import streams
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
-from asyncrl.metrics import JsonTail
+from asyncrl.metrics import JsonTail, line_time
 from asyncrl.monitor.status_schema import SCHEMA
 from asyncrl.monitor.text import QUEUE_STATES, clean, number
 from asyncrl.net.keys import Keys, read_keys
@@ -64,7 +65,7 @@ def run_status(run: RunDir, *, key: str = "") -> dict[str, Any]:
         "last_step": next((line for line in reversed(steps) if "step" in line), {}),
         "result": read_object(run.result),
         "queue": queue[-1] if queue else {},
-        "workers": {str(line["name"]): line for line in sorted(beats, key=_name_and_time) if "name" in line},
+        "workers": _newest_beats(beats),
         "alive": _alive(run),
         "buffer": service_status(endpoint(config, "buffer"), keys),
         **({} if streams(config) else {"weightsync": service_status(endpoint(config, "weightsync"), keys)}),
@@ -88,15 +89,14 @@ def connect_status(address: str, keys: Keys | None) -> dict[str, Any]:
 
 def _last_lines(path: Path) -> list[dict[str, Any]]:
     """The lines in the last part of a file."""
-    tail = JsonTail(path, last_bytes=LAST_BYTES)
-    try:
+    with closing(JsonTail(path, last_bytes=LAST_BYTES)) as tail:
         return tail.poll()
-    finally:
-        tail.close()
 
 
-def _name_and_time(line: dict[str, Any]) -> tuple[str, float]:
-    return str(line.get("name")), float(line.get("t", 0.0))
+def _newest_beats(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The newest line of each name, by name."""
+    newest = {str(line["name"]): line for line in sorted(lines, key=line_time) if "name" in line}
+    return dict(sorted(newest.items()))
 
 
 def _alive(run: RunDir) -> dict[str, dict[str, Any]]:
@@ -274,13 +274,11 @@ def _stop_services(run: RunDir) -> int:
 def _stop_service(name: str, config: Config) -> bool:
     if not reachable(endpoint(config, name), timeout_s=ASK_TIMEOUT_S):
         return False
-    client = ServiceClient(endpoint(config, name), keys=run_keys(config), timeout_s=ASK_TIMEOUT_S)
     try:
-        client.stop("asyncrl stop")
+        with closing(ServiceClient(endpoint(config, name), keys=run_keys(config), timeout_s=ASK_TIMEOUT_S)) as client:
+            client.stop("asyncrl stop")
     except AsyncRLError:
         return False
-    finally:
-        client.close()
     return True
 
 
@@ -318,12 +316,8 @@ def service_status(address: str, keys: Keys | None) -> dict[str, Any]:
     """The state of the service at an address, or `{"error": ..., "code": ...}`."""
     if not reachable(address, timeout_s=ASK_TIMEOUT_S):  # immediate, while a request would wait for its deadline
         return {"error": f"nothing listens at {address}", "code": "net.unreachable"}
-    client = None
     try:
-        client = ServiceClient(address, keys=keys, timeout_s=ASK_TIMEOUT_S)
-        return client.status()
+        with closing(ServiceClient(address, keys=keys, timeout_s=ASK_TIMEOUT_S)) as client:
+            return client.status()
     except AsyncRLError as error:
         return {"error": error.message, "code": error.code}
-    finally:
-        if client is not None:
-            client.close()

@@ -18,7 +18,6 @@ import os
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +26,7 @@ from asyncrl.config import Config, load
 from asyncrl.errors import ConfigError
 from asyncrl.metrics import read_lines
 from asyncrl.planner.model import Plant
+from asyncrl.runtime.device import device_nodes
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.trace.history import Event, history_events
 
@@ -271,7 +271,7 @@ def observed(lines: Sequence[Event]) -> Observed:
 
 def shared_cores(config: Config) -> float:
     """Cores of this machine if roles compute on its CPU; 0 if each has an accelerator."""
-    seen = any(Path("/dev").glob("nvidia[0-9]*")) or any(Path("/dev").glob("davinci[0-9]*"))
+    seen = any(device_nodes().values())
     devices = (config.producers.device, config.learner.device)
     on_cpu = any(device == "cpu" or (device == "auto" and not seen) for device in devices)
     return float(os.cpu_count() or 1) if on_cpu and config.producers.engine == "hf" else 0.0

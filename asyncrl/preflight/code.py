@@ -87,24 +87,25 @@ def _package_root() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
-def _problem(command: list[str]) -> str:
+def _run(command: list[str], text: str = "") -> tuple[int, str, str]:
+    """Exit code, output and errors of a command, within `IMPORT_TIMEOUT_S`."""
+    env = environment()
     try:
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_TIMEOUT_S,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            check=False,
+            command, input=text, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, env=env, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"importing it took longer than {IMPORT_TIMEOUT_S:g} s"
-    if done.returncode == 0:
+        return 1, "", f"importing it took longer than {IMPORT_TIMEOUT_S:g} s"
+    return done.returncode, done.stdout, done.stderr
+
+
+def _problem(command: list[str]) -> str:
+    code, out, err = _run(command)
+    if code == 0:
         return ""
-    lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    lines = [line for line in (err or out).splitlines() if line.strip()]
     meant = next((line for line in reversed(lines) if not line.lstrip().startswith("->")), "")
-    return re.sub(r"^error\[[\w.]+\] \S+: ", "", meant.strip()) or f"its check ended with code {done.returncode}"
+    return re.sub(r"^error\[[\w.]+\] \S+: ", "", meant.strip()) or f"its check ended with code {code}"
 
 
 def environment() -> dict[str, str]:
@@ -168,28 +169,13 @@ def check_algorithm(config: Config) -> Iterator[AsyncRLError]:
         return
     if any(name not in algorithms.known_names(kind) for kind, name in names.items()):
         return  # `asyncrl.config` reports it
-    command = [sys.executable, "-m", "learners.algorithms.registry"]
-    try:
-        done = subprocess.run(
-            command,
-            input=dump(config),
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_TIMEOUT_S,
-            env=environment(),
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        yield ConfigError(
-            "config.extra", f"importing it took longer than {IMPORT_TIMEOUT_S:g} s", where="learner.algorithm"
-        )
-        return
-    for line in done.stdout.splitlines():
+    code, out, err = _run([sys.executable, "-m", "learners.algorithms.registry"], dump(config))
+    for line in out.splitlines():
         if line.startswith("["):
-            code, message, where = json.loads(line)
-            yield error_for(code, message, where=where)
-    if done.returncode:
-        last = (done.stderr.strip() or f"its check ended with code {done.returncode}").splitlines()[-1]
+            kind, message, where = json.loads(line)
+            yield error_for(kind, message, where=where)
+    if code:
+        last = (err.strip() or f"its check ended with code {code}").splitlines()[-1]
         yield ConfigError("config.extra", last, where="learner.algorithm")
 
 

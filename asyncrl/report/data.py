@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -115,10 +114,10 @@ def load_run(run: RunDir) -> RunData:
     except AsyncRLError:
         config = None
     roles: dict[str, list[Line]] = defaultdict(list)
-    for line in _lines(run.metrics / "roles.jsonl"):
+    for line in read_lines(run.metrics / "roles.jsonl"):
         roles[str(line.get("name", "?"))].append(line)
-    learner, events = _lines(run.metrics / "learner.jsonl"), _lines(run.logs / "launch.jsonl")
-    rounds = _lines(run.metrics / "weightsync.jsonl")
+    learner, events = read_lines(run.metrics / "learner.jsonl"), read_lines(run.logs / "launch.jsonl")
+    rounds = read_lines(run.metrics / "weightsync.jsonl")
     facts = story(read_events(run.history), events, rounds)
     return RunData(
         run=run,
@@ -127,16 +126,16 @@ def load_run(run: RunDir) -> RunData:
         steps=surviving(learner),
         every_step=learner,
         roles=dict(roles),
-        buffer=_lines(run.metrics / "buffer.jsonl"),
+        buffer=read_lines(run.metrics / "buffer.jsonl"),
         rounds=rounds,
-        processes=_lines(run.processes),
-        samples=_lines(run.samples),
+        processes=read_lines(run.processes),
+        samples=read_lines(run.samples),
         events=events,
         history=facts.notes,
         lags=facts.lags,
         recoveries=facts.recoveries,
         result=read_object(run.result),
-        evaluations=_lines(run.metrics / "evaluation.jsonl"),
+        evaluations=read_lines(run.metrics / "evaluation.jsonl"),
     )
 
 
@@ -154,10 +153,6 @@ def surviving(lines: list[Line]) -> list[Line]:
             kept.pop()
         kept.append(line)
     return kept
-
-
-def _lines(path: Path) -> list[Line]:
-    return [line for line in read_lines(path) if isinstance(line, dict)]
 
 
 def ledger_text(audit: Audit) -> str:

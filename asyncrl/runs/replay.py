@@ -16,6 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ CHANGEABLE = (
     "learner.steps",
     "learner.device",
 )
+_print = partial(print, flush=True)
 
 
 def replay_command(
@@ -292,7 +294,3 @@ def _read(path: Path, kind: type[Any]) -> Any:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, *UNREADABLE) as error:
         raise AsyncRLError("role.failed", f"the replay left no {path.name}: {error}", where="replay") from None
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,6 +36,7 @@ from asyncrl.runtime.run_dir import RunDir, format_json, write_atomic
 MODULE = "producers.rewards.rescore"
 PLAN, LINES, VERSIONS = "plan.json", "groups.jsonl", "versions.json"
 SHOWN_GROUPS = 20
+_print = partial(print, flush=True)
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -251,7 +253,3 @@ def render(found: Rescored) -> str:
         lines.append(f"  and {len(found.changed) - SHOWN_GROUPS} more groups: see the file")
     lines += [f"failed      {count} samples: {reason}" for reason, count in sorted(found.failed.items())]
     return "\n".join([*lines, f"scores      {found.file}"])
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)
