@@ -159,17 +159,8 @@ def _issue(story: Story, event: Event) -> None:
 
 def _lease(story: Story, event: Event) -> None:
     story.state = "leased"
-    story.leases.append(
-        Lease(
-            event["token"],
-            event["attempt"],
-            event["producer"],
-            event["w"],
-            event["deadline"],
-            event["bound"],
-            event["t"],
-        )
-    )
+    lease = [event[name] for name in ("token", "attempt", "producer", "w", "deadline", "bound", "t")]
+    story.leases.append(Lease(*lease))
 
 
 def _continue(story: Story, event: Event) -> None:
@@ -212,10 +203,8 @@ def _score(story: Story, event: Event) -> None:
 def _add_judgement(story: Story, event: Event) -> None:
     for sample in story.samples:
         if sample.index == event["i"]:
-            sample.judged = [
-                *sample.judged,
-                Judgement(event["judge"], event["reward"], event["worker"], event.get("version", ""), event["t"]),
-            ]
+            answer = Judgement(event["judge"], event["reward"], event["worker"], event.get("version", ""), event["t"])
+            sample.judged = [*sample.judged, answer]
 
 
 def _unscored(story: Story, event: Event) -> None:

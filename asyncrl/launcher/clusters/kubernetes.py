@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import math
 import shlex
+from pathlib import PurePosixPath
 from typing import Any
 
+import msgspec
 import yaml
 
 from asyncrl.config import Config, dump
@@ -106,10 +108,6 @@ class _Pods:
 
     def config_map(self) -> dict[str, Any]:
         """What every role reads."""
-        from pathlib import PurePosixPath
-
-        import msgspec
-
         network = msgspec.structs.replace(self.config.network, key_file=f"{KEYS}/server.key")
         config = msgspec.structs.replace(self.config, network=network)
         return {
