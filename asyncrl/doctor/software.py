@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import sqlite3
 import subprocess
@@ -276,21 +277,8 @@ def sandbox(
     without = "the code task and sandboxed tools need it; nothing else does"
     if not bwrap:
         return Found(MISSING, f"no bubblewrap: {without}", "apt-get install bubblewrap")
-    words = [
-        bwrap,
-        "--unshare-all",
-        "--die-with-parent",
-        "--ro-bind",
-        "/",
-        "/",
-        "--tmpfs",
-        "/tmp",
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        *command,
-    ]
+    options = "--unshare-all --die-with-parent --ro-bind / / --tmpfs /tmp --proc /proc --dev /dev"
+    words = [bwrap, *shlex.split(options), *command]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:

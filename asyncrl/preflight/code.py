@@ -20,14 +20,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config, dump
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, error_for, near_miss
-from asyncrl.plugins import BUILT_IN
+from asyncrl.plugins import known_plugins
 
 IMPORT_TIMEOUT_S = 60.0
 #: Packages of backends in optional extras.
@@ -122,7 +121,7 @@ def check_plugins(config: Config) -> Iterator[AsyncRLError]:
         ("producers.engine", "asyncrl.engines", config.producers.engine),
         ("learner.backend", "asyncrl.backends", config.learner.backend),
     ):
-        known = set(BUILT_IN.get(group, {})) | {point.name for point in entry_points(group=group)}
+        known = known_plugins(group)
         if name not in known:
             near, hint = near_miss(name, known)
             what = f"{name!r} is not known: one of {', '.join(sorted(known))}{hint}"

@@ -13,7 +13,6 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import msgspec
@@ -23,7 +22,7 @@ from asyncrl.config.redis_url import restore_password
 from asyncrl.config.sections.run import ONLINE
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
 from asyncrl.net.probe import bind_problem, redis_problem
-from asyncrl.plugins import BUILT_IN
+from asyncrl.plugins import known_plugins
 from asyncrl.preflight.memory import RoleMemory, format_bytes
 from asyncrl.runtime.device import device_nodes
 from asyncrl.runtime.run_dir import RunDir
@@ -153,13 +152,10 @@ def check_store(config: Config) -> Iterator[AsyncRLError]:
         yield error_for("store.no_server", f"none of {', '.join(REDIS_SERVERS)} is on the PATH", where="buffer.store")
 
 
-GROUP = "asyncrl.trackers"
-
-
 def check_trackers(config: Config) -> Iterator[AsyncRLError]:
     """Everything that would end a tracker at its start; the run would continue without its curves."""
     trackers = config.trackers
-    known = set(BUILT_IN[GROUP]) - {"tensorboard"} | {point.name for point in entry_points(group=GROUP)}
+    known = known_plugins("asyncrl.trackers").keys() - {"tensorboard"}
     for name in trackers.use:
         package = ONLINE.get(name, ("", ""))[0]
         if name not in known:
