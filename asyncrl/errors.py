@@ -9,7 +9,9 @@ Guarantees:
 
 from __future__ import annotations
 
+import difflib
 import errno
+from collections.abc import Iterable
 from typing import NamedTuple
 
 EXIT_OK = 0
@@ -33,143 +35,143 @@ class ErrorInfo(NamedTuple):
     exit_code: int
 
 
-CATALOGUE: dict[str, ErrorInfo] = {
+#: Code -> title, remedy, exit code.
+_CATALOGUE = {
     # configuration
-    "config.file": ErrorInfo("configuration file cannot be read", "check the path and the TOML syntax", EXIT_CONFIG),
-    "config.unknown_key": ErrorInfo("unknown configuration key", "remove the key or correct its name", EXIT_CONFIG),
-    "config.type": ErrorInfo("wrong type or value", "give a value of the type that the message names", EXIT_CONFIG),
-    "config.conflict": ErrorInfo("settings contradict each other", "change one of the named settings", EXIT_CONFIG),
-    "tune.refused": ErrorInfo("a setting cannot be changed to this value", "give another value", EXIT_CONFIG),
-    "config.missing": ErrorInfo("a required setting is missing", "add the named key", EXIT_CONFIG),
-    "config.model": ErrorInfo("model not found", "set model.path to a folder in Hugging Face format", EXIT_CONFIG),
-    "config.data": ErrorInfo("prompts cannot be read", "check data.path, data.source and data.prompt_key", EXIT_CONFIG),
-    "config.reward": ErrorInfo(
-        "reward function cannot be used", "see docs/rewards.md for names and signatures", EXIT_CONFIG
+    "config.file": ("configuration file cannot be read", "check the path and the TOML syntax", EXIT_CONFIG),
+    "config.unknown_key": ("unknown configuration key", "remove the key or correct its name", EXIT_CONFIG),
+    "config.type": ("wrong type or value", "give a value of the type that the message names", EXIT_CONFIG),
+    "config.conflict": ("settings contradict each other", "change one of the named settings", EXIT_CONFIG),
+    "tune.refused": ("a setting cannot be changed to this value", "give another value", EXIT_CONFIG),
+    "config.missing": ("a required setting is missing", "add the named key", EXIT_CONFIG),
+    "config.model": ("model not found", "set model.path to a folder in Hugging Face format", EXIT_CONFIG),
+    "config.data": ("prompts cannot be read", "check data.path, data.source and data.prompt_key", EXIT_CONFIG),
+    "config.reward": ("reward function cannot be used", "see docs/rewards.md for names and signatures", EXIT_CONFIG),
+    "config.environment": (
+        "environment or tool cannot be used",
+        "see docs/environments.md; asyncrl test-env runs it alone",
+        EXIT_CONFIG,
     ),
-    "config.environment": ErrorInfo(
-        "environment or tool cannot be used", "see docs/environments.md; asyncrl test-env runs it alone", EXIT_CONFIG
-    ),
-    "config.template": ErrorInfo(
+    "config.template": (
         "chat template cannot append messages to an answer",
         'use another template, or set environment.template = "tail" if the message suggests it',
         EXIT_CONFIG,
     ),
-    "config.filter": ErrorInfo(
-        "filter cannot be used", "write it as zero_variance or 'module:function' on the Python path", EXIT_CONFIG
+    "config.filter": (
+        "filter cannot be used",
+        "write it as zero_variance or 'module:function' on the Python path",
+        EXIT_CONFIG,
     ),
-    "config.preset": ErrorInfo("preset cannot be used", "name a file of configs/presets, or give a .toml", EXIT_CONFIG),
-    "config.network": ErrorInfo(
-        "unsafe or impossible address", "bind to loopback, or set network.key_file for CURVE keys", EXIT_CONFIG
+    "config.preset": ("preset cannot be used", "name a file of configs/presets, or give a .toml", EXIT_CONFIG),
+    "config.network": (
+        "unsafe or impossible address",
+        "bind to loopback, or set network.key_file for CURVE keys",
+        EXIT_CONFIG,
     ),
-    "config.tokenizer": ErrorInfo("tokenizer cannot be used", "give model.path a tokenizer with an EOS", EXIT_CONFIG),
-    "plan.numbers": ErrorInfo(
-        "the forecast lacks numbers", "give --from RUN of a run with more steps, or --assume KEY=VALUE", EXIT_CONFIG
+    "config.tokenizer": ("tokenizer cannot be used", "give model.path a tokenizer with an EOS", EXIT_CONFIG),
+    "plan.numbers": (
+        "the forecast lacks numbers",
+        "give --from RUN of a run with more steps, or --assume KEY=VALUE",
+        EXIT_CONFIG,
     ),
-    "plan.stuck": ErrorInfo(
-        "the forecast run is stuck", "raise buffer.late_timeout_s, or correct the assumptions", EXIT_CONFIG
-    ),
-    "config.extra": ErrorInfo("an optional package is missing", "install the named extra", EXIT_CONFIG),
+    "plan.stuck": ("the forecast run is stuck", "raise buffer.late_timeout_s, or correct the assumptions", EXIT_CONFIG),
+    "config.extra": ("an optional package is missing", "install the named extra", EXIT_CONFIG),
     # things outside
-    "net.port_in_use": ErrorInfo("address already in use", "stop the other process or choose another", EXIT_CONFIG),
-    "net.unreachable": ErrorInfo(
-        "service does not answer", "check that it runs and that the address is right", EXIT_UNAVAILABLE
+    "net.port_in_use": ("address already in use", "stop the other process or choose another", EXIT_CONFIG),
+    "net.unreachable": (
+        "service does not answer",
+        "check that it runs and that the address is right",
+        EXIT_UNAVAILABLE,
     ),
-    "config.forbidden": ErrorInfo(
+    "config.forbidden": (
         "this key does not allow it",
         "use the server.key of the run: a join key is for producers and rewards",
         EXIT_CONFIG,
     ),
-    "store.unreachable": ErrorInfo(
-        "store does not answer", "start Redis or correct buffer.redis_url", EXIT_UNAVAILABLE
-    ),
-    "store.no_server": ErrorInfo(
+    "store.unreachable": ("store does not answer", "start Redis or correct buffer.redis_url", EXIT_UNAVAILABLE),
+    "store.no_server": (
         "no Redis server found",
         'install redis-server or valkey-server, set buffer.redis_url, or use buffer.store = "sqlite"',
         EXIT_CONFIG,
     ),
-    "store.refused": ErrorInfo("the store refused a write", "look at its memory and disk limits", EXIT_UNAVAILABLE),
-    "store.corrupt": ErrorInfo("stored state is inconsistent", "restart from the last checkpoint", EXIT_INTERNAL),
-    "file.refused": ErrorInfo("the system refuses a file", "check the path and its permissions", EXIT_CONFIG),
-    "disk.full": ErrorInfo("no space left", "free space in the run folder", EXIT_UNAVAILABLE),
+    "store.refused": ("the store refused a write", "look at its memory and disk limits", EXIT_UNAVAILABLE),
+    "store.corrupt": ("stored state is inconsistent", "restart from the last checkpoint", EXIT_INTERNAL),
+    "file.refused": ("the system refuses a file", "check the path and its permissions", EXIT_CONFIG),
+    "disk.full": ("no space left", "free space in the run folder", EXIT_UNAVAILABLE),
     # protocol
-    "wire.prefix": ErrorInfo("not an asyncrl message", "check that the peer speaks this protocol", EXIT_FAILED),
-    "wire.schema": ErrorInfo("another schema version", "install the same minor version on both ends", EXIT_HANDSHAKE),
-    "wire.checksum": ErrorInfo("corrupt frame", "send it again; look at the network if it repeats", EXIT_FAILED),
-    "wire.decode": ErrorInfo("message cannot be decoded", "check the sender's version", EXIT_FAILED),
-    "wire.place": ErrorInfo("payload is not in the named file", "nothing: the payload is sent instead", EXIT_FAILED),
-    "wire.size": ErrorInfo("message too large", "raise network.max_message_bytes on both ends", EXIT_FAILED),
-    "wire.unexpected": ErrorInfo("message not expected here", "check the address of the service", EXIT_FAILED),
-    "handshake.mismatch": ErrorInfo(
-        "peer runs another model or run", "start it with the same configuration", EXIT_HANDSHAKE
-    ),
-    "buffer.lost_state": ErrorInfo(
-        "the buffer lost its state", "nothing: the learner registers again", EXIT_UNAVAILABLE
-    ),
-    "fenced": ErrorInfo("another process has taken over this role", "do not restart this one", EXIT_FENCED),
-    "learner.duplicate": ErrorInfo(
-        "a learner is already registered", "stop it first, or start with --takeover", EXIT_FENCED
-    ),
-    "service.duplicate": ErrorInfo("a service already owns this run", "stop it first", EXIT_FENCED),
+    "wire.prefix": ("not an asyncrl message", "check that the peer speaks this protocol", EXIT_FAILED),
+    "wire.schema": ("another schema version", "install the same minor version on both ends", EXIT_HANDSHAKE),
+    "wire.checksum": ("corrupt frame", "send it again; look at the network if it repeats", EXIT_FAILED),
+    "wire.decode": ("message cannot be decoded", "check the sender's version", EXIT_FAILED),
+    "wire.place": ("payload is not in the named file", "nothing: the payload is sent instead", EXIT_FAILED),
+    "wire.size": ("message too large", "raise network.max_message_bytes on both ends", EXIT_FAILED),
+    "wire.unexpected": ("message not expected here", "check the address of the service", EXIT_FAILED),
+    "handshake.mismatch": ("peer runs another model or run", "start it with the same configuration", EXIT_HANDSHAKE),
+    "buffer.lost_state": ("the buffer lost its state", "nothing: the learner registers again", EXIT_UNAVAILABLE),
+    "fenced": ("another process has taken over this role", "do not restart this one", EXIT_FENCED),
+    "learner.duplicate": ("a learner is already registered", "stop it first, or start with --takeover", EXIT_FENCED),
+    "service.duplicate": ("a service already owns this run", "stop it first", EXIT_FENCED),
     # work
-    "sample.invalid": ErrorInfo(
-        "a sample fails validation", "look at the reason; the group goes to the dead letters", EXIT_FAILED
+    "sample.invalid": (
+        "a sample fails validation",
+        "look at the reason; the group goes to the dead letters",
+        EXIT_FAILED,
     ),
-    "reward.failed": ErrorInfo("a reward function failed", "correct the function that the message names", EXIT_FAILED),
-    "reward.budget": ErrorInfo(
+    "reward.failed": ("a reward function failed", "correct the function that the message names", EXIT_FAILED),
+    "reward.budget": (
         "too many groups failed in their reward",
         "correct the reward function; asyncrl test-reward tries it alone",
         EXIT_DATA,
     ),
-    "reward.judge": ErrorInfo(
-        "no such judge in this run", "name one of the run's judges: those of its [[judge]] tables", EXIT_CONFIG
+    "reward.judge": (
+        "no such judge in this run",
+        "name one of the run's judges: those of its [[judge]] tables",
+        EXIT_CONFIG,
     ),
-    "sandbox.unavailable": ErrorInfo(
+    "sandbox.unavailable": (
         "model-written code cannot be isolated on this host",
         "install bubblewrap 0.8 or later (apt-get install bubblewrap) and allow user namespaces, or give the address "
         "of a SandboxFusion server; 'none' runs it without protection",
         EXIT_CONFIG,
     ),
-    "sandbox.failed": ErrorInfo("a sandbox failed, not the program in it", "see the message", EXIT_UNAVAILABLE),
-    "rescore.file": ErrorInfo("a file of scores cannot be read", "write it with `asyncrl rescore`", EXIT_CONFIG),
-    "filter.rate": ErrorInfo(
-        "nearly every group was filtered", "look at the data or the rewards, or change buffer.filters", EXIT_DATA
+    "sandbox.failed": ("a sandbox failed, not the program in it", "see the message", EXIT_UNAVAILABLE),
+    "rescore.file": ("a file of scores cannot be read", "write it with `asyncrl rescore`", EXIT_CONFIG),
+    "filter.rate": (
+        "nearly every group was filtered",
+        "look at the data or the rewards, or change buffer.filters",
+        EXIT_DATA,
     ),
-    "filter.budget": ErrorInfo("too many groups failed in a filter", "correct the filter function", EXIT_DATA),
-    "environment.budget": ErrorInfo(
-        "too many groups failed in their environment", "correct the environment; asyncrl test-env tries it", EXIT_DATA
+    "filter.budget": ("too many groups failed in a filter", "correct the filter function", EXIT_DATA),
+    "environment.budget": (
+        "too many groups failed in their environment",
+        "correct the environment; asyncrl test-env tries it",
+        EXIT_DATA,
     ),
-    "poison.budget": ErrorInfo(
-        "too many groups were poisoned", "look at the dead letters for the top reason", EXIT_DATA
+    "poison.budget": ("too many groups were poisoned", "look at the dead letters for the top reason", EXIT_DATA),
+    "engine.broken": ("the engine failed", "it is restarted at the last committed version", EXIT_INTERNAL),
+    "sync.failed": ("weights did not arrive", "see the weight-sync log for the member", EXIT_UNAVAILABLE),
+    "sync.plan": ("the ends have different tensor layouts", "load the same model on both ends", EXIT_HANDSHAKE),
+    "learner.packing": (
+        "packed rows disagree with single rows",
+        "set learner.packing = false for this model",
+        EXIT_CONFIG,
     ),
-    "engine.broken": ErrorInfo("the engine failed", "it is restarted at the last committed version", EXIT_INTERNAL),
-    "sync.failed": ErrorInfo("weights did not arrive", "see the weight-sync log for the member", EXIT_UNAVAILABLE),
-    "sync.plan": ErrorInfo(
-        "the ends have different tensor layouts", "load the same model on both ends", EXIT_HANDSHAKE
-    ),
-    "learner.packing": ErrorInfo(
-        "packed rows disagree with single rows", "set learner.packing = false for this model", EXIT_CONFIG
-    ),
-    "learner.checkpoint": ErrorInfo("no usable checkpoint", "remove the damaged folder and start again", EXIT_FAILED),
-    "learner.nonfinite": ErrorInfo(
-        "loss or gradient is not finite", "lower the learning rate or look at the data", EXIT_FAILED
-    ),
-    "hang": ErrorInfo(
-        "no progress within the limit", "see the diagnosis for the role that the run waits for", EXIT_INTERNAL
-    ),
-    "internal": ErrorInfo("a bug in asyncrl", "please report it with the log", EXIT_INTERNAL),
-    "role.failed": ErrorInfo("a role ended with an error", "see its log", EXIT_FAILED),
-    "run.missing": ErrorInfo("not a run folder", "give the folder that holds config.toml", EXIT_CONFIG),
-    "replay.missing": ErrorInfo(
+    "learner.checkpoint": ("no usable checkpoint", "remove the damaged folder and start again", EXIT_FAILED),
+    "learner.nonfinite": ("loss or gradient is not finite", "lower the learning rate or look at the data", EXIT_FAILED),
+    "hang": ("no progress within the limit", "see the diagnosis for the role that the run waits for", EXIT_INTERNAL),
+    "internal": ("a bug in asyncrl", "please report it with the log", EXIT_INTERNAL),
+    "role.failed": ("a role ended with an error", "see its log", EXIT_FAILED),
+    "run.missing": ("not a run folder", "give the folder that holds config.toml", EXIT_CONFIG),
+    "replay.missing": (
         "the run cannot be replayed",
         "archive batches with log.archive, keep more by learner.checkpoint_keep",
         EXIT_CONFIG,
     ),
-    "fork.step": ErrorInfo("no such checkpoint", "use a step that has a checkpoint", EXIT_CONFIG),
-    "trace.unknown": ErrorInfo(
-        "unknown group or step", "asyncrl status RUN shows the number of issued prompts", EXIT_CONFIG
-    ),
-    "usage": ErrorInfo("wrong command line", "see asyncrl --help", EXIT_CONFIG),
+    "fork.step": ("no such checkpoint", "use a step that has a checkpoint", EXIT_CONFIG),
+    "trace.unknown": ("unknown group or step", "asyncrl status RUN shows the number of issued prompts", EXIT_CONFIG),
+    "usage": ("wrong command line", "see asyncrl --help", EXIT_CONFIG),
 }
+CATALOGUE = {code: ErrorInfo(*info) for code, info in _CATALOGUE.items()}
 
 
 class AsyncRLError(Exception):
@@ -246,6 +248,12 @@ _KINDS: dict[str, type[AsyncRLError]] = {
     "buffer": StateLost,
     "handshake": HandshakeError,
 }
+
+
+def near_miss(name: str, known: Iterable[str]) -> tuple[str, str]:
+    """The known name that was probably meant, and the end of a message about it; both empty without one."""
+    near = next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
+    return near, f"; did you mean {near!r}?" if near else ""
 
 
 def error_for(code: str, message: str, *, where: str = "", remedy: str = "", suggestion: str = "") -> AsyncRLError:

@@ -91,10 +91,14 @@ BUILT_IN: dict[str, dict[str, str]] = {
 }
 
 
+def known_plugins(group: str) -> dict[str, str]:
+    """Name -> 'module:name' of the plugins of a group: the built-in ones, then those that are installed."""
+    return BUILT_IN.get(group, {}) | {point.name: point.value for point in entry_points(group=group)}
+
+
 def find(group: str, name: str) -> Any:
     """The plugin of that name in the group. Raises `config.type` with the known names."""
-    known = dict(BUILT_IN.get(group, {}))
-    known.update({point.name: point.value for point in entry_points(group=group)})
+    known = known_plugins(group)
     if name not in known:
         raise ConfigError("config.type", f"{name!r} is not in {group}: one of {', '.join(sorted(known))}")
     return load_object(known[name], code="config.extra")

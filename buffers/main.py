@@ -24,8 +24,8 @@ import uvloop
 
 from asyncrl.config import BufferConfig, Config
 from asyncrl.evaluation.ids import is_evaluation
+from asyncrl.net.auth import needs_owner
 from asyncrl.net.frames import keep_memory
-from asyncrl.net.permissions import needs_owner
 from asyncrl.net.responder import Responder
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.liveness import Sign

@@ -24,8 +24,8 @@ import uvloop
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.metrics import MetricsLog
+from asyncrl.net.auth import needs_owner
 from asyncrl.net.keys import Keys
-from asyncrl.net.permissions import needs_owner
 from asyncrl.net.responder import Call, Responder
 from asyncrl.runtime import role
 from asyncrl.runtime.failpoints import failpoint

@@ -156,8 +156,8 @@ class EvaluationReader:
         for name, value in metric_names(found, k=begun.samples).items():
             if "/acc/" in name and correct_above is None:
                 continue
-            told = line.get(name)
-            if not isinstance(told, int | float) or not math.isclose(told, value, rel_tol=1e-9, abs_tol=1e-9):
+            reported = line.get(name)
+            if not isinstance(reported, int | float) or not math.isclose(reported, value, rel_tol=1e-9, abs_tol=1e-9):
                 self._bad(f"{who} reported {name} = {line.get(name)}, the scores in the log say {value}")
 
 

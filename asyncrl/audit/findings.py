@@ -147,10 +147,10 @@ def _length_lines(found: Lengths) -> list[str]:
     if not found.made_mean:
         return []
     means = [("trained", found.trained_mean), ("dropped", found.dropped_mean), ("dead", found.dead_mean)]
-    told = ", ".join(f"{name} {mean:.1f}" for name, mean in means if mean)
+    shown = ", ".join(f"{name} {mean:.1f}" for name, mean in means if mean)
     verdict = f"ALARM: {found.alarm}" if found.alarm else "no bias"
     lines = [
-        f"  lengths: mean made {found.made_mean:.1f}, {told} tokens; KS {found.ks:.3f} (limit "
+        f"  lengths: mean made {found.made_mean:.1f}, {shown} tokens; KS {found.ks:.3f} (limit "
         f"{found.ks_limit:.3f}); {verdict}"
     ]
     return lines + ([f"  early steps: {found.early}"] if found.early else [])

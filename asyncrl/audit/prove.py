@@ -54,8 +54,6 @@ from asyncrl.audit.records import Commit
 from asyncrl.audit.verdict import Expected, fork_origin, judge
 from asyncrl.errors import UNREADABLE
 
-__all__ = ["Audit", "Expected", "audit", "audit_command", "audit_file", "audit_run", "render"]
-
 
 class Log:
     """The events of a history one by one; afterwards `damaged`: numbers of unreadable lines, and `torn`: whether the
@@ -151,9 +149,10 @@ def _parent_commits(root: Path, parent: str, step: int) -> dict[int, Commit]:
 def audit_command(root: Path, *, as_json: bool) -> int:
     """`asyncrl audit`: 0 without violations, else 1."""
     from asyncrl.errors import ConfigError
+    from asyncrl.runtime.run_dir import format_json
 
     if not (root / "history.jsonl").exists():
         raise ConfigError("run.missing", "no history.jsonl in it", where=str(root))
     found = audit_run(root)
-    print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if as_json else render(found))
+    print(format_json(found) if as_json else render(found))
     return 0 if found.ok else 1

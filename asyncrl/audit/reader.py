@@ -18,27 +18,6 @@ from asyncrl.audit.findings import Audit, Tuned
 from asyncrl.audit.records import TOKEN_SHIFT, Claim, Commit, Group
 from asyncrl.evaluation.ids import MARK
 
-_HANDLED = frozenset(
-    {
-        "service",
-        "register",
-        "issue",
-        "lease",
-        "lost",
-        "cancel",
-        "sample",
-        "score",
-        "ready",
-        "claim",
-        "commit",
-        "retire",
-        "drop",
-        "dead",
-        "tune",
-        "end",
-        "fenced",
-    }
-)
 #: Reasons of a lost lease that also discard the group's samples.
 FORGETFUL = frozenset({"late", "payload_lost", "store_lost", "abandoned"})
 
@@ -74,8 +53,7 @@ class Reader:
         if self._suspects and name not in ("commit", "drop", "lost"):
             self.settle(believed=name == "register")
         held_out = name.startswith(MARK)
-        handler = partial(self.held_out.take, name) if held_out else getattr(self, f"_{name}", None)
-        handler = handler if held_out or name in _HANDLED else None
+        handler = partial(self.held_out.take, name) if held_out else getattr(self, f"on_{name}", None)
         if handler is not None:
             try:
                 handler(event)
@@ -84,7 +62,7 @@ class Reader:
 
     # ------------------------------------------------------------ lives
 
-    def _service(self, event: dict[str, Any]) -> None:
+    def on_service(self, event: dict[str, Any]) -> None:
         epoch = int(event["service_epoch"])
         if self._services and epoch <= max(self._services):
             self._bad("epoch", f"a service started with epoch {epoch} after epoch {max(self._services)}")
@@ -93,7 +71,7 @@ class Reader:
         self.found.service_starts += 1
         self.found.ended = self.found.done = False
 
-    def _register(self, event: dict[str, Any]) -> None:
+    def on_register(self, event: dict[str, Any]) -> None:
         epoch, start = int(event["epoch"]), int(event["step"])
         lost_all = not start and self._life != self.found.service_starts  # no process knows the old epochs any more
         if epoch <= self._epoch and not lost_all:
@@ -112,14 +90,14 @@ class Reader:
         """Record a new value of `max_staleness`; None: bounds of leases are unknown from then on."""
         self._bounds = None if bound is None or self._bounds is None else {*self._bounds, int(bound)}
 
-    def _end(self, event: dict[str, Any]) -> None:
+    def on_end(self, event: dict[str, Any]) -> None:
         self.found.ended = True
         self.found.done = bool(event["done"])
 
-    def _fenced(self, _event: dict[str, Any]) -> None:
+    def on_fenced(self, _event: dict[str, Any]) -> None:
         self.found.fenced += 1
 
-    def _tune(self, event: dict[str, Any]) -> None:
+    def on_tune(self, event: dict[str, Any]) -> None:
         number = int(event["n"])
         change = (event["old"], event["new"])
         if event["key"] == "buffer.max_staleness":
@@ -144,7 +122,7 @@ class Reader:
 
     # ------------------------------------------------------------ groups
 
-    def _issue(self, event: dict[str, Any]) -> None:
+    def on_issue(self, event: dict[str, Any]) -> None:
         number, uses = int(event["g"]), int(event.get("uses", 1))
         known = self.groups.get(number)
         if known is not None and known.steps:
@@ -157,7 +135,7 @@ class Reader:
         self.groups[number] = Group(uses, issued=self.found.service_starts)
         self.forgotten.discard(number)
 
-    def _lease(self, event: dict[str, Any]) -> None:
+    def on_lease(self, event: dict[str, Any]) -> None:
         group, token, bound = self._group(event), int(event["token"]), int(event["bound"])
         life = self.found.service_starts
         if group.holder and group.life == life:
@@ -175,7 +153,7 @@ class Reader:
         group.bound, group.holder, group.life = bound, token, life
         group.tokens.add(token)
 
-    def _lost(self, event: dict[str, Any]) -> None:
+    def on_lost(self, event: dict[str, Any]) -> None:
         self.found.lost_leases += 1
         group = self._group(event)
         group.holder = 0
@@ -187,11 +165,11 @@ class Reader:
         if event["why"] == "store_lost":  # including its end, unless a checkpoint knows it: it is issued again
             group.dropped = group.dead = ""
 
-    def _cancel(self, event: dict[str, Any]) -> None:
+    def on_cancel(self, event: dict[str, Any]) -> None:
         self.found.cancelled_leases += 1
         self._group(event).holder = 0
 
-    def _sample(self, event: dict[str, Any]) -> None:
+    def on_sample(self, event: dict[str, Any]) -> None:
         group, index, token = self._group(event), int(event["i"]), int(event["token"])
         name = f"group {event['g']} sample {index}"
         if token not in group.tokens:
@@ -217,14 +195,14 @@ class Reader:
         if event.get("reward") is not None:
             group.scored.add(index)
 
-    def _score(self, event: dict[str, Any]) -> None:
+    def on_score(self, event: dict[str, Any]) -> None:
         self._group(event).scored.add(int(event["i"]))
 
-    def _ready(self, event: dict[str, Any]) -> None:
+    def on_ready(self, event: dict[str, Any]) -> None:
         group = self._group(event)
         group.ready, group.holder = max(1, self.found.service_starts), 0
 
-    def _drop(self, event: dict[str, Any]) -> None:
+    def on_drop(self, event: dict[str, Any]) -> None:
         group, reason = self._group(event), str(event["reason"])
         if event["e"] == "drop":
             group.dropped = reason
@@ -233,11 +211,11 @@ class Reader:
         group.holder = 0
         self.found.rolled_back += reason == "rolled_back"
 
-    _dead = _drop
+    on_dead = on_drop
 
     # ------------------------------------------------------------ steps
 
-    def _claim(self, event: dict[str, Any]) -> None:
+    def on_claim(self, event: dict[str, Any]) -> None:
         step, epoch = int(event["step"]), int(event["epoch"])
         claim = Claim(int(event["version"]), epoch, tuple(map(int, event["groups"])))
         self._current(f"claim of step {step}", epoch)
@@ -278,7 +256,7 @@ class Reader:
                 f"step {step} was handed out again with other groups: {list(claim.groups)[:8]} after {left[:8]}",
             )
 
-    def _commit(self, event: dict[str, Any]) -> None:
+    def on_commit(self, event: dict[str, Any]) -> None:
         step = int(event["step"])
         commit = Commit(
             int(event["version"]),
@@ -309,7 +287,7 @@ class Reader:
                 self._bad("unknown", f"step {step} trained group {number}, which was not claimed for it")
             self.groups.setdefault(number, Group()).steps.add(step)
 
-    def _retire(self, event: dict[str, Any]) -> None:
+    def on_retire(self, event: dict[str, Any]) -> None:
         self.retired = int(event["step"])
         if self.retired > max(self.commits, default=0):
             self._bad("version", f"step {self.retired} was retired before it was committed")

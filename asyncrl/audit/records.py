@@ -2,52 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import msgspec
 
 TOKEN_SHIFT = 24  # a token is a service epoch, shifted, and a count
 
 
+@dataclass(slots=True)
 class Group:
     """State of one group."""
 
-    __slots__ = (
-        "accepted",
-        "bound",
-        "dead",
-        "digests",
-        "dropped",
-        "given_up",
-        "holder",
-        "issued",
-        "lengths",
-        "life",
-        "oldest",
-        "ready",
-        "scored",
-        "steps",
-        "tokens",
-        "uses",
-        "versions",
-    )
-
-    def __init__(self, uses: int = 1, *, issued: int = 0) -> None:
-        self.uses = uses  # steps that may train it
-        self.issued = issued  # life of the service that issued it
-        self.bound = -1  # staleness bound of its lease
-        self.tokens: set[int] = set()
-        self.holder = 0  # token of the lease that holds it
-        self.life = 0  # life of the service that granted this lease
-        self.oldest: dict[int, int] = {}  # sample -> its oldest version
-        self.versions: dict[int, frozenset[int]] = {}  # sample -> versions of its spans
-        self.digests: dict[int, dict[int, str]] = {}  # sample -> version -> digest
-        self.lengths: dict[int, int] = {}
-        self.accepted: dict[int, int] = {}  # sample -> life of the service that accepted it
-        self.scored: set[int] = set()
-        self.ready = 0  # life of the service in which its samples were complete and scored; 0: not yet
-        self.dropped = ""
-        self.dead = ""
-        self.given_up = False  # its samples are discarded with the steps that trained it
-        self.steps: set[int] = set()  # steps of the surviving history that trained it
+    uses: int = 1  # steps that may train it
+    issued: int = 0  # life of the service that issued it
+    bound: int = -1  # staleness bound of its lease
+    tokens: set[int] = field(default_factory=set)
+    holder: int = 0  # token of the lease that holds it
+    life: int = 0  # life of the service that granted this lease
+    oldest: dict[int, int] = field(default_factory=dict)  # sample -> its oldest version
+    versions: dict[int, frozenset[int]] = field(default_factory=dict)  # sample -> versions of its spans
+    digests: dict[int, dict[int, str]] = field(default_factory=dict)  # sample -> version -> digest
+    lengths: dict[int, int] = field(default_factory=dict)
+    accepted: dict[int, int] = field(default_factory=dict)  # sample -> life of the service that accepted it
+    scored: set[int] = field(default_factory=set)
+    ready: int = 0  # life of the service in which its samples were complete and scored; 0: not yet
+    dropped: str = ""
+    dead: str = ""
+    given_up: bool = False  # its samples are discarded with the steps that trained it
+    steps: set[int] = field(default_factory=set)  # steps of the surviving history that trained it
 
     @property
     def removed(self) -> bool:

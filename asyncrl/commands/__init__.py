@@ -12,7 +12,7 @@ COMMANDS = (
     ("monitor", "add_top"),
     ("monitor", "add"),
     ("runs", "add"),
-    ("results", "add"),
+    ("runs", "add_results"),
     ("monitor", "add_metrics"),
     ("authoring", "add"),
     ("machine", "add_doctor"),

@@ -91,9 +91,9 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from asyncrl.preflight.render import check_command
+    from asyncrl.preflight.check import check_command
 
-    return check_command(args.configs, args.overrides, as_json_text=args.json)
+    return check_command(args.configs, args.overrides, as_json=args.json)
 
 
 def _explain(args: argparse.Namespace) -> int:

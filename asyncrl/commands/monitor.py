@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from asyncrl.commands.options import Commands, add_folder, command, seconds
+from asyncrl.commands.options import Commands, add_folder, add_place, command, seconds
 
 TUNE_EXAMPLES = """settings:
   max_staleness, pipeline_depth, on_late, late_timeout_s, batch_groups, max_reuse, max_groups_in_flight,
@@ -27,9 +27,7 @@ def add(commands: Commands) -> None:
 
 def _add_status(commands: Commands) -> None:
     one = command(commands, "status", "the state of a run, now", example="asyncrl status runs/my")
-    one.add_argument("folder", metavar="RUN", nargs="?", type=Path, help="folder of the run")
-    one.add_argument("--connect", default="", metavar="URL", help="address of the buffer, instead of a folder")
-    one.add_argument("--key", default="", metavar="FILE", help="key file")
+    add_place(one)
     one.add_argument("--json", action="store_true", help="everything the services know, as JSON")
     one.set_defaults(run=_status)
 
@@ -90,9 +88,7 @@ TOP_EXAMPLES = """examples:
 
 def add_top(commands: Commands) -> None:
     one = command(commands, "top", "watch a run: queue, lag, waiting processes, advice", epilog=TOP_EXAMPLES)
-    one.add_argument("folder", metavar="RUN", nargs="?", type=Path, help="folder of the run, running or not")
-    one.add_argument("--connect", default="", metavar="URL", help="address of the buffer, instead of a folder")
-    one.add_argument("--key", default="", metavar="FILE", help="key file")
+    add_place(one, "folder of the run, running or not")
     one.add_argument("--once", action="store_true", help="one look, then end")
     one.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
     one.add_argument(

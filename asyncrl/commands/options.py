@@ -73,6 +73,13 @@ def add_folder(one: argparse.ArgumentParser, text: str = "folder of the run") ->
     one.add_argument("folder", metavar="RUN", type=Path, help=text)
 
 
+def add_place(one: argparse.ArgumentParser, text: str = "folder of the run") -> None:
+    """The run of a command that also works by address alone: its folder, or the buffer's URL with a key file."""
+    one.add_argument("folder", metavar="RUN", nargs="?", type=Path, help=text)
+    one.add_argument("--connect", default="", metavar="URL", help="address of the buffer, instead of a folder")
+    one.add_argument("--key", default="", metavar="FILE", help="key file")
+
+
 def seconds(low: float, high: float) -> Callable[[str], float]:
     """An argparse type: seconds between two limits, so that no wait is endless (`nan` and `inf` are refused)."""
 

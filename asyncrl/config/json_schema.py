@@ -56,7 +56,8 @@ def describe(kind: type[Section], key: str) -> Setting:
         kind = inner
     [field] = [item for item in msgspec.structs.fields(kind) if item.name == leaf]
     hint = typing.get_type_hints(kind, include_extras=True)[leaf]
-    return Setting(type_name(hint), "" if field.required else default_text(field), field_meanings(kind).get(leaf, ""))
+    default = "" if field.required else msgspec.json.encode(field_default(field)).decode()
+    return Setting(type_name(hint), default, field_meanings(kind).get(leaf, ""))
 
 
 def type_name(hint: Any) -> str:
@@ -79,10 +80,9 @@ def _range(meta: msgspec.Meta) -> str:
     return " and ".join(bounds)
 
 
-def default_text(field: msgspec.structs.FieldInfo) -> str:
-    """The default as in TOML."""
-    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()  # type: ignore[misc]
-    return msgspec.json.encode(value).decode()
+def field_default(field: msgspec.structs.FieldInfo) -> Any:
+    """The default of a field that has one."""
+    return field.default_factory() if field.default is msgspec.NODEFAULT else field.default  # type: ignore[operator]
 
 
 def build_schema(kind: type[Section]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl.config.sections.judge import DEFAULT, SHOWN_DEFAULT, JudgeConfig
+from asyncrl.config.sections.reward import DEFAULT, SHOWN_DEFAULT, JudgeConfig
 from asyncrl.errors import UNREADABLE
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from asyncrl.config import reader as config_read
 from asyncrl.config import redis_url as redis_secret
 from asyncrl.config import suggestions as config_names
 from asyncrl.config.locations import Places
-from asyncrl.config.rules import algorithm, environment, evaluation, general, judge, learner, mode, services
+from asyncrl.config.rules import algorithm, general, judge, learner, mode, services
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.config.sections.base import Section
 from asyncrl.config.tree import Config
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors
 
-RULES = (general, mode, learner, algorithm, evaluation, environment, judge, services)
+RULES = (general, mode, learner, algorithm, judge, services)
 
 
 class Loaded(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a run trains: by reward (rl) or on given rows (sft, dpo, reward_model), and what follows from it.
+"""What a run trains: by reward (rl) or on given rows (sft, dpo, reward_model), and its evaluations, and what follows.
 
 Where the samples come from is a separate question: with `producers.engine = "dataset"` a producer streams rows of the
 data instead of generating. Guarantees:
@@ -13,12 +13,17 @@ Example: 10 rows, batch_groups 4, epochs 3: ceil(30 / 4) = 8 steps; the last bat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from asyncrl.config.sections.lora import TAKE_ADAPTERS
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.config.sections.data import DataConfig, SamplingConfig
 
 #: Name of the engine that streams rows instead of generating.
 DATASET = "dataset"
@@ -83,3 +88,36 @@ def sends_adapters(config: Config) -> bool:
         return False
     fits = config.producers.engine in TAKE_ADAPTERS and not config.weightsync.in_place
     return lora.publish == "adapter" or (lora.publish == "auto" and fits)
+
+
+def evaluation_sampling(config: Config) -> SamplingConfig:
+    """How evaluations sample: as `[evaluation]` says. Temperature 0 is greedy (top_k 1)."""
+    evaluation = config.evaluation
+    greedy = evaluation.temperature == 0
+    return replace(
+        config.sampling,
+        group_size=evaluation.samples,
+        over_issue=0,
+        greedy_baseline=False,
+        top_p=evaluation.top_p,
+        max_new_tokens=evaluation.max_new_tokens or config.sampling.max_new_tokens,
+        temperature=1.0 if greedy else evaluation.temperature,
+        top_k=1 if greedy else evaluation.top_k,
+    )
+
+
+def evaluation_data(config: Config) -> DataConfig:
+    """Where the held-out rows are: `[data]` with path and source of `[evaluation]`, in their own order."""
+    return replace(config.data, path=config.evaluation.path, source=config.evaluation.source, shuffle=False)
+
+
+def is_evaluation_due(config: Config, step: int) -> bool:
+    """Whether an evaluation follows this step (0: the start weights)."""
+    evaluation = config.evaluation
+    if not evaluation.enabled:
+        return False
+    if step == 0:
+        return evaluation.at_start
+    if step >= config.learner.steps and evaluation.at_end:
+        return True
+    return evaluation.every > 0 and step % evaluation.every == 0

@@ -13,13 +13,12 @@ Example: `preset = "dapo"` and `clip_high = 0.3` in a file: DAPO with 0.3.
 from __future__ import annotations
 
 import copy
-import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, near_miss
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "presets"
 KEY = "learner.algorithm.preset"
@@ -43,10 +42,9 @@ def load_preset(name: str) -> Tree:
     except OSError as error:
         if name.endswith(".toml"):
             raise ConfigError("config.preset", error.strerror or str(error), where=str(path)) from None
-        near = difflib.get_close_matches(name, names(), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near, hint = near_miss(name, names())
         said = f"no preset {name!r}: one of {', '.join(names())}{hint}"
-        raise ConfigError("config.preset", said, suggestion=near[0] if near else "") from None
+        raise ConfigError("config.preset", said, suggestion=near) from None
 
 
 def apply_preset(tree: Tree, overrides: Mapping[str, Any]) -> tuple[Tree, Tree]:

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
-from asyncrl.config import foreign_names, presets
+from asyncrl.config import presets
 from asyncrl.config import suggestions as config_names
 from asyncrl.config.locations import Places, dotted
 from asyncrl.config.sections.base import Section
@@ -210,8 +210,8 @@ class _Look:
 
 def _translations(name: str, value: Any) -> str:
     """Our names of the settings in another trainer's table."""
-    theirs = dict(foreign_names.flatten(value, f"{name}.")) if isinstance(value, dict) else {}
-    known = [f"{key} is {found}" for key in theirs if (found := foreign_names.our_name(key))]
+    theirs = dict(config_names.flatten(value, f"{name}.")) if isinstance(value, dict) else {}
+    known = [f"{key} is {found}" for key in theirs if (found := config_names.our_name(key))]
     if not known:
         return ""
     more = f", and {len(known) - SHOWN} more" if len(known) > SHOWN else ""

@@ -1,4 +1,4 @@
-"""Names of settings, and the setting that was meant by an unknown name.
+"""Names of settings, ours and those of other trainers, and the setting that was meant by an unknown name.
 
 Guarantees:
 1. `suggest_key` looks in the same section first, then in all; it finds a correct name that belongs to another section;
@@ -14,13 +14,12 @@ import difflib
 import functools
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
-from asyncrl.config import foreign_names
 from asyncrl.config.sections.base import Section
 
 #: Similarity (0 to 1) above which a name of the same section, or of another one, counts as a misspelling.
@@ -59,6 +58,11 @@ def list_keys(kind: type[Section], prefix: str = "") -> tuple[str, ...]:
     return tuple(keys)
 
 
+def value_at(value: Any, dotted: str) -> Any:
+    """The value of a dotted key in a configuration or a section."""
+    return functools.reduce(getattr, dotted.split("."), value)
+
+
 @functools.cache
 def list_sections(kind: type[Section], prefix: str = "") -> tuple[str, ...]:
     """Every dotted section, in order."""
@@ -80,7 +84,7 @@ def suggest_key(path: Sequence[str], kind: type[Section]) -> Meant | None:
     if name in here or name in subsections:
         return Meant((here | subsections)[name], elsewhere=False)
     same = [key for key in keys if key.rpartition(".")[2] == name]
-    if theirs := foreign_names.our_name(name):  # before our own names: TRL's beta is not process_reward.beta
+    if theirs := our_name(name):  # before our own names: TRL's beta is not process_reward.beta
         return Meant(theirs, elsewhere=theirs.rpartition(".")[0] != section)
     if same:
         return Meant(nearest(section, same), elsewhere=True)
@@ -125,3 +129,28 @@ def _near(name: str, known: Mapping[str, str], cutoff: float) -> str:
     """The value of the most similar name in `known`; empty below the cutoff."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return known[found[0]] if found else ""
+
+
+@functools.cache
+def translation_table() -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / "translations.toml").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def known_trainers() -> tuple[str, ...]:
+    """Trainers with known settings."""
+    return tuple(name for name in translation_table() if name != "values")
+
+
+def our_name(key: str) -> str:
+    """Our name of another trainer's full name, such as `trainer.optim.lr`; empty if it is unknown."""
+    return next((found for name in known_trainers() if (found := translation_table()[name]["settings"].get(key))), "")
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys of a tree and their values."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -8,7 +8,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +17,8 @@ import msgspec
 
 from asyncrl.config import Config, ModelConfig, all_keys, load, redact
 from asyncrl.config.loading import derive_settings
-from asyncrl.runtime.run_dir import RunDir
+from asyncrl.config.suggestions import value_at
+from asyncrl.runtime.run_dir import RunDir, format_json
 
 
 class Difference(NamedTuple):
@@ -43,7 +43,7 @@ def differences(left: Config, right: Config) -> Iterator[Difference]:
     lists = [name for name in Config.__struct_fields__ if isinstance(getattr(left, name), tuple)]
     for key in all_keys():
         if key.partition(".")[0] not in lists:
-            one, other = get_value(left, key), get_value(right, key)
+            one, other = value_at(left, key), value_at(right, key)
             if one != other:
                 yield Difference(key, one, other)
     for name in lists:
@@ -56,14 +56,6 @@ def _list_differences(name: str, left: Sequence[Any], right: Sequence[Any]) -> I
         for key in dict.fromkeys([*pair[0], *pair[1]]):
             if pair[0].get(key) != pair[1].get(key):
                 yield Difference(f"{name}[{index}].{key}", pair[0].get(key), pair[1].get(key))
-
-
-def get_value(config: Config, dotted: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = config
-    for part in dotted.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def format_differences(found: list[Difference], default: Config | None) -> str:
@@ -83,7 +75,7 @@ def _format_value(value: Any, one: Difference, default: Config | None) -> str:
     if value is None:
         return "-"
     text = msgspec.json.encode(value).decode()
-    plain = default is not None and "[" not in one.key and get_value(default, one.key) == value
+    plain = default is not None and "[" not in one.key and value_at(default, one.key) == value
     return f"{text} (default)" if plain else text
 
 
@@ -92,8 +84,7 @@ def diff_command(left: Path, right: Path, *, as_json: bool = False) -> int:
     one, other = read(left), read(right)
     found = list(differences(one, other))
     if as_json:
-        told = [{"key": each.key, "left": each.left, "right": each.right} for each in found]
-        print(json.dumps(msgspec.to_builtins(told), indent=2))
+        print(format_json([each._asdict() for each in found]))
     elif found:
         print(f"{left} -> {right}: {len(found)} setting{'s' * (len(found) != 1)} differ{'s' * (len(found) == 1)}")
         print(format_differences(found, derive_settings(Config(model=ModelConfig(path=one.model.path)))))

@@ -14,11 +14,15 @@ import textwrap
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from asyncrl.errors import CATALOGUE, ConfigError
+from asyncrl.config import Config, all_keys
+from asyncrl.config.json_schema import describe
+from asyncrl.config.suggestions import list_keys, list_sections, synonyms
+from asyncrl.errors import CATALOGUE, FINAL_EXIT_CODES, ConfigError
+from asyncrl.metrics import CATALOGUE as METRICS
+from asyncrl.metrics import OPEN
 
 TEXTS = Path(__file__).parent / "error_texts.toml"
 WIDTH = 100
@@ -68,10 +72,6 @@ def explain(name: str) -> str:
 
 
 def _names() -> list[str]:
-    from asyncrl.config import Config, all_keys
-    from asyncrl.config.suggestions import list_sections
-    from asyncrl.metrics import CATALOGUE as METRICS
-
     return [*CATALOGUE, *all_keys(), *list_sections(Config), *METRICS]
 
 
@@ -89,8 +89,6 @@ def _error(code: str) -> str:
 
 def ending(exit_code: int) -> str:
     """How a supervisor reacts to an exit code."""
-    from asyncrl.errors import FINAL_EXIT_CODES
-
     return "final: it is not started again" if exit_code in FINAL_EXIT_CODES else "restarted within a budget"
 
 
@@ -101,10 +99,6 @@ def _wrapped(text: str) -> str:
 
 
 def _setting(key: str) -> str:
-    from asyncrl.config import Config
-    from asyncrl.config.json_schema import describe
-    from asyncrl.config.suggestions import list_keys, synonyms
-
     if key not in list_keys(Config):
         return ""
     setting = describe(Config, key)
@@ -116,10 +110,6 @@ def _setting(key: str) -> str:
 
 
 def _section(name: str) -> str:
-    from asyncrl.config import Config
-    from asyncrl.config.json_schema import describe
-    from asyncrl.config.suggestions import list_keys, list_sections
-
     name = name.strip("[]")
     if name not in list_sections(Config):
         return ""
@@ -131,10 +121,7 @@ def _section(name: str) -> str:
 
 
 def _metric(name: str) -> str:
-    from asyncrl.metrics import CATALOGUE as METRICS
-    from asyncrl.metrics import OPEN
-
-    metric: Any = METRICS.get(name)
+    metric = METRICS.get(name)
     if metric is not None:
         return f"{name} [{metric.unit}], written by {metric.role}\n{_wrapped(metric.meaning)}"
     family = next((one for one in OPEN if name.startswith(one)), "")

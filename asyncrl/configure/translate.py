@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl.config.foreign_names import flatten, known_trainers, translation_table
+from asyncrl.config.suggestions import flatten, known_trainers, translation_table
 from asyncrl.errors import UNREADABLE, ConfigError
 
 VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")

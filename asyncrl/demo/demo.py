@@ -223,9 +223,9 @@ def _weights_promise(data: RunData) -> Promise:
     names = sorted({str(line.get("name")) for line in data.processes if line.get("role") == "producer"})
     taken = {name: data.acknowledged(name) for name in names}
     wrong = data.deliveries().wrong
-    told = ", ".join(f"{name} {count}" for name, count in taken.items()) or "no generator"
+    shown = ", ".join(f"{name} {count}" for name, count in taken.items()) or "no generator"
     return Promise(
-        f"every generator acknowledged weights with the right digest ({told}), {wrong} with another",
+        f"every generator acknowledged weights with the right digest ({shown}), {wrong} with another",
         bool(taken) and all(taken.values()) and not wrong,
     )
 

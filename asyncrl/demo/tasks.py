@@ -31,7 +31,6 @@ MAX_TERMS = len(LETTERS)
 PARETO_SCALE = 2.0
 PARETO_SHAPE = 1.1
 MAX_OPERAND = 99
-_ABILITY = "arithmetic"
 
 
 def _check(task: str, split: str = "train") -> None:
@@ -42,37 +41,20 @@ def _check(task: str, split: str = "train") -> None:
 
 
 def row_random(task: str, *, seed: int, index: int, split: str = "train") -> random.Random:
-    """Return the private random stream of one row.
-
-    Different splits use different streams, whatever the seed. The stream does not depend on the hash seed of
-    the process or on the platform.
-
-    Raises:
-        ValueError: `task` or `split` is unknown.
-    """
+    """The private random stream of a row: another one for each split, the same on every platform. Raises ValueError."""
     _check(task, split)
     return random.Random(f"asyncrl.recipes.tasks/{task}/{split}/{seed}/{index}")
 
 
 def pareto_terms(rng: random.Random) -> int:
-    """Draw a number of terms (2..26) from the capped Pareto law with shape 1.1."""
+    """A number of terms (2..26) from the capped Pareto law with shape 1.1."""
     uniform = 1.0 - rng.random()
     return min(MAX_TERMS, int(PARETO_SCALE * uniform ** (-1.0 / PARETO_SHAPE)))
 
 
 def draw_operands(task: str, rng: random.Random, *, terms: int | None = None) -> tuple[int, ...]:
-    """Draw the operands of one prompt.
-
-    Args:
-        task: `add` or `running_sum`.
-        rng: the stream to draw from.
-        terms: number of terms; None means the task's own law. `add` always has 2.
-
-    Returns:
-        `add`: two numbers in 0..99. `running_sum`: `terms` digits in 0..9.
-
-    Raises:
-        ValueError: unknown task, or `terms` out of range.
+    """The operands of a prompt: for `add` two numbers in 0..99, for `running_sum` `terms` digits in 0..9 (None: as many
+    as the task's own law draws). Raises ValueError for an unknown task, or `terms` out of range.
     """
     _check(task)
     if task == "add":
@@ -86,21 +68,13 @@ def draw_operands(task: str, rng: random.Random, *, terms: int | None = None) ->
 
 
 def operands(task: str, *, seed: int, index: int, split: str = "train") -> tuple[int, ...]:
-    """Return the operands of row `index`; see `draw_operands`."""
+    """The operands of row `index`; see `draw_operands`."""
     return draw_operands(task, row_random(task, seed=seed, index=index, split=split))
 
 
 def prompt_text(task: str, values: Sequence[int], *, first: int = 0) -> str:
-    """Write operands as a prompt: ``12+07=`` or ``a3b5c2=``.
-
-    Args:
-        task: `add` or `running_sum`.
-        values: the operands.
-        first: index of the first letter (`running_sum` only). The task's own prompts start at ``a``; a warm start
-            may use later letters.
-
-    Raises:
-        ValueError: unknown task, or not enough letters.
+    """Operands as a prompt: ``12+07=`` or ``a3b5c2=``. `first`: index of the first letter (`running_sum` only); the
+    task's own prompts start at ``a``, a warm start may use later ones. Raises ValueError if the letters do not suffice.
     """
     _check(task)
     if task == "add":
@@ -115,32 +89,22 @@ def _lettered(values: Sequence[int], first: int) -> Iterable[tuple[str, int]]:
 
 
 def ground_truth(task: str, values: Sequence[int]) -> str:
-    """Return what a correct answer must state: the sum (`add`) or the sum modulo 10 (`running_sum`)."""
+    """What a correct answer must state: the sum (`add`) or the sum modulo 10 (`running_sum`)."""
     _check(task)
     return str(sum(values)) if task == "add" else str(sum(values) % 10)
 
 
 def expected_answer(task: str, values: Sequence[int]) -> str:
-    """Return the full answer of a teacher that makes no mistake."""
+    """The full answer of a teacher that makes no mistake."""
     return demonstration(task, values, noise=0.0, rng=random.Random(0))
 
 
 def demonstration(task: str, values: Sequence[int], *, noise: float, rng: random.Random, first: int = 0) -> str:
-    """Return the answer of a teacher that makes mistakes.
+    """The answer of a teacher that makes mistakes, without an end-of-sequence mark; its format is always right.
 
-    Args:
-        task: `add` or `running_sum`.
-        values: the operands.
-        noise: probability, per digit of the sum (`add`) or per running sum (`running_sum`), that a digit
-            drawn uniformly from 0..9 is written instead. A wrong running sum is carried on.
-        rng: stream of the mistakes.
-        first: index of the first letter, as in `prompt_text`.
-
-    Returns:
-        The answer without an end-of-sequence mark. Its format and its number of terms are always right.
-
-    Raises:
-        ValueError: unknown task, `noise` outside 0..1, or not enough letters.
+    `noise` (0..1) is the probability, per digit of the sum (`add`) or per running sum (`running_sum`), that a digit
+    drawn uniformly from 0..9 is written instead; a wrong running sum is carried on. `first`: as in `prompt_text`.
+    Raises ValueError for an unknown task, another `noise`, or not enough letters.
     """
     _check(task)
     if not 0.0 <= noise <= 1.0:
@@ -160,7 +124,7 @@ def _noisy_digit(digit: int, noise: float, rng: random.Random) -> str:
 
 
 def max_answer_tokens(task: str) -> int:
-    """Return the length in tokens of the longest correct answer, end-of-sequence token included."""
+    """Length in tokens of the longest correct answer, end-of-sequence token included."""
     _check(task)
     return 4 if task == "add" else 4 * MAX_TERMS + 3
 
@@ -168,64 +132,42 @@ def max_answer_tokens(task: str) -> int:
 def add_reward(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
 ) -> float:
-    """Return 1.0 if the whole answer equals the sum, else 0.0. White space at the ends does not count."""
+    """1.0 if the whole answer equals the sum, else 0.0. White space at the ends does not count."""
     return float(solution_str.strip() == str(ground_truth))
 
 
 def running_sum_reward(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
 ) -> float:
-    """Return 1.0 if the answer has exactly one ``#`` and what follows it is the total modulo 10, else 0.0."""
+    """1.0 if the answer has exactly one ``#`` and what follows it is the total modulo 10, else 0.0."""
     _, mark, stated = solution_str.partition("#")
     return float(bool(mark) and stated.strip() == str(ground_truth))
 
 
 def prompt_rows(task: str, size: int, seed: int, *, split: str = "train") -> list[dict[str, Any]]:
-    """Return `size` rows with verl's column names; row i depends only on (task, split, seed, i).
+    """`size` rows with verl's column names; row i depends only on (task, split, seed, i).
 
-    The `heldout` split uses another random stream. Short prompts are few in number, so both splits can still
-    hold an equal short prompt by chance.
-
-    Args:
-        task: `add` or `running_sum`.
-        size: number of rows, 0 or more.
-        seed: seed of the stream.
-        split: `train` or `heldout`.
-
-    Returns:
-        Rows ``{"data_source", "prompt", "ability", "reward_model": {"style", "ground_truth"},
-        "extra_info": {"index", "terms", "split"}}``.
-
-    Raises:
-        ValueError: unknown task or split, or a negative size.
+    The `heldout` split uses another random stream. Short prompts are few in number, so both splits can still hold an
+    equal short prompt by chance. Raises ValueError for an unknown task or split, or a negative size.
     """
     _check(task, split)
     if size < 0:
         raise ValueError(f"size must not be negative, got {size}")
-    rows: list[dict[str, Any]] = []
-    for index in range(size):
-        values = operands(task, seed=seed, index=index, split=split)
-        rows.append(
-            {
-                "data_source": task,
-                "prompt": prompt_text(task, values),
-                "ability": _ABILITY,
-                "reward_model": {"style": "rule", "ground_truth": ground_truth(task, values)},
-                "extra_info": {"index": index, "terms": len(values), "split": split},
-            }
-        )
-    return rows
+    drawn = [operands(task, seed=seed, index=index, split=split) for index in range(size)]
+    return [
+        {
+            "data_source": task,
+            "prompt": prompt_text(task, values),
+            "ability": "arithmetic",
+            "reward_model": {"style": "rule", "ground_truth": ground_truth(task, values)},
+            "extra_info": {"index": index, "terms": len(values), "split": split},
+        }
+        for index, values in enumerate(drawn)
+    ]
 
 
 def write_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write rows as UTF-8 JSON lines, replacing the file at once; return the number of rows.
-
-    The folder is created if it is missing.
-
-    Raises:
-        OSError: the file cannot be written.
-        TypeError: a row is not plain JSON.
-    """
+    """Write rows as UTF-8 JSON lines, replacing the file at once; the number of rows. Creates the folder."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(target.name + ".partial")
@@ -243,21 +185,13 @@ TRIES = 100  # attempts to draw a mistake
 
 
 def answer_rows(task: str, size: int, seed: int) -> list[dict[str, Any]]:
-    """`size` rows with the answer of a teacher that makes no mistake in column `response`.
-
-    Raises:
-        ValueError: unknown task, or a negative size.
-    """
+    """`size` rows with the answer of a teacher that makes no mistake in column `response`."""
     rows = prompt_rows(task, size, seed)
     return [{**row, "response": _right(task, seed, index)} for index, row in enumerate(rows)]
 
 
 def pair_rows(task: str, size: int, seed: int) -> list[dict[str, Any]]:
-    """`size` rows with a right answer in column `chosen` and a wrong one in column `rejected`.
-
-    Raises:
-        ValueError: unknown task, or a negative size.
-    """
+    """`size` rows with a right answer in column `chosen` and a wrong one in column `rejected`."""
     rows = prompt_rows(task, size, seed)
     return [
         {**row, "chosen": _right(task, seed, index), "rejected": _wrong(task, seed, index)}

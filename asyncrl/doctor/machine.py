@@ -17,9 +17,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from asyncrl.doctor.finding import MISSING, OK, WARN, WRONG, Found
+from asyncrl.runtime.device import device_nodes
 
+OK, WARN, MISSING, WRONG = "ok", "warn", "missing", "wrong"
 GIB = 1 << 30
 LEAST_PYTHON = (3, 11)
 LEAST_FILES = 4096  # open at once: one socket per peer in a service, and segments
@@ -28,7 +30,14 @@ SOCKET_BELOW_BYTES = 40  # added by a run: /runs/NAME/sockets/weightsync.sock
 SLOW_SYNC_S = 0.1
 REMOTE = frozenset({"nfs", "nfs4", "cifs", "fuse.sshfs", "lustre", "9p", "ceph", "glusterfs"})
 UNSYNCHRONIZED = 5  # adjtimex: TIME_ERROR
-NODES = {"cuda": r"nvidia\d+", "npu": r"davinci\d+"}
+
+
+class Found(NamedTuple):
+    """One finding: state, observation, and remedy (empty if none is needed)."""
+
+    state: str  # ok, warn (works, and may surprise), missing (optional), wrong (must be fixed)
+    says: str
+    remedy: str = ""
 
 
 def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Found:
@@ -76,8 +85,7 @@ def memory(meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cg
 
 def devices(dev: Path = Path("/dev"), ascend: Path = Path("/usr/local/Ascend")) -> Found:
     """Accelerators, by their nodes in /dev; the probe `torch` tells whether torch can use them."""
-    names = [node.name for node in dev.iterdir()] if dev.is_dir() else []
-    counts = {kind: sum(bool(re.fullmatch(pattern, name)) for name in names) for kind, pattern in NODES.items()}
+    counts = {kind: len(nodes) for kind, nodes in device_nodes(dev).items()}
     shown = ", ".join(f"{count} x {kind}" for kind, count in counts.items() if count)
     if counts["npu"] and not (ascend.exists() or os.environ.get("ASCEND_HOME_PATH")):
         return Found(WARN, shown, "install CANN (Ascend's toolkit) and source its set_env.sh: torch_npu needs it")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 from asyncrl.doctor import machine, software
-from asyncrl.doctor.finding import WRONG, Found
+from asyncrl.doctor.machine import WRONG, Found
 
 MARK = "asyncrl-doctor:"
 PROBES: dict[str, Callable[[], Found]] = {

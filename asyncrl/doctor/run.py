@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from asyncrl.doctor.finding import MISSING, OK, WARN, WRONG, Found
+from asyncrl.doctor.machine import MISSING, OK, WARN, WRONG, Found
 from asyncrl.doctor.probe_process import MARK, PROBES
 from asyncrl.errors import ConfigError
 
@@ -37,8 +37,8 @@ def doctor_command(*, only: Sequence[str] = (), as_json: bool = False, limit_s: 
         )
     probed = examine(only or tuple(PROBES), limit_s=limit_s)
     if as_json:
-        told = [{"name": one.name, **one.found._asdict()} for one in probed]
-        print(json.dumps({"ok": not _wrong(probed), "probes": told}, indent=2))
+        probes = [{"name": one.name, **one.found._asdict()} for one in probed]
+        print(json.dumps({"ok": not _wrong(probed), "probes": probes}, indent=2))
     else:
         print(format_findings(probed))
     return 1 if _wrong(probed) else 0
@@ -70,9 +70,9 @@ def probe(name: str, *, limit_s: float = LIMIT_S) -> Found:
         )
     finally:
         end(child)
-    told = [line for line in out.splitlines() if line.startswith(MARK)]
-    if told:
-        return Found(*json.loads(told[-1].removeprefix(MARK)))
+    answers = [line for line in out.splitlines() if line.startswith(MARK)]
+    if answers:
+        return Found(*json.loads(answers[-1].removeprefix(MARK)))
     last = ([line for line in err.splitlines() if line.strip()] or [""])[-1][:200]
     how = f"killed by {signal.Signals(-child.returncode).name}" if child.returncode < 0 else f"code {child.returncode}"
     return Found(

@@ -8,13 +8,15 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
-from asyncrl.doctor.finding import MISSING, OK, WARN, WRONG, Found
+from asyncrl.doctor.machine import MISSING, OK, WARN, WRONG, Found
+from asyncrl.runtime.device import device_nodes
 
 #: Versions below these have known holes in scripts (CVE-2025-49844 and others), unless the distribution patched them.
 PATCHED_REDIS: dict[tuple[int, ...], tuple[int, ...]] = {
@@ -105,7 +107,7 @@ def torch(nodes: Path = Path("/dev")) -> Found:
     for index in range(count):
         properties = found.cuda.get_device_properties(index)
         shown.append(f"cuda:{index} {properties.name}, {properties.total_memory / (1 << 30):.0f} GiB")
-    there = len([node for node in nodes.iterdir() if re.fullmatch(r"nvidia\d+", node.name)]) if nodes.is_dir() else 0
+    there = len(device_nodes(nodes)["cuda"])
     if there > count:
         why = "a build for CPUs" if found.version.cuda is None else f"built for CUDA {found.version.cuda}"
         remedy = "install the build for this driver (nvidia-smi shows its CUDA), or look at CUDA_VISIBLE_DEVICES"
@@ -158,15 +160,15 @@ def sglang() -> Found:
 
 def engine(name: str, prefix: str = sys.prefix) -> Found:
     """An engine in this environment, or in the one that `make NAME` creates; really imported."""
-    beside = Path(prefix).parent / f".venv-{name}" / "bin" / "python"
+    sibling = Path(prefix).parent / f".venv-{name}" / "bin" / "python"
     if importlib.util.find_spec(ENGINES[name]) is not None:
         python = sys.executable
-    elif beside.exists():
-        python = str(beside)
+    elif sibling.exists():
+        python = str(sibling)
     else:
         return Found(
             MISSING,
-            f"not in this environment, and there is no {beside.parent.parent}",
+            f"not in this environment, and there is no {sibling.parent.parent}",
             f"make {name}: an environment of its own, since {name} pins its torch",
         )
     try:
@@ -275,21 +277,8 @@ def sandbox(
     without = "the code task and sandboxed tools need it; nothing else does"
     if not bwrap:
         return Found(MISSING, f"no bubblewrap: {without}", "apt-get install bubblewrap")
-    words = [
-        bwrap,
-        "--unshare-all",
-        "--die-with-parent",
-        "--ro-bind",
-        "/",
-        "/",
-        "--tmpfs",
-        "/tmp",
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        *command,
-    ]
+    options = "--unshare-all --die-with-parent --ro-bind / / --tmpfs /tmp --proc /proc --dev /dev"
+    words = [bwrap, *shlex.split(options), *command]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:

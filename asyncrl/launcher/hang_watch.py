@@ -22,7 +22,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.launcher.liveness_watch import process_tree
 from asyncrl.metrics import JsonTail, read_lines
-from asyncrl.monitor.control import service_status
+from asyncrl.monitor.status import service_status
 from asyncrl.monitor.text import QUEUE_STATES
 from asyncrl.runtime.host_facts import descendants, process_state, send
 from asyncrl.runtime.liveness import STOPPED
@@ -110,10 +110,10 @@ class HangWatch:
             )
         mine = {os.getpid(): "launcher"}
         stopped = [one for one in process_tree(mine, self._names()) if (process_state(one.pid) or "-") in STOPPED]
-        told = ", ".join(f"{one.name} (pid {one.pid} on {socket.gethostname()})" for one in stopped)
+        names = ", ".join(f"{one.name} (pid {one.pid} on {socket.gethostname()})" for one in stopped)
         counts = status.get("ledger") or self._last_counts()
         queue = ", ".join(f"{state} {int(counts[state])}" for state in QUEUE_STATES if counts.get(state))
-        return what + (f"; stopped by a signal: {told}" if stopped else "") + (f"; queue: {queue}" if queue else "")
+        return what + (f"; stopped by a signal: {names}" if stopped else "") + (f"; queue: {queue}" if queue else "")
 
     def _last_counts(self) -> dict[str, Any]:
         """The last line that the buffer wrote, if it does not answer now."""

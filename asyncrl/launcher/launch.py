@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -40,12 +41,12 @@ from asyncrl.preflight.derived import what_starts
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan.interpreters import python_path, settle_interpreter
 from asyncrl.process_plan.plan import TARGETS, WORKERS, Joining, Outcome, ProcessPlan, plan
-from asyncrl.runtime.launchers import launcher_mark
-from asyncrl.runtime.run_dir import RunDir, read_object, run_keys, sibling_address, write_atomic
+from asyncrl.runtime.run_dir import RunDir, launcher_mark, read_object, run_keys, sibling_address, write_atomic
 from asyncrl.runtime.shared_memory import remove_stale_slots
 
 OWNERS = frozenset({"all", "services", "buffer", "learner"})  # targets that write RUN/config.toml
 SHARED = frozenset({"producers", "rewards"})  # targets that may be launched several times for one run
+_print = partial(print, flush=True)
 
 
 class LaunchOptions(msgspec.Struct, frozen=True):
@@ -326,7 +327,7 @@ def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: L
     finally:
         progress.close()
         if own:
-            _remove_staged(run)
+            remove_stale_slots(run.root / "weights")  # of killed learners
         Path(mark.name).unlink(missing_ok=True)
         mark.close()
 
@@ -345,11 +346,6 @@ def exit_code(outcome: Outcome, options: LaunchOptions) -> int:
     """Exit code of the command. A scheduler treats 0 as complete, so a stopped job must not end with 0."""
     stopped = options.job and outcome.code == EXIT_OK and outcome.stopped
     return EXIT_STOPPED if stopped else outcome.code
-
-
-def _remove_staged(run: RunDir) -> None:
-    """Remove staged weights of killed learners of this run from shared memory."""
-    remove_stale_slots(run.root / "weights")
 
 
 def _conclude(run: RunDir, config: Config, outcome: Outcome, options: LaunchOptions) -> None:
@@ -385,7 +381,3 @@ def _print_failure(outcome: Outcome, run: RunDir) -> None:
     for line in outcome.last_lines:
         print(f"  | {line}", file=sys.stderr)
     print(error.render(), file=sys.stderr, flush=True)
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)

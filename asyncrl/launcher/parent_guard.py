@@ -14,6 +14,11 @@ import sys
 from collections.abc import Sequence
 
 
+def guarded(words: Sequence[str]) -> list[str]:
+    """The command of a child that dies with this process."""
+    return [sys.executable, "-m", "asyncrl.launcher.parent_guard", "--parent", str(os.getpid()), "--", *words]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Replace this process by the command. Returns only on failure: 1 orphaned, 2 usage, 127 no such command."""
     words = list(sys.argv[1:] if argv is None else argv)

@@ -12,11 +12,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections import deque
 from pathlib import Path
 
 from asyncrl.errors import EXIT_FAILED
+from asyncrl.launcher.parent_guard import guarded
 from asyncrl.process_plan.plan import ProcessPlan
 from asyncrl.runtime.host_facts import descendants, kill_group, send
 
@@ -78,18 +78,9 @@ class Child:
         self._begin = self.log.stat().st_size if self.log.exists() else 0
         self._rules = 0
         self._dying = False
-        command = [
-            sys.executable,
-            "-m",
-            "asyncrl.launcher.parent_guard",
-            "--parent",
-            str(os.getpid()),
-            "--",
-            *self.plan.argv,
-        ]
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                command,
+                guarded(self.plan.argv),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

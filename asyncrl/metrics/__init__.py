@@ -1,18 +1,13 @@
 """Metrics: the catalogue of names, and the JSONL files with their values."""
 
 from asyncrl.metrics.catalogue import CATALOGUE, NUMBERS, OPEN, SERIES, Metric, is_series
-from asyncrl.metrics.log import JsonTail, MetricsLog, Position, decode_line, read_lines
-
-__all__ = [
-    "CATALOGUE",
-    "NUMBERS",
-    "OPEN",
-    "SERIES",
-    "JsonTail",
-    "Metric",
-    "MetricsLog",
-    "Position",
-    "decode_line",
-    "is_series",
-    "read_lines",
-]
+from asyncrl.metrics.log import (
+    JsonTail,
+    MetricsLog,
+    Position,
+    decode_line,
+    iterate_lines,
+    line_number,
+    line_time,
+    read_lines,
+)

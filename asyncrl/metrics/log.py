@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +55,30 @@ class MetricsLog:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file, without damaged or incomplete lines; empty if the file does not exist."""
+    return list(iterate_lines(path))
+
+
+def iterate_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The same one by one, for long files."""
     if not path.exists():
-        return []
+        return
     series = is_series(path)
     with path.open("rb") as file:
-        return [line for text in file if (line := decode_line(text, series=series)) is not None]
+        yield from (line for text in file if (line := decode_line(text, series=series)) is not None)
 
 
-def decode_line(text: bytes, *, series: bool) -> dict[str, Any] | None:
+def line_number(line: Mapping[str, Any], name: str) -> float | None:
+    """A number of a line; None if it is missing."""
+    value = line.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def line_time(line: Mapping[str, Any]) -> float:
+    """The wall time of a line; 0 without one."""
+    return line_number(line, "t") or 0.0
+
+
+def decode_line(text: bytes, *, series: bool = False) -> dict[str, Any] | None:
     """A line as an object; None if it is not one. In a metrics file, metrics that are not numbers are removed (a
     damaged file).
     """

@@ -63,11 +63,11 @@ def headline(s: Snapshot) -> str:
     """Name, step and end of the run."""
     state = f"ended: {s.ended}" if s.ended else "no answer" if s.silent else "running"
     reward = s.newest("reward_mean")
-    told = [f"step {s.step}" + (f" of {s.steps}" if s.steps else "")]
-    told += [f"reward {reward:.3f}"] if reward is not None else []
+    texts = [f"step {s.step}" + (f" of {s.steps}" if s.steps else "")]
+    texts += [f"reward {reward:.3f}"] if reward is not None else []
     speed = s.recent("tokens_per_s")
-    told += [f"{speed:.0f} tok/s trained"] if speed is not None else []
-    return clean(f"{s.name or s.folder}  {state}  {'  '.join(told)}")
+    texts += [f"{speed:.0f} tok/s trained"] if speed is not None else []
+    return clean(f"{s.name or s.folder}  {state}  {'  '.join(texts)}")
 
 
 def queue_words(s: Snapshot) -> str:
@@ -136,8 +136,8 @@ def judge_words(one: Judge) -> str:
     """`default: 3 waiting, 2 with 1 workers, 120 scored, 4 failures`."""
     more = [f"{number} {what}" for what, number in (("failures", one.failures), ("late", one.late)) if number]
     call = f", {1000 * one.call_s:.1f} ms a call" if one.call_s is not None else ""
-    told = ", ".join([f"{one.waiting} waiting, {one.leased} with {one.workers} workers, {one.scored} scored", *more])
-    return clean(f"{one.judge}: {told}{call}")
+    counts = ", ".join([f"{one.waiting} waiting, {one.leased} with {one.workers} workers, {one.scored} scored", *more])
+    return clean(f"{one.judge}: {counts}{call}")
 
 
 def part_words(s: Snapshot) -> str:

@@ -61,8 +61,10 @@ def format_samples(samples: Sequence[dict[str, Any]], *, most: int) -> Iterator[
     """The lines of some samples of one step."""
     for sample in samples:
         parts = sample.get("parts")
-        told = parts if isinstance(parts, dict) and len(parts) > 1 else {}
-        shown = f" ({', '.join(f'{plain(name)} {value:g}' for name, value in sorted(told.items()))})" if told else ""
+        listed = parts if isinstance(parts, dict) and len(parts) > 1 else {}
+        shown = (
+            f" ({', '.join(f'{plain(name)} {value:g}' for name, value in sorted(listed.items()))})" if listed else ""
+        )
         reward = sample.get("reward")
         score = f"{reward:g}" if isinstance(reward, int | float) else "-"
         yield (

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.monitor import plain as render
-from asyncrl.monitor import text
 from asyncrl.monitor.advice import advice
 from asyncrl.monitor.snapshot import STATES, Row, Snapshot
+from asyncrl.monitor.text import clean
 
 COLOURS = {"leased": "blue", "unscored": "yellow", "ready": "green", "claimed": "magenta"}
 BAR = 30
@@ -33,7 +33,7 @@ def screen(s: Snapshot) -> RenderableType:
     good = not s.silent and not s.fault and not s.exit_code
     parts.append(
         Panel(
-            Text(text.clean(advice(s))),
+            Text(clean(advice(s))),
             title="advice",
             title_align="left",
             border_style="green" if good else "red",
@@ -57,14 +57,14 @@ def _facts(s: Snapshot) -> Table:
     table.add_row("lag", Text.assemble((sparks, "cyan"), "  ", render.lag_words(s)))
     table.add_row("time", Text.assemble(_time_bar(s), "  ", render.time_words(s)))
     if s.why and s.live:
-        table.add_row("waits for", Text(text.clean(s.why)))
+        table.add_row("waits for", Text(clean(s.why)))
     for one in s.judges:
         table.add_row("judge", Text(render.judge_words(one)))
     if s.parts:
         table.add_row("rewards", Text(render.part_words(s)))
     table.add_row("weights", Text(render.sync_words(s)))
     if s.evaluation:
-        table.add_row("evaluation", Text(text.clean(s.evaluation)))
+        table.add_row("evaluation", Text(clean(s.evaluation)))
     return table
 
 
@@ -95,7 +95,7 @@ def _table(*columns: str) -> Table:
 def _producers(s: Snapshot) -> Table:
     table = _table("producer", "host", "behind", "tok/s", "in flight", "busy", "seen", "does")
     for one in s.producers:
-        who = (Text(text.clean(one.name)), Text(text.clean(one.host)))
+        who = (Text(clean(one.name)), Text(clean(one.host)))
         table.add_row(
             *who,
             render.behind(s, one),
@@ -112,7 +112,7 @@ def _rewards(s: Snapshot) -> Table:
     table = _table("reward worker", "judge", "host", "samples/s", "call ms", "failed", "busy", "seen", "does")
     for one in s.rewards:
         call = one.stat("reward_call_s")
-        who = (Text(text.clean(one.name)), Text(text.clean(one.judge)), Text(text.clean(one.host)))
+        who = (Text(clean(one.name)), Text(clean(one.judge)), Text(clean(one.host)))
         table.add_row(
             *who,
             render.count(one.rate),
@@ -139,6 +139,6 @@ def _troubles(s: Snapshot) -> Any:
             Text("fault", style="dim"),
             render.clock(one.t),
             Text(one.what, style=colour),
-            Text(text.clean(one.text)),
+            Text(clean(one.text)),
         )
     return table

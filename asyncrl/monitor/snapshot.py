@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.metrics import line_number
 from asyncrl.monitor.source import Line, Observed
 from asyncrl.monitor.status_schema import Alive, Judge, Member, Worker
 
@@ -184,12 +185,6 @@ def snapshot(seen: Observed) -> Snapshot:
     )
 
 
-def line_number(line: Mapping[str, Any], name: str) -> float | None:
-    """A number of a line of metrics; None if it is missing."""
-    value = line.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
 def _learner(seen: Observed, until: float) -> Learner:
     known = seen.status.buffer.learner
     name = known.name if known is not None else "learner"
@@ -217,11 +212,11 @@ def _learner(seen: Observed, until: float) -> Learner:
 def _rows(seen: Observed, role: str, until: float) -> tuple[Row, ...]:
     """Workers of a role: those that the buffer knows, else those in the files."""
     buffer, alive = seen.status.buffer, seen.status.alive
-    told: dict[str, Worker] = {one.name: one for one in (buffer.producers if role == "producer" else buffer.rewards)}
+    known: dict[str, Worker] = {one.name: one for one in (buffer.producers if role == "producer" else buffer.rewards)}
     signed = {name: one for name, one in alive.items() if one.role == role}
     filed = {name for name, lines in seen.beats.items() if lines and lines[-1].get("role") == role}
-    names = sorted(set(told) | set(signed)) if not buffer.error or signed else sorted(filed)
-    return tuple(_row(name, told.get(name), signed.get(name), seen.beats.get(name, []), until) for name in names)
+    names = sorted(set(known) | set(signed)) if not buffer.error or signed else sorted(filed)
+    return tuple(_row(name, known.get(name), signed.get(name), seen.beats.get(name, []), until) for name in names)
 
 
 def _row(name: str, worker: Worker | None, sign: Alive | None, beats: Sequence[Line], until: float) -> Row:

@@ -139,14 +139,10 @@ class ServiceSource:
             at=now,
             status=status,
             steps=list(self._steps),
-            capacity=(buffer.tuning.depth + 1) * _batch(status),
+            capacity=(buffer.tuning.depth + 1) * buffer.tuning.batch_groups,
             beats={name: list(lines) for name, lines in self._beats.items()},
             max_staleness=int(buffer.tuning.settings.get("buffer.max_staleness", -1)),
         )
-
-
-def _batch(status: Status) -> int:
-    return status.buffer.tuning.batch_groups
 
 
 def open_source(folder: Path | None, *, connect: str, key: str) -> FileSource | ServiceSource:

@@ -3,7 +3,8 @@
 Guarantees:
 1. every question has a deadline; a service without an answer is reported as silent, and the files give the rest;
 2. `stop` asks the launchers on this host (SIGTERM: the learner writes a checkpoint), the learner's first, and waits for
-   their end; without a launcher it asks the buffer and the weight-sync service.
+   their end; without a launcher it asks the buffer and the weight-sync service;
+3. every call of `ServiceClient`, for tools, ends within `timeout_s` (`net.unreachable`).
 """
 
 from __future__ import annotations
@@ -11,23 +12,25 @@ from __future__ import annotations
 import signal
 import socket
 import time
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from asyncrl import wire
 from asyncrl.config import Config, load
 from asyncrl.config.mode import streams
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
-from asyncrl.metrics import JsonTail
-from asyncrl.monitor.control import ASK_TIMEOUT_S, ServiceClient, service_status
+from asyncrl.metrics import JsonTail, line_time
 from asyncrl.monitor.status_schema import SCHEMA
 from asyncrl.monitor.text import QUEUE_STATES, clean, number
 from asyncrl.net.keys import Keys, read_keys
+from asyncrl.net.requester import Requester
 from asyncrl.runtime.host_facts import process_state, reachable, send
-from asyncrl.runtime.launchers import launchers
 from asyncrl.runtime.liveness import STOPPED, read_signs
-from asyncrl.runtime.run_dir import RunDir, endpoint, read_object, run_keys
+from asyncrl.runtime.run_dir import RunDir, endpoint, format_json, launchers, read_object, run_keys
 
 SILENT_S = 10.0  # without a configuration
 STOP_POLL_S = 0.2
@@ -42,10 +45,7 @@ def status_command(folder: Path | None, *, connect: str, key: str, as_json: bool
         state = connect_status(connect, read_keys(Path(key)) if key else None)
     else:
         state = run_status(RunDir(folder).require(), key=key)
-    if as_json:
-        print(msgspec.json.format(msgspec.json.encode(state), indent=2).decode())
-    else:
-        print(render(state))
+    print(format_json(state) if as_json else render(state))
     return 0 if "error" not in state["buffer"] else 69
 
 
@@ -65,7 +65,7 @@ def run_status(run: RunDir, *, key: str = "") -> dict[str, Any]:
         "last_step": next((line for line in reversed(steps) if "step" in line), {}),
         "result": read_object(run.result),
         "queue": queue[-1] if queue else {},
-        "workers": {str(line["name"]): line for line in sorted(beats, key=_name_and_time) if "name" in line},
+        "workers": _newest_beats(beats),
         "alive": _alive(run),
         "buffer": service_status(endpoint(config, "buffer"), keys),
         **({} if streams(config) else {"weightsync": service_status(endpoint(config, "weightsync"), keys)}),
@@ -89,15 +89,14 @@ def connect_status(address: str, keys: Keys | None) -> dict[str, Any]:
 
 def _last_lines(path: Path) -> list[dict[str, Any]]:
     """The lines in the last part of a file."""
-    tail = JsonTail(path, last_bytes=LAST_BYTES)
-    try:
+    with closing(JsonTail(path, last_bytes=LAST_BYTES)) as tail:
         return tail.poll()
-    finally:
-        tail.close()
 
 
-def _name_and_time(line: dict[str, Any]) -> tuple[str, float]:
-    return str(line.get("name")), float(line.get("t", 0.0))
+def _newest_beats(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The newest line of each name, by name."""
+    newest = {str(line["name"]): line for line in sorted(lines, key=line_time) if "name" in line}
+    return dict(sorted(newest.items()))
 
 
 def _alive(run: RunDir) -> dict[str, dict[str, Any]]:
@@ -151,18 +150,18 @@ def render(state: dict[str, Any]) -> str:
 
 def _workers(state: dict[str, Any]) -> dict[str, str]:
     """Activity of every role: from its own sign, else (on another host) from its heartbeats."""
-    told = {}
+    activities = {}
     answer = state["buffer"]
     learner = answer.get("learner") or {}
     beats = [*answer.get("producers", []), *answer.get("rewards", [])]
     beats += [learner] if learner.get("age_s") is not None else []
     for one in beats:
-        told[str(one["name"])] = _words_of(one | {"state": ""}, silent_s=state.get("silent_timeout_s", SILENT_S))
+        activities[str(one["name"])] = _words_of(one | {"state": ""}, silent_s=state.get("silent_timeout_s", SILENT_S))
     for name, worker in state["workers"].items():  # from the log, if the buffer does not answer
-        told.setdefault(name, f"waits: {worker['waiting_for']}" if worker.get("waiting_for") else "works")
+        activities.setdefault(name, f"waits: {worker['waiting_for']}" if worker.get("waiting_for") else "works")
     for name, one in state.get("alive", {}).items():
-        told[name] = _words_of(one, silent_s=state.get("silent_timeout_s", SILENT_S))
-    return dict(sorted(told.items()))
+        activities[name] = _words_of(one, silent_s=state.get("silent_timeout_s", SILENT_S))
+    return dict(sorted(activities.items()))
 
 
 def _words_of(one: dict[str, Any], *, silent_s: float) -> str:
@@ -216,12 +215,12 @@ def _weightsync_words(answer: dict[str, Any]) -> str:
     if answer.get("version", -1) < 0:
         return "no version was published yet"
     members = dict(answer.get("members") or {})
-    told = [
+    texts = [
         f"{name} {member.get('state')} version {member.get('version')}" + _why(member) + _way(member)
         for name, member in sorted(members.items())
     ]
     head = f"version {answer.get('version')}, held by generators {answer.get('committed')}; "
-    return f"\n{'':<12}".join([head + (told or ["no generator"])[0], *told[1:]])
+    return f"\n{'':<12}".join([head + (texts or ["no generator"])[0], *texts[1:]])
 
 
 def _why(member: dict[str, Any]) -> str:
@@ -275,11 +274,50 @@ def _stop_services(run: RunDir) -> int:
 def _stop_service(name: str, config: Config) -> bool:
     if not reachable(endpoint(config, name), timeout_s=ASK_TIMEOUT_S):
         return False
-    client = ServiceClient(endpoint(config, name), keys=run_keys(config), timeout_s=ASK_TIMEOUT_S)
     try:
-        client.stop("asyncrl stop")
+        with closing(ServiceClient(endpoint(config, name), keys=run_keys(config), timeout_s=ASK_TIMEOUT_S)) as client:
+            client.stop("asyncrl stop")
     except AsyncRLError:
         return False
-    finally:
-        client.close()
     return True
+
+
+ASK_TIMEOUT_S = 3.0
+
+
+class ServiceClient:
+    """One connection to a service."""
+
+    def __init__(self, address: str, *, keys: Keys | None = None, timeout_s: float = 10.0) -> None:
+        self._requester = Requester(address, keys=keys, resend_s=min(3.0, timeout_s))
+        self._timeout_s = timeout_s
+
+    def status(self) -> dict[str, Any]:
+        """The state of the service."""
+        reply: wire.StatusReply = self._requester.request(wire.StatusRequest(), timeout_s=self._timeout_s).message
+        status: dict[str, Any] = msgspec.json.decode(reply.json)
+        return status
+
+    def tune(self, changes: Mapping[str, Any], *, author: str, undo_to: int = -1) -> wire.Tuned:
+        """Change settings of the running system; `undo_to` >= 0 restores the settings of that change (0: the TOML)."""
+        message = wire.Tune(msgspec.json.encode(dict(changes)).decode(), author, undo_to)
+        tuned: wire.Tuned = self._requester.request(message, timeout_s=self._timeout_s).message
+        return tuned
+
+    def stop(self, reason: str) -> None:
+        """Ask the service to end after it has written everything."""
+        self._requester.request(wire.Stop(reason), timeout_s=self._timeout_s)
+
+    def close(self) -> None:
+        self._requester.close()
+
+
+def service_status(address: str, keys: Keys | None) -> dict[str, Any]:
+    """The state of the service at an address, or `{"error": ..., "code": ...}`."""
+    if not reachable(address, timeout_s=ASK_TIMEOUT_S):  # immediate, while a request would wait for its deadline
+        return {"error": f"nothing listens at {address}", "code": "net.unreachable"}
+    try:
+        with closing(ServiceClient(address, keys=keys, timeout_s=ASK_TIMEOUT_S)) as client:
+            return client.status()
+    except AsyncRLError as error:
+        return {"error": error.message, "code": error.code}

@@ -15,6 +15,7 @@ import socket
 import time
 import tomllib
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import msgspec
 from asyncrl.audit.prove import Log
 from asyncrl.config import load
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
-from asyncrl.monitor.control import ServiceClient
+from asyncrl.monitor.status import ServiceClient
 from asyncrl.net.keys import Keys, read_keys
 from asyncrl.runtime.host_facts import reachable
 from asyncrl.runtime.run_dir import RunDir, endpoint, run_keys
@@ -95,11 +96,8 @@ def _place(folder: Path | None, connect: str, key: str) -> tuple[str, Keys | Non
 
 def _ask(address: str, keys: Keys | None, changes: dict[str, Any], undo: int | None) -> Any:
     """The buffer's answer (`asyncrl.wire.Tuned`)."""
-    client = ServiceClient(address, keys=keys, timeout_s=ASK_TIMEOUT_S)
-    try:
+    with closing(ServiceClient(address, keys=keys, timeout_s=ASK_TIMEOUT_S)) as client:
         return client.tune(changes, author=author(), undo_to=-1 if undo is None else undo)
-    finally:
-        client.close()
 
 
 def render(answer: Any) -> str:

@@ -109,17 +109,17 @@ def worker_file(path: Path) -> Path:
     """The key file of a producer or reward worker: the join file in the same folder, if it exists or will exist. Raises
     `config.network` if the two files do not belong together: otherwise the sockets would just stay silent.
     """
-    beside = join_path(path)
+    join = join_path(path)
     if not path.exists():
-        return beside
-    if not beside.is_file():
+        return join
+    if not join.is_file():
         return path
-    if read_keys(beside) != read_keys(path).join_keys():
+    if read_keys(join) != read_keys(path).join_keys():
         remedy = f"remove both and make keys with: asyncrl keys {path.parent}"
         raise ConfigError(
-            "config.network", f"{path.name} holds other keys than this one", where=str(beside), remedy=remedy
+            "config.network", f"{path.name} holds other keys than this one", where=str(join), remedy=remedy
         )
-    return beside
+    return join
 
 
 def write_keys(path: Path) -> Keys:

@@ -37,7 +37,7 @@ from asyncrl.planner.search import (
     suggestion,
 )
 from asyncrl.process_plan.interpreters import python_path
-from asyncrl.runtime.run_dir import RunDir
+from asyncrl.runtime.run_dir import RunDir, format_json
 
 PLAY_TIMEOUT_S = 900.0
 DRAWN_GROUPS = 512
@@ -99,7 +99,7 @@ def plan_command(options: Options) -> int:
     """Print the plan; 0."""
     planned = plan_for(options)
     if options.as_json:
-        print(msgspec.json.format(msgspec.json.encode(as_tree(planned)), indent=2).decode())
+        print(format_json(plan_tree(planned)))
     else:
         print("\n".join(format_plan(planned)))
     return 0
@@ -219,7 +219,7 @@ def drawn_lengths(mean: float, spread: float, *, limit: int, samples: int) -> tu
 # ---------------------------------------------------------------- the words
 
 
-def as_tree(planned: Planned) -> dict[str, Any]:
+def plan_tree(planned: Planned) -> dict[str, Any]:
     """The plan as JSON, without the lengths of all samples."""
     cheap, best = suggestion(planned.found)
     plant = msgspec.to_builtins(planned.plant)

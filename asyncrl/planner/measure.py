@@ -18,7 +18,6 @@ import os
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +26,9 @@ from asyncrl.config import Config, load
 from asyncrl.errors import ConfigError
 from asyncrl.metrics import read_lines
 from asyncrl.planner.model import Plant
+from asyncrl.runtime.device import device_nodes
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.history import Event, decode_event, history_lines
+from asyncrl.trace.history import Event, history_events
 
 LEAST_STEPS = 8
 SKIPPED = 5  # as in buffers.simulation.simulation
@@ -207,7 +207,7 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
         what = f"it has {len(lines)} steps, at least {LEAST_STEPS} are needed"
         raise ConfigError("plan.numbers", what, where=str(run.root))
     shared = shared_cores(config) if cores is None else cores
-    events = [event for line in history_lines(run) if (event := decode_event(line)) is not None]
+    events = list(history_events(run))
     samples = decoded_samples(
         events, slots=config.producers.slots, asked=config.sampling.asked_samples, evaluated=config.evaluation.samples
     )
@@ -216,8 +216,8 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
     live = live_curves(samples)
     work = Work(config, live, lines, cores=shared)
     per_token = [work.work_between(sample.start, sample.end) / sample.length for sample in samples if sample.length]
-    beside = [live[sample.producer].mean(sample.start, sample.end) for sample in samples if sample.length]
-    decode_s, decode_sample_s = fitted(beside, per_token, [sample.length for sample in samples if sample.length])
+    concurrent = [live[sample.producer].mean(sample.start, sample.end) for sample in samples if sample.length]
+    decode_s, decode_sample_s = fitted(concurrent, per_token, [sample.length for sample in samples if sample.length])
     spent = [_train_work(line, work) for line in lines]
     tokens = [float(line["tokens"]) for line in lines]
     train_s, train_token_s = fitted(tokens[1:], spent[1:], [1.0] * (len(lines) - 1))
@@ -271,7 +271,7 @@ def observed(lines: Sequence[Event]) -> Observed:
 
 def shared_cores(config: Config) -> float:
     """Cores of this machine if roles compute on its CPU; 0 if each has an accelerator."""
-    seen = any(Path("/dev").glob("nvidia[0-9]*")) or any(Path("/dev").glob("davinci[0-9]*"))
+    seen = any(device_nodes().values())
     devices = (config.producers.device, config.learner.device)
     on_cpu = any(device == "cpu" or (device == "auto" and not seen) for device in devices)
     return float(os.cpu_count() or 1) if on_cpu and config.producers.engine == "hf" else 0.0

@@ -1,13 +1,17 @@
-"""Checks the code that a configuration names: rewards, sources, engines, backends, algorithms, packages.
+"""Checks the code that a configuration names: rewards, sources, engines, backends, algorithms, packages, models.
 
 Guarantees:
 1. code of the user and of plugins is imported in a separate process, for `IMPORT_TIMEOUT_S` at most;
-2. packages of optional parts are located without being imported.
+2. packages of optional parts are located without being imported;
+3. of the folders of further models (critic, process reward model, reference, judges) it reads only config.json: one
+   without a configuration or weights is `config.model`, with the setting that names it; so are a process reward model
+   that is not a language model, and a vocabulary smaller than the policy's.
+
+Example: `learner.process_reward.model` names the export of a reward model: it has a scalar head, no log-probs.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import json
 import os
@@ -16,14 +20,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config import Config, dump
 from asyncrl.config.sections import algorithm_catalogue as algorithms
-from asyncrl.errors import AsyncRLError, ConfigError, error_for
-from asyncrl.plugins import BUILT_IN
-from asyncrl.preflight.companion_models import check_models
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, error_for, near_miss
+from asyncrl.plugins import known_plugins
 
 IMPORT_TIMEOUT_S = 60.0
 #: Packages of backends in optional extras.
@@ -83,24 +86,25 @@ def _package_root() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
-def _problem(command: list[str]) -> str:
+def _run(command: list[str], text: str = "") -> tuple[int, str, str]:
+    """Exit code, output and errors of a command, within `IMPORT_TIMEOUT_S`."""
+    env = environment()
     try:
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_TIMEOUT_S,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            check=False,
+            command, input=text, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, env=env, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"importing it took longer than {IMPORT_TIMEOUT_S:g} s"
-    if done.returncode == 0:
+        return 1, "", f"importing it took longer than {IMPORT_TIMEOUT_S:g} s"
+    return done.returncode, done.stdout, done.stderr
+
+
+def _problem(command: list[str]) -> str:
+    code, out, err = _run(command)
+    if code == 0:
         return ""
-    lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    lines = [line for line in (err or out).splitlines() if line.strip()]
     meant = next((line for line in reversed(lines) if not line.lstrip().startswith("->")), "")
-    return re.sub(r"^error\[[\w.]+\] \S+: ", "", meant.strip()) or f"its check ended with code {done.returncode}"
+    return re.sub(r"^error\[[\w.]+\] \S+: ", "", meant.strip()) or f"its check ended with code {code}"
 
 
 def environment() -> dict[str, str]:
@@ -117,10 +121,9 @@ def check_plugins(config: Config) -> Iterator[AsyncRLError]:
         ("producers.engine", "asyncrl.engines", config.producers.engine),
         ("learner.backend", "asyncrl.backends", config.learner.backend),
     ):
-        known = set(BUILT_IN.get(group, {})) | {point.name for point in entry_points(group=group)}
+        known = known_plugins(group)
         if name not in known:
-            near = (difflib.get_close_matches(name, known, n=1) or [""])[0]
-            hint = f"; did you mean {near!r}?" if near else ""
+            near, hint = near_miss(name, known)
             what = f"{name!r} is not known: one of {', '.join(sorted(known))}{hint}"
             yield ConfigError("config.type", what, where=key, suggestion=near)
     package = BACKEND_PACKAGES.get(config.learner.backend, "")
@@ -165,26 +168,59 @@ def check_algorithm(config: Config) -> Iterator[AsyncRLError]:
         return
     if any(name not in algorithms.known_names(kind) for kind, name in names.items()):
         return  # `asyncrl.config` reports it
-    command = [sys.executable, "-m", "learners.algorithms.registry"]
-    try:
-        done = subprocess.run(
-            command,
-            input=dump(config),
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_TIMEOUT_S,
-            env=environment(),
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        yield ConfigError(
-            "config.extra", f"importing it took longer than {IMPORT_TIMEOUT_S:g} s", where="learner.algorithm"
-        )
-        return
-    for line in done.stdout.splitlines():
+    code, out, err = _run([sys.executable, "-m", "learners.algorithms.registry"], dump(config))
+    for line in out.splitlines():
         if line.startswith("["):
-            code, message, where = json.loads(line)
-            yield error_for(code, message, where=where)
-    if done.returncode:
-        last = (done.stderr.strip() or f"its check ended with code {done.returncode}").splitlines()[-1]
+            kind, message, where = json.loads(line)
+            yield error_for(kind, message, where=where)
+    if code:
+        last = (err.strip() or f"its check ended with code {code}").splitlines()[-1]
         yield ConfigError("config.extra", last, where="learner.algorithm")
+
+
+def check_companions(config: Config) -> Iterator[AsyncRLError]:
+    """Mistakes in the folders of the critic and of the process reward model."""
+    learner = config.learner
+    folders = {
+        "critic.model": learner.critic.model,
+        "process_reward.model": learner.process_reward.model,
+        "process_reward.reference": learner.process_reward.reference,
+    }
+    vocabulary = model_json(config.model.path).get("vocab_size")
+    for key, folder in folders.items():
+        if folder and (problem := _folder_problem(key, Path(folder), vocabulary)):
+            yield ConfigError("config.model", problem, where=f"learner.{key} = {folder!r}")
+
+
+def _folder_problem(key: str, folder: Path, vocabulary: Any) -> str:
+    found = model_json(folder)
+    if not found or not list(folder.glob("*.safetensors")):
+        return "no such folder, or it has no config.json or no *.safetensors"
+    kinds = found.get("architectures") or ()
+    if key.startswith("process_reward") and any("Classification" in str(kind) for kind in kinds):
+        return "it is a classifier; process rewards come from a language model: name the one that it was made from"
+    own = found.get("vocab_size")
+    if isinstance(own, int) and isinstance(vocabulary, int) and own < vocabulary:
+        return f"its vocabulary has {own} tokens, that of model.path {vocabulary}: they must share a tokenizer"
+    return ""
+
+
+def model_json(folder: str | Path) -> dict[str, Any]:
+    """The config.json of a model folder; empty if it cannot be read."""
+    try:
+        found = json.loads((Path(folder) / "config.json").read_bytes())
+    except (OSError, *UNREADABLE):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def check_models(config: Config) -> Iterator[AsyncRLError]:
+    """The folders and key files that judges name exist."""
+    for table in config.judge:
+        where = f"judge {table.name!r}"
+        if table.kind in ("classifier", "generative"):
+            folder = Path(table.model)
+            if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
+                yield ConfigError("config.model", f"{table.model!r} has no config.json or no weights", where=where)
+        if table.api_key_file and not Path(table.api_key_file).is_file():
+            yield ConfigError("config.file", f"api_key_file {table.api_key_file!r} is missing", where=where)

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.evaluation import is_evaluation_due
 from asyncrl.config.judges import list_judges
-from asyncrl.config.mode import is_paired, longest_row, staleness_bound, streams
+from asyncrl.config.mode import is_evaluation_due, is_paired, longest_row, staleness_bound, streams
 from asyncrl.config.rules.notes import notes
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.evaluation.ids import MAX_ROWS

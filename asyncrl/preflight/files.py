@@ -17,13 +17,11 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.evaluation import evaluation_data
-from asyncrl.config.mode import derive_steps, is_paired, streams
+from asyncrl.config.mode import derive_steps, evaluation_data, is_paired, streams
 from asyncrl.config.rules import learner
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
 from asyncrl.net.keys import read_keys
-from asyncrl.preflight.code import import_problem
-from asyncrl.preflight.companion_models import check_companions
+from asyncrl.preflight.code import check_companions, import_problem
 from asyncrl.runtime.data_files import KINDS, count_arrow, list_files, look, split_paths, unknown_kind
 
 COUNT_LIMIT_BYTES = 1 << 30  # larger files are not counted

@@ -11,26 +11,23 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 from collections.abc import Iterator, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.redis_url import restore_password
-from asyncrl.config.sections.tracker import ONLINE
+from asyncrl.config.sections.run import ONLINE
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
 from asyncrl.net.probe import bind_problem, redis_problem
-from asyncrl.plugins import BUILT_IN
+from asyncrl.plugins import known_plugins
 from asyncrl.preflight.memory import RoleMemory, format_bytes
+from asyncrl.runtime.device import device_nodes
 from asyncrl.runtime.run_dir import RunDir
 
 REDIS_SERVERS = ("redis-server", "valkey-server")
-#: Device type -> nodes under /dev, one per device.
-DEVICE_NODES = {"cuda": r"nvidia\d+", "npu": r"davinci\d+"}
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -51,8 +48,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 def look_at_machine(run_dir: Path, *, dev: Path = Path("/dev"), meminfo: Path = Path("/proc/meminfo")) -> Machine:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    names = [node.name for node in dev.iterdir()] if dev.is_dir() else []
-    devices = {kind: sum(bool(re.fullmatch(node, name)) for name in names) for kind, node in DEVICE_NODES.items()}
+    devices = {kind: len(nodes) for kind, nodes in device_nodes(dev).items()}
     return Machine(cores, _memory(meminfo), devices, _free(run_dir), _free(dev / "shm"))
 
 
@@ -90,7 +86,7 @@ def missing(config: Config, roles: Sequence[str], machine: Machine, memory: Sequ
     for role, (key, device, _) in wants.items():
         kind, _, number = device.partition(":")
         count = machine.devices.get(kind, 0)
-        if role in roles and kind in DEVICE_NODES and count <= int(number if number.isdigit() else 0):
+        if role in roles and kind in machine.devices and count <= int(number if number.isdigit() else 0):
             yield f"{key} = {device!r}: this machine shows {count or 'no'} {kind} device{'s' * (count != 1)}"
     kind = machine.accelerator
     called = {"learner": "rank", "producer": "producer"}
@@ -156,13 +152,10 @@ def check_store(config: Config) -> Iterator[AsyncRLError]:
         yield error_for("store.no_server", f"none of {', '.join(REDIS_SERVERS)} is on the PATH", where="buffer.store")
 
 
-GROUP = "asyncrl.trackers"
-
-
 def check_trackers(config: Config) -> Iterator[AsyncRLError]:
     """Everything that would end a tracker at its start; the run would continue without its curves."""
     trackers = config.trackers
-    known = set(BUILT_IN[GROUP]) - {"tensorboard"} | {point.name for point in entry_points(group=GROUP)}
+    known = known_plugins("asyncrl.trackers").keys() - {"tensorboard"}
     for name in trackers.use:
         package = ONLINE.get(name, ("", ""))[0]
         if name not in known:

@@ -14,18 +14,15 @@ Example: 4 devices, 2 ranks, 3 producers: ranks 0 and 1, producers 2, 3 and 2 ag
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncrl.runtime.device import TABLE
+from asyncrl.runtime.device import TABLE, device_nodes
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
 
-#: Device type -> names of its files in /dev.
-FILES = {"cuda": re.compile(r"nvidia\d+"), "npu": re.compile(r"davinci\d+")}
 Conflict = tuple[str, str, tuple[str, ...]]
 
 
@@ -52,12 +49,7 @@ class Placed(NamedTuple):
 def find_devices(*, environment: Mapping[str, str] | None = None, folder: Path = Path("/dev")) -> Devices:
     """The accelerators of this host; those in its environment variable, if it is set."""
     env = os.environ if environment is None else environment
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        names = []
-    for kind, pattern in FILES.items():
-        here = sorted((name for name in names if pattern.fullmatch(name)), key=lambda name: (len(name), name))
+    for kind, here in device_nodes(folder).items():
         given = env.get(TABLE[kind].visible_env)
         if here and given is not None:
             return Devices(kind, tuple(word.strip() for word in given.split(",") if word.strip()))

@@ -64,13 +64,13 @@ def python_with(engine: str, *, where: str, prefix: str = sys.prefix, has: Calla
     found = has or (lambda name: importlib.util.find_spec(name) is not None)
     if not package or found(package):
         return ""
-    beside = Path(prefix).parent / f".venv-{engine}" / "bin" / "python"
-    if beside.exists():
-        return str(beside)
+    sibling = Path(prefix).parent / f".venv-{engine}" / "bin" / "python"
+    if sibling.exists():
+        return str(sibling)
     own = f", or set producers.python to an interpreter that has {package} and asyncrl" * (where == "producers.engine")
     raise ConfigError(
         "config.extra",
-        f"engine {engine} needs the package {package}: this environment does not have it, and there is no {beside}",
+        f"engine {engine} needs the package {package}: this environment does not have it, and there is no {sibling}",
         where=where,
         remedy=f"`make {engine}` makes one{own}",
     )

@@ -22,7 +22,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.judges import find_judge, list_judges
-from asyncrl.config.sections.judge import DEFAULT
+from asyncrl.config.sections.reward import DEFAULT
 from asyncrl.net.addresses import LOOPBACK
 from asyncrl.process_plan.device_assignment import Devices, assign_devices, device_environment
 from asyncrl.runtime.run_dir import endpoint

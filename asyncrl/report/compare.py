@@ -11,12 +11,13 @@ from functools import partial
 from html import escape
 from typing import Any
 
+from asyncrl.config.suggestions import value_at
+from asyncrl.metrics import line_number
 from asyncrl.report.data import ENDS, RunData
 from asyncrl.report.html import card, seconds, table
 from asyncrl.report.learning import figure_value, list_sources, newest
-from asyncrl.report.page import frame, heading
-from asyncrl.report.settings import listed, plain_keys, value_at
-from asyncrl.report.summary import grade
+from asyncrl.report.page import frame, grade, heading
+from asyncrl.report.settings import listed, plain_keys
 from asyncrl.report.svg import Line, legend, line_chart, short
 
 COLOURS = ("s1", "s2", "s3", "s5", "s4", "s6", "s8", "s7")
@@ -128,9 +129,9 @@ def _rewards(runs: Sequence[RunData], names: Sequence[str]) -> str:
 def _reward_over_time(data: RunData) -> list[tuple[float, float]]:
     start, _ = data.span_of_time()
     return [
-        (float(line["t"]) - start, float(line["reward_mean"]))
+        (float(line["t"]) - start, reward)
         for line in data.steps
-        if "t" in line and isinstance(line.get("reward_mean"), int | float)
+        if "t" in line and (reward := line_number(line, "reward_mean")) is not None
     ]
 
 

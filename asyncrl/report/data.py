@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +17,7 @@ from asyncrl.audit.prove import Audit, audit_run
 from asyncrl.config import Config, load
 from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation.statistics import ALL
-from asyncrl.metrics import read_lines
+from asyncrl.metrics import line_number, read_lines
 from asyncrl.monitor.advice import CUT_SHARE
 from asyncrl.process_plan.plan import Outcome
 from asyncrl.report.events import Recovery, StepLags, read_events, story
@@ -75,7 +74,7 @@ class RunData(msgspec.Struct):
 
     def values(self, key: str) -> list[tuple[float, float]]:
         """(step, value) of a metric of the learner."""
-        return [(float(line["step"]), float(line[key])) for line in self.steps if _is_number(line.get(key))]
+        return [(float(line["step"]), value) for line in self.steps if (value := line_number(line, key)) is not None]
 
     def reward_ends(self) -> tuple[float, float]:
         """Mean reward of the first and the last five steps."""
@@ -105,7 +104,7 @@ class RunData(msgspec.Struct):
     def span_of_time(self) -> tuple[float, float]:
         """First and last wall time in any file."""
         groups = [self.processes, self.steps, self.buffer, self.rounds, self.events, *self.roles.values()]
-        times = [float(line["t"]) for group in groups for line in group if _is_number(line.get("t"))]
+        times = [t for group in groups for line in group if (t := line_number(line, "t")) is not None]
         return (min(times), max(times)) if times else (0.0, 1.0)
 
 
@@ -115,11 +114,11 @@ def load_run(run: RunDir) -> RunData:
     except AsyncRLError:
         config = None
     roles: dict[str, list[Line]] = defaultdict(list)
-    for line in _lines(run.metrics / "roles.jsonl"):
+    for line in read_lines(run.metrics / "roles.jsonl"):
         roles[str(line.get("name", "?"))].append(line)
-    learner, events = _lines(run.metrics / "learner.jsonl"), _lines(run.logs / "launch.jsonl")
-    rounds = _lines(run.metrics / "weightsync.jsonl")
-    told = story(read_events(run.history), events, rounds)
+    learner, events = read_lines(run.metrics / "learner.jsonl"), read_lines(run.logs / "launch.jsonl")
+    rounds = read_lines(run.metrics / "weightsync.jsonl")
+    facts = story(read_events(run.history), events, rounds)
     return RunData(
         run=run,
         config=config,
@@ -127,16 +126,16 @@ def load_run(run: RunDir) -> RunData:
         steps=surviving(learner),
         every_step=learner,
         roles=dict(roles),
-        buffer=_lines(run.metrics / "buffer.jsonl"),
+        buffer=read_lines(run.metrics / "buffer.jsonl"),
         rounds=rounds,
-        processes=_lines(run.processes),
-        samples=_lines(run.samples),
+        processes=read_lines(run.processes),
+        samples=read_lines(run.samples),
         events=events,
-        history=told.notes,
-        lags=told.lags,
-        recoveries=told.recoveries,
+        history=facts.notes,
+        lags=facts.lags,
+        recoveries=facts.recoveries,
         result=read_object(run.result),
-        evaluations=_lines(run.metrics / "evaluation.jsonl"),
+        evaluations=read_lines(run.metrics / "evaluation.jsonl"),
     )
 
 
@@ -148,20 +147,12 @@ def surviving(lines: list[Line]) -> list[Line]:
     """
     kept: list[Line] = []
     for line in lines:
-        if not _is_number(line.get("step")):
+        if line_number(line, "step") is None:
             continue
         while kept and kept[-1]["step"] >= line["step"]:
             kept.pop()
         kept.append(line)
     return kept
-
-
-def _lines(path: Path) -> list[Line]:
-    return [line for line in read_lines(path) if isinstance(line, dict)]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def ledger_text(audit: Audit) -> str:
@@ -174,16 +165,18 @@ def ledger_text(audit: Audit) -> str:
 
 def _held_out(lines: list[Line]) -> list[str]:
     """`held out  mean@4 0.247 (step 0) -> 0.933 (step 40), 3 evaluations`; nothing without evaluations."""
-    told = []
+    figures = []
     for line in (lines[0], lines[-1]) if lines else ():
         sources = list(dict(line.get("sources") or {}))
         name = f"val-core/{sources[0] if len(sources) == 1 else ALL}/reward/mean@{line.get('evaluation_samples')}"
-        told.append(f"{line[name]:.3f} (step {line['step']})" if name in line else f"- (step {line.get('step')})")
-    if not told:
+        figures.append(f"{line[name]:.3f} (step {line['step']})" if name in line else f"- (step {line.get('step')})")
+    if not figures:
         return []
     missing = sum(int(line.get("evaluation_missing", 0)) + int(line.get("evaluation_failed", 0)) for line in lines)
     more = f"; {missing} prompts failed or missing" if missing else ""
-    return [f"held out  mean@{lines[-1].get('evaluation_samples')} {' -> '.join(told)}, {len(lines)} evaluations{more}"]
+    return [
+        f"held out  mean@{lines[-1].get('evaluation_samples')} {' -> '.join(figures)}, {len(lines)} evaluations{more}"
+    ]
 
 
 def _hints(data: RunData) -> list[str]:

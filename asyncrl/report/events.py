@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.errors import UNREADABLE
+from asyncrl.metrics import iterate_lines, line_time
 
 Line = dict[str, Any]
 KEPT = frozenset({"service", "register", "lost", "cancel", "drop", "dead", "tune", "end"})
@@ -56,17 +56,9 @@ class Story(msgspec.Struct):
 
 def read_events(path: Path) -> Iterator[Line]:
     """The events of a history one by one; unreadable lines are skipped."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for text in file:
-            try:
-                event = msgspec.json.decode(text)
-            except UNREADABLE:
-                continue
-            sound = isinstance(event, dict) and isinstance(event.get("e"), str)
-            if sound and isinstance(event.get("t", 0.0), int | float):
-                yield event
+    for event in iterate_lines(path):
+        if isinstance(event.get("e"), str) and isinstance(event.get("t", 0.0), int | float):
+            yield event
 
 
 def story(events: Iterable[Line], launched: Sequence[Line], rounds: Sequence[Line]) -> Story:
@@ -77,7 +69,7 @@ def story(events: Iterable[Line], launched: Sequence[Line], rounds: Sequence[Lin
     waiting = list(faults)
     active: list[Recovery] = []
     for event in events:
-        t = _time(event)
+        t = line_time(event)
         while waiting and waiting[0].t <= t:
             waiting[0].reached = lags.reached
             active.append(waiting.pop(0))
@@ -92,7 +84,7 @@ def story(events: Iterable[Line], launched: Sequence[Line], rounds: Sequence[Lin
             found.notes.append(event)
     for one in faults:
         if one.role == "weightsync":
-            one.work_s = next((_time(line) - one.t for line in rounds if _time(line) > one.t), None)
+            one.work_s = next((line_time(line) - one.t for line in rounds if line_time(line) > one.t), None)
     found.lags = [lags.steps[step] for step in sorted(lags.steps)]
     return found
 
@@ -102,7 +94,7 @@ def recoveries(launched: Sequence[Line]) -> list[Recovery]:
     found: list[Recovery] = []
     stopping = False
     for event in launched:
-        kind, name, t = event.get("event"), str(event.get("name", "")), _time(event)
+        kind, name, t = event.get("event"), str(event.get("name", "")), line_time(event)
         mine = next((one for one in reversed(found) if one.name == name and one.start_s is None), None)
         if kind == "exit" and event.get("code") and not stopping:
             found.append(Recovery(t, name, str(event.get("role", "")), int(event["code"])))
@@ -165,8 +157,3 @@ class Lags:
             bound = max((self._bounds.get(one, 0) for one in groups or claimed), default=0)
             upper = lags[min(len(lags) - 1, -(-9 * len(lags) // 10) - 1)]
             self.steps[step] = StepLags(step, lags[0], statistics.median(lags), lags[-1], upper, bound)
-
-
-def _time(event: Line) -> float:
-    t = event.get("t")
-    return float(t) if isinstance(t, int | float) else 0.0

@@ -232,8 +232,8 @@ def _figure(found: tuple[float, float] | None) -> str:
 
 def _account(line: Mapping[str, Any]) -> list[str]:
     reasons = {**dict(line.get("failed") or {}), **dict(line.get("missing") or {})}
-    told = [f"{reason} {count}" for reason, count in sorted(reasons.items())]
-    told += [f"ended early: {line['why']}"] if line.get("why") else []
+    texts = [f"{reason} {count}" for reason, count in sorted(reasons.items())]
+    texts += [f"ended early: {line['why']}"] if line.get("why") else []
     versions = "-"
     if "evaluation_version_min" in line:
         versions = f"{line['evaluation_version_min']} to {line['evaluation_version_max']}"
@@ -242,5 +242,5 @@ def _account(line: Mapping[str, Any]) -> list[str]:
         f"{scored} of {prompts} x {k}",
         versions,
         short(float(line.get("evaluation_s", 0.0))),
-        escape(", ".join(told)),
+        escape(", ".join(texts)),
     ]

@@ -32,8 +32,8 @@ def samples(data: RunData) -> str:
         shown = short(float(reward)) if isinstance(reward, int | float) else "-"
         parts = dict(line.get("parts") or {})
         if len(parts) > 1:
-            told = ", ".join(f"{name} {short(float(value))}" for name, value in sorted(parts.items()))
-            shown += f'<br><span class="usual">{escape(told)}</span>'
+            listed = ", ".join(f"{name} {short(float(value))}" for name, value in sorted(parts.items()))
+            shown += f'<br><span class="usual">{escape(listed)}</span>'
         words = f"<pre>{escape(clip(line.get('prompt')))}</pre>"
         numbers = (escape(str(line.get("step", ""))), shown, escape(str(line.get("lag", ""))), _gap_words(line))
         rows.append((*numbers, words, f"<pre>{answer(line)}</pre>"))

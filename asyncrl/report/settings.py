@@ -5,11 +5,12 @@ from __future__ import annotations
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from asyncrl.config import Config, all_keys
+from asyncrl.config.json_schema import field_default
+from asyncrl.config.suggestions import value_at
 from asyncrl.report.data import RunData
 from asyncrl.report.html import card, clock, table
 from asyncrl.report.svg import short
@@ -66,25 +67,9 @@ def listed(config: Config) -> dict[str, str]:
             continue
         for number, one in enumerate(getattr(config, item.name)):
             values = [(field, getattr(one, field.name)) for field in msgspec.structs.fields(one)]
-            told = [
-                f"{field.name} = {value!r}"
-                for field, value in values
-                if field.required or value != field_default(field)
-            ]
-            found[f"{item.name}[{number}]"] = ", ".join(told)
+            changed = [(field, value) for field, value in values if field.required or value != field_default(field)]
+            found[f"{item.name}[{number}]"] = ", ".join(f"{field.name} = {value!r}" for field, value in changed)
     return found
-
-
-def field_default(field: msgspec.structs.FieldInfo) -> Any:
-    """The default of a field."""
-    return field.default_factory() if field.default is msgspec.NODEFAULT else field.default  # type: ignore[operator]
-
-
-def value_at(value: Any, dotted: str) -> Any:
-    """A setting by its dotted key."""
-    for part in dotted.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def processes(data: RunData) -> str:

@@ -141,8 +141,8 @@ def stacked_chart(
         base = top
     if limit is not None:
         parts.append(_line(frame, limit, bars=False))
-    told = ", ".join(line.name for line in drawn)
-    return _svg(frame, parts, _tooltip(frame, [*drawn, *([limit] if limit else [])], x_label), told)
+    title = ", ".join(line.name for line in drawn)
+    return _svg(frame, parts, _tooltip(frame, [*drawn, *([limit] if limit else [])], x_label), title)
 
 
 def bar_chart(

@@ -21,7 +21,7 @@ class Lane(NamedTuple):
     name: str
     columns: Sequence[tuple[float, float, Sequence[tuple[float, str]]]]
     marks: Sequence[tuple[float, str, str]] = ()
-    told: Sequence[str] = ()  # tooltip of each column
+    titles: Sequence[str] = ()  # tooltip of each column
 
 
 def lanes(rows: Sequence[Lane], *, start: float, end: float, width: int = 1000) -> str:
@@ -44,7 +44,7 @@ def lanes(rows: Sequence[Lane], *, start: float, end: float, width: int = 1000) 
         )
         for place, (begin, until, shares) in enumerate(lane.columns):
             x, wide = position(begin), max(0.6, position(until) - position(begin))
-            title = f"<title>{escape(lane.told[place])}</title>" if place < len(lane.told) else ""
+            title = f"<title>{escape(lane.titles[place])}</title>" if place < len(lane.titles) else ""
             parts.append(f"<g>{title}{_column(shares, x=x, y=y, wide=wide)}</g>")
         for t, colour, words in lane.marks:
             parts.append(
@@ -55,8 +55,8 @@ def lanes(rows: Sequence[Lane], *, start: float, end: float, width: int = 1000) 
         parts.append(
             f'<text class="tick mid" x="{position(start + value):.1f}" y="{height - 4}">{short(value)} s</text>'
         )
-    told = escape(", ".join(lane.name for lane in rows), quote=True)
-    return f'<svg class="wide" viewBox="0 0 {width} {height}" role="img" aria-label="{told}">{"".join(parts)}</svg>'
+    label = escape(", ".join(lane.name for lane in rows), quote=True)
+    return f'<svg class="wide" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
 def _column(shares: Sequence[tuple[float, str]], *, x: float, y: float, wide: float) -> str:
@@ -112,5 +112,7 @@ def flow(name: str, shares: Sequence[Share], *, width: int = 1000) -> str:
             f"{said}</g>"
         )
         here, there = here + thick, there + thick + gap
-    told = escape(", ".join(f"{share.name} {share.size}" for share in parts_of), quote=True)
-    return f'<svg class="wide" viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{told}">{"".join(parts)}</svg>'
+    label = escape(", ".join(f"{share.name} {share.size}" for share in parts_of), quote=True)
+    return (
+        f'<svg class="wide" viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    )

@@ -39,9 +39,9 @@ def utilisation(data: RunData) -> str:
         marks = [(float(line["t"]), float(line["busy_share"])) for line in lines if {"busy_share", "t"} <= set(line)]
         pieces = _pieces(marks, start, end)
         if pieces and lines[0].get("role") != "learner":
-            told = [f"{name}: {share:.0%} busy at {begin - start:.0f} s" for begin, _, share in pieces]
+            titles = [f"{name}: {share:.0%} busy at {begin - start:.0f} s" for begin, _, share in pieces]
             columns = [(begin, until, [(share, "s3")]) for begin, until, share in pieces]
-            rows.append(Lane(name, columns, _marks(data, name), told))
+            rows.append(Lane(name, columns, _marks(data, name), titles))
     for name in ("buffer", "weightsync"):
         if marks_of := _marks(data, name):
             rows.append(Lane(name, (), marks_of))
@@ -72,13 +72,13 @@ def _learner_lane(data: RunData, start: float, end: float) -> Lane | None:
                 kept[name] += value * share
     if not bins:
         return None
-    columns, told = [], []
+    columns, titles = [], []
     for place in sorted(bins):
         parts = [(bins[place][name] / width, colour) for name, colour, _ in PHASES]
         columns.append((start + place * width, start + (place + 1) * width, parts))
         words = ", ".join(f"{name} {bins[place][name] / width:.0%}" for name, _, _ in PHASES)
-        told.append(f"learner at {place * width:.0f} s: {words}")
-    return Lane("learner", columns, _marks(data, "learner"), told)
+        titles.append(f"learner at {place * width:.0f} s: {words}")
+    return Lane("learner", columns, _marks(data, "learner"), titles)
 
 
 def _marks(data: RunData, name: str) -> list[tuple[float, str, str]]:

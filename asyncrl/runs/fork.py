@@ -24,7 +24,7 @@ import msgspec
 
 from asyncrl.config import Config, dump, load
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
-from asyncrl.runtime.run_dir import RunDir, write_atomic
+from asyncrl.runtime.run_dir import RunDir, format_json, write_atomic
 
 FORK = "fork.json"
 _NAME = re.compile(r"step_(\d{6,})")
@@ -91,7 +91,7 @@ def fork(parent: Path, target: Path, *, step: int, overrides: Sequence[str] = ()
             t=time.time(),
         )
         write_atomic(temporary / "config.toml", dump(config).encode())
-        write_atomic(temporary / FORK, msgspec.json.format(msgspec.json.encode(made), indent=2))
+        write_atomic(temporary / FORK, format_json(made).encode())
         if target.exists():
             target.rmdir()
         os.replace(temporary, target)

@@ -12,12 +12,11 @@ Guarantees:
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +28,16 @@ from asyncrl.config import Config, dump, load
 from asyncrl.config.mode import DATA_PREFIX
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.metrics import read_lines
-from asyncrl.process_plan.interpreters import python_path
-from asyncrl.process_plan.plan import MODULES, environment, plan
+from asyncrl.process_plan.plan import MODULES, plan
 from asyncrl.runs import batch_file
+from asyncrl.runs.child_process import run_child
 from asyncrl.runs.fork import checkpoints_in
 from asyncrl.runs.replay_report import END, LINES, PLAN, Done, End, Plan, Step, judge, render
 from asyncrl.runs.score_file import read_scores
-from asyncrl.runtime.host_facts import kill_group
-from asyncrl.runtime.run_dir import RunDir, write_atomic
+from asyncrl.runtime.run_dir import RunDir, format_json, write_atomic
 
 RESULT, TEXT = "replay.json", "replay.txt"
 MODULE = "learners.replay"
-POLL_S = 0.3
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # of an export: one file, or several
 #: Settings that a replay may change: others took effect before the batches were recorded.
 CHANGEABLE = (
@@ -53,6 +50,7 @@ CHANGEABLE = (
     "learner.steps",
     "learner.device",
 )
+_print = partial(print, flush=True)
 
 
 def replay_command(
@@ -74,10 +72,10 @@ def replay_command(
     _run(run, todo, target, say)
     found = judge(todo, lines_in(target), _read(target / END, End), wall_s=time.monotonic() - started)
     text = render(found)
-    data = msgspec.json.format(msgspec.json.encode(found), indent=2)
-    write_atomic(target / RESULT, data)
+    data = format_json(found)
+    write_atomic(target / RESULT, data.encode())
     write_atomic(target / TEXT, (text + "\n").encode())
-    print(data.decode() if as_json else f"{text}\nreport    {target / TEXT}, {target / RESULT}")
+    print(data if as_json else f"{text}\nreport    {target / TEXT}, {target / RESULT}")
     return 0 if found.ok else 1
 
 
@@ -256,26 +254,23 @@ def _run(run: RunDir, todo: Plan, target: Path, say: Callable[[str], None]) -> N
     write_atomic(target / PLAN, msgspec.json.encode(todo))
     write_atomic(place.config, dump(own).encode())
     say(f"replay of {todo.run}: steps {todo.start + 1} to {todo.steps[-1].step}, {len(todo.steps)} recorded batches")
-    log = place.logs / "replay.log"
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            replay_command_line(own, place.config),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment(config.learner.threads, python_path())},
-            start_new_session=True,
-        )
-    try:
-        code = _wait(process, target, limit_s=config.run.hang_timeout_s, say=say)
-    finally:
-        if process.poll() is None:
-            kill_group(process.pid)
+    log, seen = place.logs / "replay.log", 0
+
+    def progress() -> int:
+        nonlocal seen
+        done = lines_in(target)
+        if len(done) > seen:
+            seen = len(done)
+            say(f"  step {done[-1].step}: loss {done[-1].metrics.get('loss', 0.0):.5f}")
+        return seen
+
+    words, limit_s = replay_command_line(own, place.config), config.run.hang_timeout_s
+    code = run_child(words, log, threads=config.learner.threads, limit_s=limit_s, progress=progress, where="replay")
     if code:
-        words = log.read_text(errors="replace").strip().splitlines()
+        said = log.read_text(errors="replace").strip().splitlines()
         raise AsyncRLError(
             "role.failed",
-            f"the replay ended with code {code}: {words[-1] if words else ''}",
+            f"the replay ended with code {code}: {said[-1] if said else ''}",
             where="replay",
             remedy=f"see {log}",
         )
@@ -283,26 +278,10 @@ def _run(run: RunDir, todo: Plan, target: Path, say: Callable[[str], None]) -> N
 
 def replay_command_line(config: Config, path: Path) -> list[str]:
     """One process, or torchrun if the run had several ranks, since the split determines the rounding."""
-    tied = [sys.executable, "-m", "asyncrl.launcher.parent_guard", "--parent", str(os.getpid()), "--"]
     if config.learner.ranks == 1:
-        return [*tied, sys.executable, "-m", MODULE, "--config", str(path), "--name", "replay"]
+        return [sys.executable, "-m", MODULE, "--config", str(path), "--name", "replay"]
     [learner] = plan(config, ("learner",), config_path=path)
-    return tied + [MODULE if word == MODULES["learner"] else word for word in learner.argv]
-
-
-def _wait(process: subprocess.Popen[bytes], target: Path, *, limit_s: float, say: Callable[[str], None]) -> int:
-    """The exit code. Progress is a new line of steps.jsonl; without any for `limit_s` the process is killed."""
-    seen, moved = 0, time.monotonic()
-    while True:
-        try:
-            return process.wait(timeout=POLL_S)
-        except subprocess.TimeoutExpired:
-            done = lines_in(target)
-        if len(done) > seen:
-            seen, moved = len(done), time.monotonic()
-            say(f"  step {done[-1].step}: loss {done[-1].metrics.get('loss', 0.0):.5f}")
-        if time.monotonic() - moved > limit_s:
-            raise AsyncRLError("hang", f"no step within {limit_s:g} s after {seen} steps", where="replay")
+    return [MODULE if word == MODULES["learner"] else word for word in learner.argv]
 
 
 def lines_in(target: Path) -> list[Done]:
@@ -315,7 +294,3 @@ def _read(path: Path, kind: type[Any]) -> Any:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, *UNREADABLE) as error:
         raise AsyncRLError("role.failed", f"the replay left no {path.name}: {error}", where="replay") from None
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)

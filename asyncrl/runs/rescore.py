@@ -11,14 +11,13 @@ producers.rewards.rescore`, with the limits of the run's reward workers. Guarant
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,17 +28,15 @@ from asyncrl.config import Config, RewardFunctionConfig, dump, load
 from asyncrl.config.judges import list_judges, parse_display_name
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.metrics import read_lines
-from asyncrl.process_plan.interpreters import python_path
-from asyncrl.process_plan.plan import environment
 from asyncrl.runs import batch_file
+from asyncrl.runs.child_process import run_child
 from asyncrl.runs.score_file import GroupScores, Head, write_scores
-from asyncrl.runtime.host_facts import kill_group
-from asyncrl.runtime.run_dir import RunDir, write_atomic
+from asyncrl.runtime.run_dir import RunDir, format_json, write_atomic
 
 MODULE = "producers.rewards.rescore"
 PLAN, LINES, VERSIONS = "plan.json", "groups.jsonl", "versions.json"
-POLL_S = 0.2
 SHOWN_GROUPS = 20
+_print = partial(print, flush=True)
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -91,7 +88,7 @@ def rescore_command(folder: Path, *, rewards: Sequence[str], judge: str, out: Pa
     )
     write_scores(path, head, groups)
     found = summary(head, groups, path=path, wall_s=time.monotonic() - started)
-    print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if as_json else render(found))
+    print(format_json(found) if as_json else render(found))
     return 1 if found.failed else 0
 
 
@@ -182,32 +179,18 @@ def _run(config: Config, plan: Plan, say: Callable[[str], None]) -> tuple[list[G
 
 def _score(config: Config, folder: Path, say: Callable[[str], None]) -> None:
     """Start the process and wait for its end."""
-    log = folder / "rescore.log"
-    words = [
-        sys.executable,
-        "-m",
-        "asyncrl.launcher.parent_guard",
-        "--parent",
-        str(os.getpid()),
-        "--",
-        sys.executable,
-        "-m",
-        MODULE,
-    ]
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [*words, "--config", str(folder / "config.toml"), "--name", "rescore"],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment(1, python_path())},
-            start_new_session=True,
-        )
-    try:
-        code = _wait(process, folder / LINES, limit_s=config.run.hang_timeout_s, say=say)
-    finally:
-        if process.poll() is None:
-            kill_group(process.pid)
+    log, lines, size = folder / "rescore.log", folder / LINES, 0
+
+    def progress() -> int:
+        nonlocal size
+        if lines.exists() and (now := lines.stat().st_size) > size:
+            size = now
+            say(f"  {len(read_lines(lines))} groups")
+        return size
+
+    words = [sys.executable, "-m", MODULE, "--config", str(folder / "config.toml"), "--name", "rescore"]
+    limit_s = config.run.hang_timeout_s
+    code = run_child(words, log, threads=1, limit_s=limit_s, progress=progress, where="rescore")
     if code:
         said = log.read_text(errors="replace").strip()
         raise AsyncRLError(
@@ -216,21 +199,6 @@ def _score(config: Config, folder: Path, say: Callable[[str], None]) -> None:
             where="rescore",
             remedy="correct the reward function",
         )
-
-
-def _wait(process: subprocess.Popen[bytes], lines: Path, *, limit_s: float, say: Callable[[str], None]) -> int:
-    """The exit code. Progress is a growing file; without any for `limit_s` the process is killed."""
-    seen, moved = 0, time.monotonic()
-    while True:
-        try:
-            return process.wait(timeout=POLL_S)
-        except subprocess.TimeoutExpired:
-            size = lines.stat().st_size if lines.exists() else 0
-        if size > seen:
-            seen, moved = size, time.monotonic()
-            say(f"  {len(read_lines(lines))} groups")
-        if time.monotonic() - moved > limit_s:
-            raise AsyncRLError("hang", f"no step was scored within {limit_s:g} s", where="rescore")
 
 
 # ---------------------------------------------------------------- the report
@@ -268,8 +236,8 @@ def render(found: Rescored) -> str:
     ]
     if found.mean_before is not None:
         lines.append(f"mean        {found.mean_before:.4f} -> {found.mean_after:.4f}")
-    told = ", ".join(f"{version or 'none'} ({count} scores)" for version, count in sorted(found.recorded.items()))
-    lines.append(f"version     {told or 'none'} in the log, {', '.join(found.versions.values())} now")
+    versions = ", ".join(f"{version or 'none'} ({count} scores)" for version, count in sorted(found.recorded.items()))
+    lines.append(f"version     {versions or 'none'} in the log, {', '.join(found.versions.values())} now")
     if found.changed_samples and set(found.versions.values()) <= found.recorded.keys():
         lines.append(
             "note: the files of the functions are those of the run: they are not deterministic, or what they "
@@ -285,7 +253,3 @@ def render(found: Rescored) -> str:
         lines.append(f"  and {len(found.changed) - SHOWN_GROUPS} more groups: see the file")
     lines += [f"failed      {count} samples: {reason}" for reason, count in sorted(found.failed.items())]
     return "\n".join([*lines, f"scores      {found.file}"])
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncrl.errors import ConfigError
@@ -21,12 +23,13 @@ if TYPE_CHECKING:
 
 
 class Capabilities(NamedTuple):
-    """Properties of a device type: collective backend, variable that hides devices, module, features."""
+    """Properties of a device type: collective backend, variable that hides devices, module, features, files."""
 
     dist_backend: str
     visible_env: str
     module: str  # imported first so that torch knows the type; empty: built into torch
     features: frozenset[str]
+    nodes: str = ""  # pattern of its files in /dev, one per device; empty: none
 
 
 MEMORY_EVENTS = 200_000  # entries in the allocator's history
@@ -41,12 +44,23 @@ TABLE: dict[str, Capabilities] = {
         frozenset({
             "fused_adamw", "flash_attention", "varlen_attention", "triton", "ipc", "memory_history", "pin_memory",
             "streams", "trace",
-        }),
+        }), r"nvidia\d+",
     ),
     "npu": Capabilities(
         "hccl", "ASCEND_RT_VISIBLE_DEVICES", "torch_npu", frozenset({"fused_attention", "pin_memory", "streams"}),
+        r"davinci\d+",
     ),
 }  # fmt: skip
+
+
+def device_nodes(folder: Path = Path("/dev")) -> dict[str, list[str]]:
+    """The accelerators of this host by type: their files in the order of their numbers. torch is not asked."""
+    try:
+        names = sorted(os.listdir(folder), key=lambda name: (len(name), name))
+    except OSError:
+        names = []
+    types = {kind: known.nodes for kind, known in TABLE.items() if known.nodes}
+    return {kind: [name for name in names if re.fullmatch(nodes, name)] for kind, nodes in types.items()}
 
 
 class Device:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from asyncrl.metrics import CATALOGUE, OPEN, JsonTail, Position
+from asyncrl.metrics import CATALOGUE, OPEN, JsonTail, Position, line_number, line_time
 from asyncrl.metrics.pages import metric_tag
 from asyncrl.runtime.run_dir import RunDir
 
@@ -63,7 +63,7 @@ class Following:
 
     def poll(self) -> list[Point]:
         """Read new lines; return the points of the steps and evaluations that ended."""
-        new = [(_time(line), name, line) for name, tail in self._tails.items() for line in tail.poll()]
+        new = [(line_time(line), name, line) for name, tail in self._tails.items() for line in tail.poll()]
         new.sort(key=lambda item: item[0])
         points: list[Point] = []
         for t, name, line in new:
@@ -104,12 +104,7 @@ class Following:
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of a line that are in the catalogue."""
     return {
-        key: float(value)
-        for key, value in line.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and (key in CATALOGUE or key.startswith(OPEN))
+        key: value
+        for key in line
+        if (key in CATALOGUE or key.startswith(OPEN)) and (value := line_number(line, key)) is not None
     }
-
-
-def _time(line: Mapping[str, Any]) -> float:
-    t = line.get("t", 0.0)
-    return float(t) if isinstance(t, int | float) else 0.0

@@ -1,4 +1,4 @@
-"""The folder of a run: its layout, the locks of its roles, and the addresses of its services.
+"""The folder of a run: its layout, the locks of its roles and launchers, and the addresses of its services.
 
 Guarantees:
 1. the layout is defined only here; other modules do not join paths of a run;
@@ -12,6 +12,7 @@ import fcntl
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlparse
@@ -147,6 +148,51 @@ def run_id(config: Config) -> str:
     return f"{config.run.name}@{RunDir(config.run_dir).root}"
 
 
+def format_json(value: Any) -> str:
+    """Indented JSON of a value, for readers."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+
+
 def describe(value: Any) -> str:
     """Compact JSON text of a builtin value, for messages that carry one."""
     return msgspec.json.encode(value).decode()
+
+
+LAUNCHER_PREFIX = "launcher-"  # lock files of launchers: launcher-TARGET-HOST-PID.lock
+
+
+def launcher_mark(target: str) -> str:
+    """The name of this launcher's lock. It includes the host, because launchers in containers have the same pid."""
+    return f"{LAUNCHER_PREFIX}{target}-{socket.gethostname()}-{os.getpid()}"
+
+
+def launchers(run: RunDir) -> list[tuple[str, int]]:
+    """(target, pid) of the living launchers on this host. Another process may reuse a pid, but cannot hold the lock."""
+    found = []
+    for path in sorted(run.root.glob(f"{LAUNCHER_PREFIX}*.lock")):
+        target, _, place = path.stem.removeprefix(LAUNCHER_PREFIX).partition("-")
+        pid = place.rpartition("-")[2]
+        if not pid.isdigit():
+            continue
+        holder = _holder(path)
+        if holder is None:
+            with suppress(OSError):
+                path.unlink()  # its launcher was killed
+        elif holder.endswith(f" on {socket.gethostname()}"):
+            found.append((target, int(pid)))
+    return found
+
+
+def _holder(path: Path) -> str | None:
+    """The holder of a launcher's lock; empty if it is unknown, None if the lock is free. Writes nothing."""
+    try:
+        with path.open() as file:
+            holder = file.read().strip()
+            if holder:  # else a launcher is just taking it: only the holder writes
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+    except BlockingIOError:
+        return holder
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return ""

@@ -1,18 +1,27 @@
-"""Events of some groups in the history of a run, read line by line, and its dead letters."""
+"""What a run has recorded of a group: events of its history, read line by line, its dead letters, and its texts in the
+archived batch of a step that claimed it.
+
+Guarantees for the texts:
+1. a damaged or missing file gives a sentence, never an error: the rest of the story does not depend on it;
+2. text if the model folder has a `tokenizer.json`, else token ids.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.errors import UNREADABLE, ConfigError, WireError
+from asyncrl.errors import ConfigError, WireError
+from asyncrl.metrics import decode_line
+from asyncrl.runs import batch_file
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import decode_samples, unpack_arrays, validate_samples
+from asyncrl.wire.batch_arrays import decode_batch
 
 Event = dict[str, Any]
 _GROUP = re.compile(rb'"g":(\d+)[,}]')
@@ -29,13 +38,9 @@ def history_lines(run: RunDir) -> Iterator[bytes]:
                 yield line
 
 
-def decode_event(line: bytes) -> Event | None:
-    """A line as an event; None if it is damaged."""
-    try:
-        event = msgspec.json.decode(line)
-    except UNREADABLE:
-        return None
-    return event if isinstance(event, dict) else None
+def history_events(run: RunDir) -> Iterator[Event]:
+    """The events of the history, without damaged lines. Raises `run.missing` without one."""
+    yield from (event for line in history_lines(run) if (event := decode_line(line)) is not None)
 
 
 def group_events(run: RunDir, groups: Iterable[int]) -> Iterator[Event]:
@@ -44,14 +49,14 @@ def group_events(run: RunDir, groups: Iterable[int]) -> Iterator[Event]:
     for line in history_lines(run):
         found = _GROUP.search(line)
         if found[1] in wanted if found else any(word in line for word in _BATCHED):
-            event = decode_event(line)
+            event = decode_line(line)
             if event is not None:
                 yield event
 
 
 def quarantined_groups(run: RunDir) -> list[Event]:
     """Every quarantined group in the history."""
-    found = (decode_event(line) for line in history_lines(run) if b'"e":"dead"' in line)
+    found = (decode_line(line) for line in history_lines(run) if b'"e":"dead"' in line)
     return [event for event in found if event is not None]
 
 
@@ -60,7 +65,7 @@ def find_claim(run: RunDir, step: int) -> Event:
     newest: Event | None = None
     for line in history_lines(run):
         if b'"e":"claim"' in line:
-            event = decode_event(line)
+            event = decode_line(line)
             newest = event if event is not None and event.get("step") == step else newest
     if newest is None:
         raise ConfigError("trace.unknown", f"step {step} was never claimed", where=str(run.history))
@@ -102,3 +107,69 @@ def _letter(path: Path, config: Config) -> Letter:
     except WireError as error:
         wrong = error.message
     return Letter(str(path), len(data), wrong or "the message itself is whole", message.producer, indexes)
+
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Words(msgspec.Struct):
+    """Texts of a group in the archive. `problem` says why there are none."""
+
+    step: int = 0
+    prompt: str = ""
+    responses: dict[int, str] = {}
+    turns: dict[int, list[tuple[int, float]]] = {}  # (a turn's last token, its reward, not 0), by sample
+    finish: dict[int, str] = {}  # stop | length | abort, by sample
+    tuning: str = ""  # tuned settings of the learner in this step
+    quarantined: str = ""  # why the learner removed the group from the step
+    problem: str = ""
+
+
+def load_words(run: RunDir, config: Config, *, group: int, steps: Sequence[int]) -> Words | None:
+    """The texts in the newest archived step with the group; None if no step is archived."""
+    archived = set(batch_file.steps_in(run.archive))
+    problem = ""
+    for step in sorted(archived.intersection(steps), reverse=True):
+        try:
+            found = _words(run, config, group, step)
+        except (WireError, OSError) as error:
+            problem = problem or f"the archived batch of step {step} cannot be read: {error}"
+            continue
+        if found is not None:
+            found.quarantined = batch_file.quarantined(run.archive).get(step, {}).get(group, "")
+            return found
+    return Words(problem=problem) if problem else None
+
+
+def _words(run: RunDir, config: Config, group: int, step: int) -> Words | None:
+    file = batch_file.read(batch_file.batch_path(run.archive, step))
+    batch = decode_batch(file.batch, file.payloads)
+    if group in batch.invalid:
+        return Words(step, problem=f"it does not pass validation: {batch.invalid[group]}")
+    for data in batch.groups:
+        if data.group == group:
+            decode = decoder(Path(config.model.path))
+            return Words(
+                step,
+                decode(data.prompt_ids.tolist()),
+                {sample.index: decode(sample.response.tolist()) for sample in data.samples},
+                {sample.index: list(sample.turns) for sample in data.samples if sample.turns},
+                {sample.index: sample.finish for sample in data.samples},
+                batch.tuning,
+            )
+    return None
+
+
+def decoder(folder: Path) -> Decode:
+    """Token ids to text with the model's tokenizer; the ids as text if it cannot be used."""
+    try:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # the package raises plain Exception for a missing or damaged file
+        return lambda ids: " ".join(map(str, ids))
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    return decode

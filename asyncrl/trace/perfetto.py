@@ -1,7 +1,7 @@
 """`asyncrl trace RUN --perfetto FILE`: a run as a timeline for ui.perfetto.dev, from its logs.
 
-Writes Perfetto's own format: a track per role process, in it one for what it holds; what
-overlaps lies in lanes below one another. Guarantees:
+Writes the trace event format: a process per role, in it a track for what it holds; what overlaps lies in lanes below
+one another. Guarantees:
 1. it only reads, line by line: a run of any length needs memory for what was under way at one time, and it may go on;
 2. slices of one lane nest; times are microseconds since the run's first event, none is negative;
 3. a group is one flow, from its lease over its scores and its wait in the queue into the step that trained it; weights
@@ -26,9 +26,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from asyncrl.metrics import JsonTail
+from asyncrl.metrics import JsonTail, line_time
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.history import Event, decode_event, history_lines
+from asyncrl.trace.history import Event, history_events
 from asyncrl.trace.perfetto_groups import ROUNDS, STEPS, GroupDrawing
 from asyncrl.trace.perfetto_writer import Drawing, Lane, Out, Slice
 
@@ -104,9 +104,11 @@ class RunDrawing:
         parts = {name: (Slice(lane, first, name, {}, []), last) for name, first, last in step_parts(line, start, end)}
         if "publish" in parts:
             parts["publish"][0].flows = [weights_flow(step)]
+            parts["publish"][0].source = step not in self._published  # a restarted learner publishes it again
             self._published[step] = parts["publish"][0].start
         self._groups.lead_into_step(step, parts["train"][0] if "train" in parts else whole)
-        self._draw.slice(whole, end, inside=parts.values())
+        for one, last in [(whole, end), *parts.values()]:
+            self._draw.slice(one, last)
         self._curves("learner", line, CURVES)
         self._rounds_until(step)
 
@@ -152,7 +154,7 @@ def step_parts(line: Event, start: int, end: int) -> Iterator[tuple[str, int, in
 
 def write_trace(run: RunDir, path: Path) -> int:
     """Draw the run into the file; return the number of events. Raises `run.missing` without a log."""
-    first = next((event for line in history_lines(run) if (event := decode_event(line)) is not None), None)
+    first = next(history_events(run), None)
     start = min([float(first["t"]) if first else 0.0, *(_first_time(file) for _, file in _files(run))])
     with Out(path) as out:
         draw = Drawing(out, zero=start)
@@ -176,9 +178,9 @@ def _files(run: RunDir) -> list[tuple[str, Path]]:
 
 def _merge_by_time(run: RunDir) -> Iterator[tuple[float, str, Event]]:
     """Lines of all files by time."""
-    history = (("history", event) for line in history_lines(run) if (event := decode_event(line)) is not None)
+    history = (("history", event) for event in history_events(run))
     sources = [history, *(_lines(name, file) for name, file in _files(run))]
-    timed = [((_time(event), kind, event) for kind, event in source) for source in sources]
+    timed = [((line_time(event), kind, event) for kind, event in source) for source in sources]
     yield from heapq.merge(*timed, key=lambda item: item[0])
 
 
@@ -193,17 +195,12 @@ def _lines(kind: str, path: Path) -> Iterator[tuple[str, Event]]:
 
 def _first_time(path: Path) -> float:
     lines = JsonTail(path, from_end=False).poll()
-    starts = [_time(line) - float(line.get("step_s") or line.get("round_s") or 0.0) for line in lines[:50]]
+    starts = [line_time(line) - float(line.get("step_s") or line.get("round_s") or 0.0) for line in lines[:50]]
     return min(starts, default=math.inf)
 
 
 def _utc(t: float) -> str:
     return datetime.fromtimestamp(t, UTC).isoformat(timespec="milliseconds")
-
-
-def _time(event: Event) -> float:
-    t = event.get("t", 0.0)
-    return float(t) if isinstance(t, int | float) else 0.0
 
 
 def perfetto_command(folder: Path, path: Path) -> int:

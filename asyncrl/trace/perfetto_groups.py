@@ -11,14 +11,8 @@ from asyncrl.trace.history import Event
 from asyncrl.trace.perfetto_writer import Drawing, Slice
 
 #: Names of tracks.
-STEPS, HELD, SCORED, WAITING, ROUNDS, EVALUATIONS = (
-    "steps",
-    "groups held",
-    "groups scored",
-    "groups waiting",
-    "rounds",
-    "evaluations",
-)
+STEPS, ROUNDS, EVALUATIONS = "steps", "rounds", "evaluations"
+HELD, SCORED, WAITING = "groups held", "groups scored", "groups waiting"
 
 
 def group_flow(group: int) -> int:
@@ -79,6 +73,7 @@ class GroupDrawing:
             event["t"],
             f"group {event['g']}{again}",
             flows=(group_flow(event["g"]),),
+            source=way.attempts == 1,
             group=event["g"],
             engine_version=event["w"],
             deadline=event["deadline"],

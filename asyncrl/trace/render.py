@@ -13,7 +13,7 @@ import msgspec
 
 from asyncrl.config import load
 from asyncrl.config.judges import display_name
-from asyncrl.runtime.run_dir import RunDir
+from asyncrl.runtime.run_dir import RunDir, format_json
 from asyncrl.trace.history import Letter, find_claim, load_letters, quarantined_groups
 from asyncrl.trace.story import Sample, Story, Training, load_stories, load_story
 
@@ -25,19 +25,15 @@ def trace_command(folder: Path, *, group: int | None, step: int | None, dead: bo
     run = RunDir(folder).require()
     if dead:
         letters, groups = load_letters(run, load(run.config)), quarantined_groups(run)
-        _print({"dead": groups, "letters": msgspec.to_builtins(letters)} if as_json else dead_text(groups, letters))
+        print(format_json({"dead": groups, "letters": letters}) if as_json else dead_text(groups, letters))
     elif step is not None:
         claim = find_claim(run, step)
         stories = load_stories(run, claim["groups"])
-        _print({"claim": claim, "groups": msgspec.to_builtins(stories)} if as_json else step_text(claim, stories))
+        print(format_json({"claim": claim, "groups": stories}) if as_json else step_text(claim, stories))
     elif group is not None:
         story = load_story(run, group)
-        _print(msgspec.to_builtins(story) if as_json else story_text(story))
+        print(format_json(story) if as_json else story_text(story))
     return 0
-
-
-def _print(what: Any) -> None:
-    print(what if isinstance(what, str) else msgspec.json.format(msgspec.json.encode(what), indent=2).decode())
 
 
 def story_text(story: Story) -> str:
@@ -113,8 +109,8 @@ def _samples(story: Story) -> Iterator[str]:
         if story.words is not None and sample.index in story.words.responses and not sample.given_up:
             yield f"              {story.words.finish[sample.index]}: {_short(story.words.responses[sample.index])}"
             if turns := story.words.turns.get(sample.index):
-                told = ", ".join(f"{reward:.4g} at token {place}" for place, reward in turns)
-                yield f"              rewards of its turns, where not 0: {told}"
+                shown = ", ".join(f"{reward:.4g} at token {place}" for place, reward in turns)
+                yield f"              rewards of its turns, where not 0: {shown}"
 
 
 def _reward(sample: Sample) -> str:

@@ -18,9 +18,9 @@ import msgspec
 
 from asyncrl.config import load
 from asyncrl.errors import ConfigError
+from asyncrl.metrics import decode_line
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.archive import Words, load_words
-from asyncrl.trace.history import Event, Letter, decode_event, group_events, load_letters
+from asyncrl.trace.history import Event, Letter, Words, group_events, load_letters, load_words
 
 PROMPT_TIMEOUT_S = 30.0
 
@@ -159,17 +159,8 @@ def _issue(story: Story, event: Event) -> None:
 
 def _lease(story: Story, event: Event) -> None:
     story.state = "leased"
-    story.leases.append(
-        Lease(
-            event["token"],
-            event["attempt"],
-            event["producer"],
-            event["w"],
-            event["deadline"],
-            event["bound"],
-            event["t"],
-        )
-    )
+    lease = [event[name] for name in ("token", "attempt", "producer", "w", "deadline", "bound", "t")]
+    story.leases.append(Lease(*lease))
 
 
 def _continue(story: Story, event: Event) -> None:
@@ -212,10 +203,8 @@ def _score(story: Story, event: Event) -> None:
 def _add_judgement(story: Story, event: Event) -> None:
     for sample in story.samples:
         if sample.index == event["i"]:
-            sample.judged = [
-                *sample.judged,
-                Judgement(event["judge"], event["reward"], event["worker"], event.get("version", ""), event["t"]),
-            ]
+            answer = Judgement(event["judge"], event["reward"], event["worker"], event.get("version", ""), event["t"])
+            sample.judged = [*sample.judged, answer]
 
 
 def _unscored(story: Story, event: Event) -> None:
@@ -306,7 +295,7 @@ def _add_losses(run: RunDir, stories: dict[int, Story]) -> None:
         return
     with path.open("rb") as file:
         for line in file:
-            event = decode_event(line) if any(needle in line for needle in needles) else None
+            event = decode_line(line) if any(needle in line for needle in needles) else None
             for entry in event.get("groups", ()) if event is not None else ():
                 if (event["step"], entry["g"]) in wanted:  # type: ignore[index]
                     wanted[event["step"], entry["g"]].loss = entry  # type: ignore[index]

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import msgspec
 
 from asyncrl.config.judges import judges_for
-from asyncrl.config.sections.judge import DEFAULT
+from asyncrl.config.sections.reward import DEFAULT
 
 #: Group (or held-out prompt), sample, judge.
 Key = tuple[int, int, str]

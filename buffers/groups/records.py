@@ -19,7 +19,7 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.config.judges import list_judges
 from asyncrl.config.mode import staleness_bound
-from asyncrl.config.sections.judge import DEFAULT
+from asyncrl.config.sections.reward import DEFAULT
 from asyncrl.errors import UNREADABLE, AsyncRLError
 from asyncrl.versions import Runs
 from buffers.groups.judgements import Judgement, JudgeRule

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from asyncrl.config.judges import display_name
-from asyncrl.config.sections.judge import DEFAULT
+from asyncrl.config.sections.reward import DEFAULT
 from asyncrl.wire import RewardFailure, Score, Scores
 from buffers.groups.failure_budget import TOO_MANY_PARTS, FailureBudget, Verdict
 from buffers.groups.group_table import GroupTable

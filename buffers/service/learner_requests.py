@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from asyncrl import wire
-from asyncrl.config.evaluation import is_evaluation_due
+from asyncrl.config.mode import is_evaluation_due
 from asyncrl.errors import AsyncRLError, error_for
 from asyncrl.net.responder import Call
 from asyncrl.runtime.failpoints import failpoint

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.sections.judge import DEFAULT
+from asyncrl.config.sections.reward import DEFAULT
 from asyncrl.errors import AsyncRLError
 from asyncrl.planner.model import Forecast, Plant, Scenario
 from asyncrl.wire import Lease, SampleHead, Samples, Score, Scores

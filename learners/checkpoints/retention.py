@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.evaluation import is_evaluation_due
+from asyncrl.config.mode import is_evaluation_due
 from asyncrl.errors import UNREADABLE
 from asyncrl.evaluation.ids import METRICS
 from asyncrl.runtime.run_dir import write_atomic

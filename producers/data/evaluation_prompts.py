@@ -11,7 +11,7 @@ Guarantees:
 from __future__ import annotations
 
 from asyncrl.config import Config
-from asyncrl.config.evaluation import evaluation_data, evaluation_sampling
+from asyncrl.config.mode import evaluation_data, evaluation_sampling
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.ids import MAX_ROWS, split_group
 from producers.data.prompts import Prompts, Row

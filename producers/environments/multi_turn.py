@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from asyncrl.config import Config
 from asyncrl.config.sections.environment import AGENT
-from asyncrl.config.sections.sandbox import SandboxConfig
+from asyncrl.config.sections.run import SandboxConfig
 from asyncrl.engine import Engine, GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure, Rollout, Row, Step, Turn
 from asyncrl.errors import AsyncRLError, ConfigError

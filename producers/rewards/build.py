@@ -6,7 +6,7 @@ import os
 
 from asyncrl.config import Config
 from asyncrl.config.judges import Judge
-from asyncrl.config.sections.sandbox import SandboxConfig
+from asyncrl.config.sections.run import SandboxConfig
 from producers.rewards.outcome import JudgeSettings
 from producers.rewards.pipe import FunctionSpec, SandboxSpec
 from producers.rewards.scorer import Scorer

@@ -1,7 +1,7 @@
 """The reward worker process: leases unscored samples, scores them in a child process, sends scores and failures.
 
 Run as `python -m producers.rewards.main --config RESOLVED.toml --name NAME [--judge NAME] [--connect URL --key FILE]`;
-it scores with the functions of one judge (`asyncrl.config.sections.judge`). Guarantees:
+it scores with the functions of one judge (`asyncrl.config.sections.reward`). Guarantees:
 1. functions that cannot be used end the process with `config.reward` (exit code 2) before it asks for work;
 2. a score leaves as soon as it exists, also while the rest of the batch is being scored;
 3. every error of a function is a failure with its reason (raised | timeout | memory | not_finite | died), which the

@@ -10,7 +10,7 @@ from aiohttp import web
 from test_reward_worker import Buffer, prepare, start
 
 from asyncrl.config import load
-from asyncrl.config.sections.judge import JudgeConfig
+from asyncrl.config.sections.reward import JudgeConfig
 from asyncrl.errors import ConfigError
 from producers.rewards.outcome import JudgeSettings
 from producers.rewards.pipe import FunctionSpec, Result

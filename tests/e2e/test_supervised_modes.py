@@ -104,7 +104,7 @@ def test_a_reward_model_learns_and_is_exported_as_a_classifier(run: Any) -> None
 
 def judged(run: Any, answers: list[str]) -> list[float]:
     """What the exported model says of these answers, as `[[judge]]` with kind = "classifier"."""
-    from asyncrl.config.sections.judge import JudgeConfig
+    from asyncrl.config.sections.reward import JudgeConfig
     from producers.data.tokenizer import Tokenizer
     from producers.rewards.judges.classifier import Classifier
     from producers.rewards.outcome import JudgeSettings, Verdict

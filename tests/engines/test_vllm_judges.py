@@ -13,7 +13,7 @@ from engine_lab import model_of, save_model
 from rigs import lacks
 from vllm_served import Server
 
-from asyncrl.config.sections.judge import JudgeConfig
+from asyncrl.config.sections.reward import JudgeConfig
 from producers.rewards.judges.remote import Remote
 from producers.rewards.outcome import JudgeSettings, Outcome, Verdict
 from producers.rewards.pipe import FunctionSpec

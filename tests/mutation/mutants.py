@@ -193,7 +193,7 @@ MUTANTS = (
     ),
     Mutant(
         "permissions.join_key_may_publish",
-        "asyncrl/net/permissions.py",
+        "asyncrl/net/auth.py",
         "        wire.Publish,\n",
         "",
         ("tests/security/test_keys.py", "tests/security/test_other_host.py"),

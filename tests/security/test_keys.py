@@ -14,8 +14,8 @@ from asyncrl import wire
 from asyncrl.config import Config, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launcher.launch import worker_key
+from asyncrl.net.auth import OWNER_ALONE, needs_owner
 from asyncrl.net.keys import Keys, join_path, read_keys, worker_file, write_keys
-from asyncrl.net.permissions import OWNER_ALONE, needs_owner
 from asyncrl.runtime.role import RoleArgs, join_key, run_key
 from weightsync.plan.signature import is_genuine, sign
 

@@ -8,7 +8,7 @@ import msgspec
 from bare_config import BARE
 
 from asyncrl.config import Config, RewardFunctionConfig, parse
-from asyncrl.config.sections.judge import JudgeConfig
+from asyncrl.config.sections.reward import JudgeConfig
 
 TOML = f"""{BARE}
 lease_timeout_s = 4.0

@@ -15,7 +15,7 @@ from asyncrl.config import Config, load, parse
 from asyncrl.errors import WireError
 from asyncrl.runs import batch_file
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.archive import load_words
+from asyncrl.trace.history import load_words
 from asyncrl.wire.batch_arrays import ClaimedBatch, decode_batch
 from learners.batch.archive import Archive, read_step
 

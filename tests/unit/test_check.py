@@ -17,11 +17,10 @@ import pytest
 from asyncrl.config import Config, parse
 from asyncrl.net.keys import write_keys
 from asyncrl.net.probe import bind_problem, redis_problem
-from asyncrl.preflight.check import check
+from asyncrl.preflight.check import check, render
 from asyncrl.preflight.code import check_plugins, import_problem
 from asyncrl.preflight.derived import derive_findings
 from asyncrl.preflight.files import check_data, first_row
-from asyncrl.preflight.render import render
 
 
 @pytest.fixture

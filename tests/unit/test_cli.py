@@ -29,9 +29,8 @@ from asyncrl.metrics import JsonTail
 from asyncrl.monitor.status import render, run_status, stop_command
 from asyncrl.process_plan.plan import Outcome
 from asyncrl.report.data import load_run
-from asyncrl.runtime.launchers import launchers
 from asyncrl.runtime.liveness import Sign
-from asyncrl.runtime.run_dir import RunDir
+from asyncrl.runtime.run_dir import RunDir, launchers
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "redis", "transformers", "vllm", "sglang", "pyarrow", "rich"}

@@ -10,16 +10,16 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from asyncrl.config import Config, parse
-from asyncrl.config.sections.cluster import ClusterConfig
+from asyncrl.config.sections.run import ClusterConfig
 from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.launcher.clusters import render, render_command
 from asyncrl.launcher.clusters.commands import Shell, Site, cluster_config, shell
-from asyncrl.launcher.clusters.kubernetes import document
+from asyncrl.launcher.clusters.kubernetes import documents
 from asyncrl.net.keys import write_keys
 
-yaml = pytest.importorskip("yaml", reason="reading manifests needs PyYAML")
 TEXT = """
 [model]
 path = "/data/model"
@@ -212,7 +212,7 @@ def test_the_driver_of_ray_is_python_and_asyncrl_needs_no_ray() -> None:
     ],
 )
 def test_yaml_says_what_was_meant(value: Any) -> None:
-    assert yaml.safe_load(document(value)) == value, document(value)
+    assert yaml.safe_load(documents(value)) == value, documents(value)
 
 
 def test_words_stay_words_in_a_shell() -> None:

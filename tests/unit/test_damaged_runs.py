@@ -23,8 +23,7 @@ from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.supervisor import Supervisor
 from asyncrl.metrics import JsonTail, read_lines
 from asyncrl.process_plan.plan import ProcessPlan
-from asyncrl.runtime.launchers import launchers
-from asyncrl.runtime.run_dir import RunDir
+from asyncrl.runtime.run_dir import RunDir, launchers
 
 ROOT = Path(__file__).resolve().parents[2]
 READERS = (

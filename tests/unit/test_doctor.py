@@ -15,7 +15,7 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.doctor import machine, run, software
-from asyncrl.doctor.finding import MISSING, OK, WARN, WRONG, Found
+from asyncrl.doctor.machine import MISSING, OK, WARN, WRONG, Found
 from asyncrl.doctor.probe_process import PROBES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config, parse
-from asyncrl.config.sections.judge import JudgeConfig
+from asyncrl.config.sections.reward import JudgeConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.process_plan.interpreters import (
     find_interpreter,

@@ -10,7 +10,7 @@ import pytest
 from bare_config import BARE
 
 from asyncrl.config import Config, parse
-from asyncrl.config.evaluation import evaluation_data, evaluation_sampling, is_evaluation_due
+from asyncrl.config.mode import evaluation_data, evaluation_sampling, is_evaluation_due
 from asyncrl.errors import ConfigErrors
 from asyncrl.evaluation.ids import FIRST, MAX_ROWS, evaluation_group, is_evaluation, row_seed, row_source, split_group
 from asyncrl.preflight.derived import derive_findings, notes_on

@@ -167,7 +167,7 @@ def modules_after(statement: str) -> set[str]:
     [
         f"import {', '.join('asyncrl.' + name for name in CONTRACTS)}",
         "import asyncrl.cli",
-        "import buffers.client.producer, buffers.client.learner, asyncrl.monitor.control",
+        "import buffers.client.producer, buffers.client.learner, asyncrl.monitor.status",
         "import weightsync.plan.buckets, weightsync.coordinator.rounds, buffers.groups.machine",
     ],
 )

@@ -12,8 +12,7 @@ from asyncrl.config import parse
 from asyncrl.launcher.launch import LaunchOptions, _grace, _locks, exit_code, gang_is_done
 from asyncrl.launcher.supervisor import Grace
 from asyncrl.process_plan.plan import Outcome
-from asyncrl.runtime.launchers import launcher_mark, launchers
-from asyncrl.runtime.run_dir import RunDir
+from asyncrl.runtime.run_dir import RunDir, launcher_mark, launchers
 
 TEXT = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[[reward]]\nfunction = "a:b"\n'
 JOB = LaunchOptions(target="producers", connect="tcp://services:5555", job=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3ForSequenceClassification
 
-from asyncrl.config.sections.judge import JudgeConfig
+from asyncrl.config.sections.reward import JudgeConfig
 from asyncrl.demo.tasks import CHARACTERS
 from asyncrl.errors import ConfigError
 from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model

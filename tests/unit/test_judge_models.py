@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-import asyncrl.config.sections.judge
+import asyncrl.config.sections.reward
 import producers.rewards.judges.rate_limit as pacing
 from asyncrl.config import dump, parse
 from asyncrl.config.judges import list_judges
-from asyncrl.config.sections.judge import JudgeConfig
+from asyncrl.config.sections.reward import JudgeConfig
 from asyncrl.errors import ConfigErrors
 from producers.rewards.judges import templates
 from producers.rewards.outcome import Problem
@@ -44,7 +44,7 @@ def table(**changes: Any) -> JudgeConfig:
 
 
 @pytest.mark.parametrize(
-    "module", [asyncrl.config.sections.judge, pacing, templates], ids=lambda module: module.__name__
+    "module", [asyncrl.config.sections.reward, pacing, templates], ids=lambda module: module.__name__
 )
 def test_examples_in_the_docstrings(module: Any) -> None:
     found = doctest.testmod(module)

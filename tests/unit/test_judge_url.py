@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from asyncrl.config.sections.judge import JudgeConfig
+from asyncrl.config.sections.reward import JudgeConfig
 from asyncrl.errors import ConfigError
 from producers.rewards.judges import rate_limit as pace
 from producers.rewards.judges.remote import Remote, read_api_key

@@ -10,8 +10,7 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.config import Config, parse
-from asyncrl.config.foreign_names import known_trainers, translation_table
-from asyncrl.config.suggestions import list_keys
+from asyncrl.config.suggestions import known_trainers, list_keys, translation_table
 from asyncrl.configure.translate import translate
 from asyncrl.errors import ConfigError, ConfigErrors
 

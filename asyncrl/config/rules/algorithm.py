@@ -6,13 +6,12 @@ correction; a second weight would count it twice.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from asyncrl.config.rules import Conflict
+from asyncrl.config.rules import Conflict, conflict
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.algorithm_catalogue import (
     TABLES,
@@ -25,14 +24,13 @@ from asyncrl.config.sections.algorithm_catalogue import (
     weight_level,
 )
 from asyncrl.config.tree import Config
-
-HERE = ("learner", "algorithm")
+from asyncrl.errors import near_miss
 
 
 def problems(config: Config) -> Iterator[Conflict]:
     algorithm = config.learner.algorithm
     if algorithm.minibatches > config.buffer.batch_groups:
-        yield "config.conflict", "learner.algorithm.minibatches exceeds buffer.batch_groups", (*HERE, "minibatches")
+        yield conflict("learner.algorithm.minibatches", "learner.algorithm.minibatches exceeds buffer.batch_groups")
     if config.learner.mode != "rl":
         return
     unknown = list(_unknown_names(algorithm))
@@ -51,12 +49,11 @@ def _unknown_names(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
             continue  # avoids a search of the installed packages, which takes milliseconds
         names = known_names(kind)
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            yield (
-                "config.type",
+            _, hint = near_miss(name, names)
+            yield conflict(
+                f"learner.algorithm.{kind}",
                 f"learner.algorithm.{kind} = {name!r} is not known: one of {', '.join(names)}{hint}",
-                (*HERE, kind),
+                code="config.type",
             )
 
 
@@ -70,25 +67,27 @@ def option_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
         table = f"{kind}_options"
         for key in [key for key, known_as in options.items() if known_as["default"] == "required"]:
             if key not in effective_options(algorithm, kind):
-                yield ("config.missing", f"learner.algorithm.{table}.{key}: {kind} {name!r} needs it", (*HERE, table))
+                yield conflict(
+                    f"learner.algorithm.{table}",
+                    f"learner.algorithm.{table}.{key}: {kind} {name!r} needs it",
+                    code="config.missing",
+                )
         for key, value in effective_options(algorithm, kind).items():
-            path = (*HERE, table, key)
+            path = f"learner.algorithm.{table}.{key}"
             if key not in options:
-                near = difflib.get_close_matches(key, options, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                yield (
-                    "config.unknown_key",
-                    f"learner.algorithm.{table}.{key}: {kind} {name!r} has the options "
-                    f"{', '.join(options) or 'none'}{hint}",
+                yield conflict(
                     path,
+                    f"learner.algorithm.{table}.{key}: {kind} {name!r} has the options "
+                    f"{', '.join(options) or 'none'}{near_miss(key, options)[1]}",
+                    code="config.unknown_key",
                 )
             elif not _fits(value, options[key]["types"]):
                 shown = "off" if value is None else value
-                yield (
-                    "config.type",
+                yield conflict(
+                    path,
                     f"learner.algorithm.{table}.{key} = {shown!r}: expected "
                     f"{' or '.join(map(str, options[key]['types']))}",
-                    path,
+                    code="config.type",
                 )
 
 
@@ -120,11 +119,10 @@ def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
     advantage = entry("advantage", algorithm.advantage)
     bypass = algorithm.proximal == "behaviour"
     if algorithm.loss == "decoupled_ppo" and bypass:
-        yield (
-            "config.conflict",
-            "loss = 'decoupled_ppo' compares with the proximal policy and weighs by proximal / "
-            "behaviour; with proximal = 'behaviour' there is no such pair: set loss = 'ppo'",
-            (*HERE, "loss"),
+        yield conflict(
+            "learner.algorithm.loss",
+            "loss = 'decoupled_ppo' compares with the proximal policy and weighs by proximal / behaviour; with "
+            "proximal = 'behaviour' there is no such pair: set loss = 'ppo'",
         )
     if correction != "none":
         why = ""
@@ -142,35 +140,31 @@ def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
         elif advantage is not None and advantage.weighted:
             why = f"advantage = {algorithm.advantage!r} holds the truncated importance weight itself"
         if why:
-            yield (
-                "config.conflict",
-                f"correction = {correction!r}: {why}; a weight on top would be wrong: set "
-                "correction = 'none' or leave it out",
-                (*HERE, "correction"),
+            yield conflict(
+                "learner.algorithm.correction",
+                f"correction = {correction!r}: {why}; a weight on top would be wrong: set correction = 'none' or leave "
+                "it out",
             )
     level = weight_level(algorithm)
     if algorithm.loss == "vespo" and level == "sequence":
-        yield (
-            "config.conflict",
-            "loss = 'vespo' adds the logs of the tokens' weights up to the ratio of the row; "
-            f"correction = {correction!r} of level = 'sequence' puts that of the whole row on every token: it would "
-            "count once for each of them: set level = 'token'",
-            (*HERE, "correction"),
+        yield conflict(
+            "learner.algorithm.correction",
+            "loss = 'vespo' adds the logs of the tokens' weights up to the ratio of the row; correction = "
+            f"{correction!r} of level = 'sequence' puts that of the whole row on every token: it would count once for "
+            "each of them: set level = 'token'",
         )
     if algorithm.loss == "gmpo" and correction in ("icepop", "mis") and level == "token":
-        yield (
-            "config.conflict",
-            "loss = 'gmpo' takes the geometric mean of a row's weights; correction = "
-            f"{correction!r} sets single weights to 0, and one of them would silence its whole row: set "
-            "correction = 'tis', or 'rejection', which leaves tokens out",
-            (*HERE, "correction"),
+        yield conflict(
+            "learner.algorithm.correction",
+            f"loss = 'gmpo' takes the geometric mean of a row's weights; correction = {correction!r} sets single "
+            "weights to 0, and one of them would silence its whole row: set correction = 'tis', or 'rejection', which "
+            "leaves tokens out",
         )
     if advantage is not None and advantage.weighted and loss is not None and loss.ratio != "none":
-        yield (
-            "config.conflict",
-            f"advantage = {algorithm.advantage!r} is made for loss = 'reinforce', not "
-            f"{algorithm.loss!r}: its ratio would count twice",
-            (*HERE, "loss"),
+        yield conflict(
+            "learner.algorithm.loss",
+            f"advantage = {algorithm.advantage!r} is made for loss = 'reinforce', not {algorithm.loss!r}: its ratio "
+            "would count twice",
         )
     yield from _term_problems(algorithm)
 
@@ -178,24 +172,21 @@ def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
 def _term_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
     """The same for the other terms of the loss: entropy and KL."""
     if algorithm.entropy_target and algorithm.entropy_coeff > algorithm.entropy_max:
-        yield (
-            "config.conflict",
-            f"entropy_coeff = {algorithm.entropy_coeff:g} is where the weight starts and lies "
-            f"above entropy_max = {algorithm.entropy_max:g}",
-            (*HERE, "entropy_max"),
+        yield conflict(
+            "learner.algorithm.entropy_max",
+            f"entropy_coeff = {algorithm.entropy_coeff:g} is where the weight starts and lies above entropy_max = "
+            f"{algorithm.entropy_max:g}",
         )
     kl = algorithm.kl
     if kl.controller == "adaptive" and kl.where != "reward":
-        yield (
-            "config.conflict",
+        yield conflict(
+            "learner.algorithm.kl.controller",
             "kl.controller = 'adaptive' steers the penalty in the reward: set kl.where = 'reward'",
-            (*HERE, "kl", "controller"),
         )
     if kl.importance_weighted and (kl.where != "loss" or kl.kind not in ("auto", "k3", "low_var_kl")):
-        yield (
-            "config.conflict",
+        yield conflict(
+            "learner.algorithm.kl.importance_weighted",
             "kl.importance_weighted is the k3 estimator in the loss: set kl.where = 'loss' and kl.kind = 'k3'",
-            (*HERE, "kl", "importance_weighted"),
         )
 
 
@@ -206,47 +197,41 @@ def _unmet(config: Config) -> Iterator[Conflict]:
     name = f"learner.algorithm.advantage = {algorithm.advantage!r}"
     for need in found.needs if found else ():
         if need == "group" and sampling.group_size < 2:
-            yield (
-                "config.conflict",
+            yield conflict(
+                "sampling.group_size",
                 f"{name} compares the samples of a group: sampling.group_size must be at least 2",
-                ("sampling", "group_size"),
             )
         elif need == "greedy" and not sampling.greedy_baseline:
-            yield (
-                "config.conflict",
-                f"{name} subtracts the score of a greedy response: set sampling.greedy_baseline "
-                "= true, and producers make one more sample of each prompt",
-                (*HERE, "advantage"),
+            yield conflict(
+                "learner.algorithm.advantage",
+                f"{name} subtracts the score of a greedy response: set sampling.greedy_baseline = true, and producers "
+                "make one more sample of each prompt",
             )
     if sampling.greedy_baseline and sampling.over_issue:
-        yield (
-            "config.conflict",
+        yield conflict(
+            "sampling.over_issue",
             "sampling.greedy_baseline needs every sample of the group: set sampling.over_issue = 0",
-            ("sampling", "over_issue"),
         )
     critic = config.learner.critic
     if critic.critic_warmup_until and not critic.critic_warmup:
-        yield (
-            "config.conflict",
+        yield conflict(
+            "learner.critic.critic_warmup_until",
             "learner.critic.critic_warmup_until ends a warm-up early, and there is none: set "
             "learner.critic.critic_warmup to the steps that it may last at most",
-            ("learner", "critic", "critic_warmup_until"),
         )
     shaping = algorithm.shaping
     late = algorithm.kl.where == "reward" or bool(found and {"critic", "proximal", "process"} & set(found.needs))
     if shaping.resample != "off" and late:
-        yield (
-            "config.conflict",
-            f"shaping.resample = {shaping.resample!r} draws rows before the model has run; with "
-            f"{name} or a KL penalty in the reward they are judged after it: set it to off",
-            (*HERE, "shaping", "resample"),
+        yield conflict(
+            "learner.algorithm.shaping.resample",
+            f"shaping.resample = {shaping.resample!r} draws rows before the model has run; with {name} or a KL penalty "
+            "in the reward they are judged after it: set it to off",
         )
     limit = shaping.overlong_max or sampling.max_new_tokens
     if shaping.overlong_buffer > limit:
-        yield (
-            "config.conflict",
+        yield conflict(
+            "learner.algorithm.shaping.overlong_buffer",
             f"shaping.overlong_buffer = {shaping.overlong_buffer} is above the limit of {limit} tokens",
-            (*HERE, "shaping", "overlong_buffer"),
         )
 
 

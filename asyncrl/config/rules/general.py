@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from urllib.parse import urlparse
 
 from asyncrl.config import mode
-from asyncrl.config.rules import Conflict
+from asyncrl.config.rules import Conflict, conflict
 from asyncrl.config.sections import reward as reward_names
 from asyncrl.config.tree import Config
 
@@ -23,9 +23,9 @@ def problems(config: Config) -> Iterator[Conflict]:
     yield from _time_problems(config)
     yield from _buffer_problems(config)
     if bool(config.data.path) == bool(config.data.source):
-        yield "config.data", "set exactly one of data.path and data.source", ("data",)
+        yield conflict("data", "set exactly one of data.path and data.source", code="config.data")
     if config.data.as_chat and not config.data.chat_template:
-        yield "config.conflict", "data.as_chat makes chat messages, and data.chat_template is off", ("data", "as_chat")
+        yield conflict("data.as_chat", "data.as_chat makes chat messages, and data.chat_template is off")
     yield from _reward_problems(config)
     yield from _length_problems(config)
     for name in ("buffer", "weightsync"):
@@ -35,42 +35,40 @@ def problems(config: Config) -> Iterator[Conflict]:
 def _time_problems(config: Config) -> Iterator[Conflict]:
     run, twice = config.run, 2 * config.log.heartbeat_s
     if run.silent_timeout_s < twice:
-        yield (
-            "config.conflict",
-            f"run.silent_timeout_s = {run.silent_timeout_s:g} is below 2 * log.heartbeat_s = "
-            f"{twice:g}: every process would be called silent",
-            ("run", "silent_timeout_s"),
+        yield conflict(
+            "run.silent_timeout_s",
+            f"run.silent_timeout_s = {run.silent_timeout_s:g} is below 2 * log.heartbeat_s = {twice:g}: every process "
+            "would be called silent",
         )
 
 
 def _buffer_problems(config: Config) -> Iterator[Conflict]:
     buffer = config.buffer
     if buffer.depth > buffer.max_staleness:
-        yield (
-            "config.conflict",
-            f"buffer.pipeline_depth = {buffer.depth} is above buffer.max_staleness = "
-            f"{buffer.max_staleness}: work that deep would be too old when its turn comes",
-            ("buffer", "pipeline_depth"),
+        yield conflict(
+            "buffer.pipeline_depth",
+            f"buffer.pipeline_depth = {buffer.depth} is above buffer.max_staleness = {buffer.max_staleness}: work that "
+            "deep would be too old when its turn comes",
         )
     for name in buffer.filters:
         if name not in ("zero_variance", "accuracy_band") and not DOTTED.fullmatch(name):
             what = f"buffer.filters: {name!r} is neither zero_variance, accuracy_band nor 'module:function'"
-            yield "config.filter", what, ("buffer", "filters")
+            yield conflict("buffer.filters", what, code="config.filter")
 
 
 def _reward_problems(config: Config) -> Iterator[Conflict]:
     if not config.reward and not mode.streams(config) and config.environment.is_single_turn:
-        yield "config.missing", "no [[reward]]: at least one reward function is needed", ("reward",)
+        yield conflict("reward", "no [[reward]]: at least one reward function is needed", code="config.missing")
     for index, reward in enumerate(config.reward):
         if reward.function and not reward_names.reward_kind(reward.function):
-            yield (
-                "config.reward",
+            yield conflict(
+                f"reward[{index}].function",
                 f"reward.function = {reward.function!r} is not {reward_names.FORMS}",
-                ("reward", f"[{index}]", "function"),
+                code="config.reward",
             )
     labels = [reward.label for reward in config.reward]
     if len(set(labels)) < len(labels):
-        yield "config.conflict", f"reward names repeat: {', '.join(labels)}; set reward.name", ("reward",)
+        yield conflict("reward", f"reward names repeat: {', '.join(labels)}; set reward.name")
 
 
 def _length_problems(config: Config) -> Iterator[Conflict]:
@@ -78,20 +76,18 @@ def _length_problems(config: Config) -> Iterator[Conflict]:
     if row > config.learner.micro_batch_tokens:
         sum_ = f"{config.data.max_prompt_tokens} + {config.sampling.max_new_tokens}"
         names = "data.max_prompt_tokens + sampling.max_new_tokens"
-        yield (
-            "config.conflict",
+        yield conflict(
+            "learner.micro_batch_tokens",
             f"learner.micro_batch_tokens = {config.learner.micro_batch_tokens} is below "
             f"{f'2 * ({names}) = 2 * ({sum_})' if pair else f'{names} = {sum_}'} = {row}: the longest "
             f"{'pair' if pair else 'sample'} would not fit",
-            ("learner", "micro_batch_tokens"),
         )
     every, longest = config.producers.checkpoint_tokens, config.sampling.max_new_tokens
     if every and longest > MOST_PIECES * every:
-        yield (
-            "config.conflict",
-            f"producers.checkpoint_tokens = {every} makes more than {MOST_PIECES} pieces of a "
-            f"sample of sampling.max_new_tokens = {longest}: at least {-(-longest // MOST_PIECES)} is needed",
-            ("producers", "checkpoint_tokens"),
+        yield conflict(
+            "producers.checkpoint_tokens",
+            f"producers.checkpoint_tokens = {every} makes more than {MOST_PIECES} pieces of a sample of "
+            f"sampling.max_new_tokens = {longest}: at least {-(-longest // MOST_PIECES)} is needed",
         )
 
 
@@ -99,17 +95,17 @@ def _address_problems(config: Config, name: str) -> Iterator[Conflict]:
     address = getattr(config.network, name)
     if address == "auto":
         return
-    parsed, key = urlparse(address), ("network", name)
+    parsed, key = urlparse(address), f"network.{name}"
     if parsed.scheme not in ("tcp", "ipc"):
-        yield "config.network", f"network.{name} = {address!r} is not auto, tcp:// or ipc://", key
+        yield conflict(key, f"network.{name} = {address!r} is not auto, tcp:// or ipc://", code="config.network")
     elif (
         parsed.scheme == "tcp"
         and parsed.hostname not in LOOPBACK
         and not config.network.key_file
         and not config.network.insecure_no_auth
     ):
-        yield (
-            "config.network",
-            f"network.{name} = {address!r} is reachable from other hosts and network.key_file is empty",
+        yield conflict(
             key,
+            f"network.{name} = {address!r} is reachable from other hosts and network.key_file is empty",
+            code="config.network",
         )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
-from asyncrl.config.rules import Conflict
-from asyncrl.config.sections.judge import SHOWN_DEFAULT, template_fields
+from asyncrl.config.rules import Conflict, conflict
+from asyncrl.config.sections.reward import SHOWN_DEFAULT, template_fields
 from asyncrl.config.tree import Config
+from asyncrl.errors import near_miss
 
 if TYPE_CHECKING:
-    from asyncrl.config.sections.judge import JudgeConfig
+    from asyncrl.config.sections.reward import JudgeConfig
     from asyncrl.config.tree import Config
 
 
@@ -28,31 +28,21 @@ def problems(config: Config) -> Iterator[Conflict]:
 def _name_problems(config: Config) -> Iterator[Conflict]:
     names = [table.name for table in config.judge]
     for index, table in enumerate(config.judge):
-        path = ("judge", f"[{index}]", "name")
+        path = f"judge[{index}].name"
         if not re.fullmatch(NAME, table.name) or table.name == SHOWN_DEFAULT:
-            yield (
-                "config.conflict",
-                f"judge.name = {table.name!r}: it begins with a letter, has letters, digits and "
-                f"_ alone, and is not {SHOWN_DEFAULT!r}",
+            yield conflict(
                 path,
+                f"judge.name = {table.name!r}: it begins with a letter, has letters, digits and _ alone, and is not "
+                f"{SHOWN_DEFAULT!r}",
             )
         if table.name in names[:index]:
-            yield "config.conflict", f"judge.name = {table.name!r} is there twice", path
+            yield conflict(path, f"judge.name = {table.name!r} is there twice")
         if not any(reward.judge == table.name for reward in config.reward):
-            yield (
-                "config.conflict",
-                f"judge {table.name!r} has no reward: no [[reward]] says judge = {table.name!r}",
-                path,
-            )
+            yield conflict(path, f"judge {table.name!r} has no reward: no [[reward]] says judge = {table.name!r}")
     for index, reward in enumerate(config.reward):
         if reward.judge and reward.judge not in names:
-            near = difflib.get_close_matches(reward.judge, names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; add [[judge]] with name = {reward.judge!r}"
-            yield (
-                "config.conflict",
-                f"reward.judge = {reward.judge!r} is no [[judge]]{hint}",
-                ("reward", f"[{index}]", "judge"),
-            )
+            hint = near_miss(reward.judge, names)[1] or f"; add [[judge]] with name = {reward.judge!r}"
+            yield conflict(f"reward[{index}].judge", f"reward.judge = {reward.judge!r} is no [[judge]]{hint}")
 
 
 Problem = tuple[str, str]  # key of the table, problem
@@ -62,19 +52,22 @@ def _model_problems(config: Config) -> Iterator[Conflict]:
     kinds = {table.name: table for table in config.judge}
     for index, table in enumerate(config.judge):
         for key, message in table_problems(table):
-            yield "config.conflict", f"judge.{key}: {message}", ("judge", f"[{index}]", key)
+            yield conflict(f"judge[{index}].{key}", f"judge.{key}: {message}")
     for index, reward in enumerate(config.reward):
         judge = kinds.get(reward.judge)
-        path = ("reward", f"[{index}]", "function")
+        path = f"reward[{index}].function"
         if judge is not None and judge.is_model and reward.function:
-            yield (
-                "config.conflict",
-                f"judge {judge.name!r} is a model (kind = {judge.kind!r}): its score is the "
-                "reward, leave reward.function out",
+            yield conflict(
                 path,
+                f"judge {judge.name!r} is a model (kind = {judge.kind!r}): its score is the reward, leave "
+                "reward.function out",
             )
         if not reward.function and (judge is None or not judge.is_model):
-            yield ("config.missing", "reward.function is required: only a reward whose judge is a model has none", path)
+            yield conflict(
+                path,
+                "reward.function is required: only a reward whose judge is a model has none",
+                code="config.missing",
+            )
 
 
 def table_problems(table: JudgeConfig) -> Iterator[Problem]:

@@ -1,51 +1,95 @@
-"""Rules between the learner's mode, the source of the samples and the rest."""
+"""Rules between the mode of the learner, the source of the samples and the rest; rules of `[evaluation]`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from asyncrl.config.mode import GROUP_SIZE, streams
-from asyncrl.config.rules import Conflict
+from asyncrl.config.rules import Conflict, conflict
 from asyncrl.config.tree import Config
+from asyncrl.evaluation.ids import METRICS
+from asyncrl.metrics import CATALOGUE, OPEN
 
 
 def problems(config: Config) -> Iterator[Conflict]:
+    yield from _mode_problems(config)
+    yield from _evaluation_problems(config)
+    yield from _checkpoint_problems(config)
+
+
+def _mode_problems(config: Config) -> Iterator[Conflict]:
     mode, engine = config.learner.mode, config.producers.engine
     if mode == "rl":
         if streams(config):
-            yield (
-                "config.conflict",
-                "learner.mode = 'rl' cannot train on producers.engine = 'dataset': rows have no "
-                "log-probs of the policy that made them; set learner.mode to sft, dpo or reward_model",
-                ("producers", "engine"),
+            yield conflict(
+                "producers.engine",
+                "learner.mode = 'rl' cannot train on producers.engine = 'dataset': rows have no log-probs of the "
+                "policy that made them; set learner.mode to sft, dpo or reward_model",
             )
         return
     if not streams(config) and mode != "dpo":
-        yield (
-            "config.conflict",
+        yield conflict(
+            "producers.engine",
             f"learner.mode = {mode!r} trains on rows of the data: set producers.engine = 'dataset', not {engine!r}",
-            ("producers", "engine"),
         )
     wanted = GROUP_SIZE[mode]
     if config.sampling.group_samples != wanted or (streams(config) and config.sampling.over_issue):
         group = "a pair of answers" if wanted == 2 else "one answer"
-        yield (
-            "config.conflict",
-            f"learner.mode = {mode!r} needs sampling.group_size = {wanted}, over_issue = 0 and "
-            f"no greedy_baseline: a group is {group}",
-            ("sampling", "group_size"),
+        yield conflict(
+            "sampling.group_size",
+            f"learner.mode = {mode!r} needs sampling.group_size = {wanted}, over_issue = 0 and no greedy_baseline: a "
+            f"group is {group}",
         )
     if streams(config) and config.sampling.temperature != 1.0:
-        yield (
-            "config.conflict",
+        yield conflict(
+            "sampling.temperature",
             "rows were sampled at no temperature of ours: sampling.temperature must be 1",
-            ("sampling", "temperature"),
         )
     if streams(config) and config.buffer.filters:
-        yield "config.conflict", "rows have no rewards to filter by", ("buffer", "filters")
+        yield conflict("buffer.filters", "rows have no rewards to filter by")
     if config.learner.preference.label_smoothing and config.learner.preference.loss != "sigmoid":
-        yield (
-            "config.conflict",
-            "label_smoothing is of the sigmoid loss alone",
-            ("learner", "preference", "label_smoothing"),
+        yield conflict("learner.preference.label_smoothing", "label_smoothing is of the sigmoid loss alone")
+
+
+def _evaluation_problems(config: Config) -> Iterator[Conflict]:
+    evaluation = config.evaluation
+    if evaluation.path and evaluation.source:
+        yield conflict("evaluation", "set at most one of evaluation.path and evaluation.source", code="config.data")
+    if not (evaluation.path or evaluation.source):
+        if evaluation.every or evaluation.at_start:
+            key = "every" if evaluation.every else "at_start"
+            yield conflict(
+                f"evaluation.{key}",
+                f"evaluation.{key} is set without evaluation.path or evaluation.source",
+                code="config.data",
+            )
+        return
+    if streams(config):
+        yield conflict("evaluation", "producers.engine = 'dataset' generates nothing: there is nothing to evaluate")
+    elif config.learner.mode != "rl" and not config.reward and config.environment.is_single_turn:
+        yield conflict("evaluation", "an evaluation needs a [[reward]]", code="config.missing")
+    if evaluation.top_k and evaluation.temperature == 0:
+        yield conflict("evaluation.top_k", "evaluation.temperature = 0 is greedy: evaluation.top_k says nothing")
+
+
+KEY = "learner.checkpoint_metric"
+
+
+def _checkpoint_problems(config: Config) -> Iterator[Conflict]:
+    learner = config.learner
+    name = learner.checkpoint_metric
+    if not learner.checkpoint_best:
+        return
+    if name.startswith(METRICS):
+        if not (config.evaluation.enabled and config.evaluation.every):
+            yield conflict(
+                KEY,
+                f"learner.checkpoint_metric = {name!r} is a figure of evaluations: set evaluation.path or "
+                "evaluation.source, and evaluation.every",
+            )
+    elif not name.startswith(OPEN) and (name not in CATALOGUE or CATALOGUE[name].role != "learner"):
+        yield conflict(
+            KEY,
+            f"learner.checkpoint_metric = {name!r} is neither a metric of the learner's steps nor a figure of "
+            "evaluations (docs/metrics.md)",
         )

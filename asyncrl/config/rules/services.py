@@ -1,4 +1,4 @@
-"""Rules of `[sandbox]`, `[trackers]` and `[cluster]`."""
+"""Rules of `[sandbox]`, `[trackers]`, `[cluster]` and `[environment]`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.rules import Conflict
-from asyncrl.config.sections.tracker import ONLINE
+from asyncrl.config.mode import streams
+from asyncrl.config.rules import Conflict, conflict
+from asyncrl.config.sections.environment import AGENT
+from asyncrl.config.sections.run import ONLINE
 from asyncrl.config.tree import Config
 
 
@@ -16,19 +18,21 @@ def problems(config: Config) -> Iterator[Conflict]:
     yield from _sandbox_problems(config)
     yield from _tracker_problems(config)
     yield from _cluster_problems(config)
+    yield from _environment_problems(config)
+    yield from _agent_problems(config)
 
 
 def _sandbox_problems(config: Config) -> Iterator[Conflict]:
     sandbox = config.sandbox
     if sandbox.kind not in ("bubblewrap", "none") and not sandbox.kind.startswith(("http://", "https://")):
-        yield (
-            "config.type",
+        yield conflict(
+            "sandbox.kind",
             f"sandbox.kind = {sandbox.kind!r} is not bubblewrap, none or an http address",
-            ("sandbox", "kind"),
+            code="config.type",
         )
     for path in sandbox.paths:
         if not Path(path).is_absolute():
-            yield "config.type", f"sandbox.paths: {path!r} is not an absolute path", ("sandbox", "paths")
+            yield conflict("sandbox.paths", f"sandbox.paths: {path!r} is not an absolute path", code="config.type")
     own = {judge.name: judge.timeout_s for judge in config.judge}
     for index, reward in enumerate(config.reward):
         limit_s = own.get(reward.judge) or config.reward_workers.timeout_s
@@ -39,7 +43,7 @@ def _sandbox_problems(config: Config) -> Iterator[Conflict]:
                 f"a program may take {program_s:g} s and its call {limit_s:g} s: an endless program would be a failed "
                 "reward and no 0; lower sandbox.timeout_s or raise reward_workers.timeout_s"
             )
-            yield "config.conflict", message, ("reward", f"[{index}]")
+            yield conflict(f"reward[{index}]", message)
 
 
 SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
@@ -48,28 +52,23 @@ SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 def _tracker_problems(config: Config) -> Iterator[Conflict]:
     trackers = config.trackers
     if len(set(trackers.use)) < len(trackers.use):
-        yield "config.conflict", f"trackers.use names one twice: {', '.join(trackers.use)}", ("trackers", "use")
+        yield conflict("trackers.use", f"trackers.use names one twice: {', '.join(trackers.use)}")
     for name in trackers.use:
         if not re.fullmatch(r"[\w-]+", name) or name in ("tensorboard", "prometheus"):
             other = {"tensorboard": "log.tensorboard", "prometheus": "trackers.prometheus_port"}.get(name)
             what = f"{name} is not one of trackers.use" + (f": set {other}" if other else "")
-            yield "config.type", what, ("trackers", "use")
+            yield conflict("trackers.use", what, code="config.type")
     for key in ("key_file", "options"):
         for name in getattr(trackers, key):
             if name not in trackers.use:
-                yield (
-                    "config.conflict",
-                    f"trackers.{key} names {name!r}, which is not in trackers.use",
-                    ("trackers", key),
-                )
+                yield conflict(f"trackers.{key}", f"trackers.{key} names {name!r}, which is not in trackers.use")
     for name, options in trackers.options.items():
         for dotted in _secrets(options, name):
             variable = ONLINE.get(name, ("", "its variable"))[1]
-            yield (
-                "config.conflict",
-                f"trackers.options.{dotted} looks like a secret, and this file is written to the "
-                f"run folder: set {variable} or trackers.key_file",
-                ("trackers", "options"),
+            yield conflict(
+                "trackers.options",
+                f"trackers.options.{dotted} looks like a secret, and this file is written to the run folder: set "
+                f"{variable} or trackers.key_file",
             )
 
 
@@ -87,35 +86,111 @@ NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")  # valid in DNS: names 
 def _cluster_problems(config: Config) -> Iterator[Conflict]:
     cluster = config.cluster
     if cluster.name and not NAME.fullmatch(cluster.name):
-        yield (
-            "config.type",
+        yield conflict(
+            "cluster.name",
             f"cluster.name = {cluster.name!r}: lower-case letters, digits and '-', at most 40",
-            ("cluster", "name"),
+            code="config.type",
         )
     for key in ("partition", "account", "time_limit", "namespace", "image", "memory", "claim", "gpu_option"):
         value = getattr(cluster, key)
         if not re.fullmatch(r"[\w.:/@+,=-]*", value):
-            yield (
-                "config.type",
+            yield conflict(
+                f"cluster.{key}",
                 f"cluster.{key} = {value!r} has characters that do not belong there",
-                ("cluster", key),
+                code="config.type",
             )
     for option in cluster.options:
         if not option.startswith("-") or "\n" in option:
-            yield ("config.type", f"cluster.options: {option!r} is no option of sbatch", ("cluster", "options"))
+            yield conflict("cluster.options", f"cluster.options: {option!r} is no option of sbatch", code="config.type")
     if not re.fullmatch(r"\d+(\.\d+)?[KMGT]?", cluster.memory):
-        yield ("config.type", f"cluster.memory = {cluster.memory!r}: a number with K, M, G or T", ("cluster", "memory"))
+        yield conflict(
+            "cluster.memory",
+            f"cluster.memory = {cluster.memory!r}: a number with K, M, G or T",
+            code="config.type",
+        )
     if cluster.learner_gpus and cluster.learner_gpus < config.learner.ranks:
-        yield (
-            "config.conflict",
-            f"cluster.learner_gpus = {cluster.learner_gpus} is below learner.ranks = "
-            f"{config.learner.ranks}: every rank has one",
-            ("cluster", "learner_gpus"),
+        yield conflict(
+            "cluster.learner_gpus",
+            f"cluster.learner_gpus = {cluster.learner_gpus} is below learner.ranks = {config.learner.ranks}: every "
+            "rank has one",
         )
     if cluster.producer_gpus and cluster.producer_gpus < config.producers.count:
-        yield (
-            "config.conflict",
-            f"cluster.producer_gpus = {cluster.producer_gpus} is below producers.count = "
-            f"{config.producers.count}: every producer has one",
-            ("cluster", "producer_gpus"),
+        yield conflict(
+            "cluster.producer_gpus",
+            f"cluster.producer_gpus = {cluster.producer_gpus} is below producers.count = {config.producers.count}: "
+            "every producer has one",
+        )
+
+
+def _environment_problems(config: Config) -> Iterator[Conflict]:
+    environment = config.environment
+    if environment.is_single_turn:
+        for key in ("args", "tools"):
+            if getattr(environment, key):
+                yield conflict(
+                    f"environment.{key}",
+                    f"environment.name = 'single_turn' does not look at environment.{key}: name another environment",
+                )
+        return
+    if streams(config):
+        yield conflict("environment.name", "producers.engine = 'dataset' generates nothing: it has no environment")
+    if ":" in environment.name and not re.fullmatch(r"[\w.]+:[\w.]+", environment.name):
+        yield conflict(
+            "environment.name",
+            f"environment.name = {environment.name!r} is not 'module:name'",
+            code="config.environment",
+        )
+    if environment.name == "tools" and not environment.tools:
+        yield conflict(
+            "environment.tools",
+            "environment.name = 'tools' without environment.tools",
+            code="config.environment",
+        )
+    repeated = sorted({name for name in environment.tools if environment.tools.count(name) > 1})
+    if repeated:
+        yield conflict(
+            "environment.tools",
+            f"environment.tools names {', '.join(repeated)} twice",
+            code="config.environment",
+        )
+    unused = sorted(set(environment.tool_args) - {name.partition(":")[0] for name in environment.tools})
+    if unused:
+        yield conflict(
+            "environment.tool_args",
+            f"environment.tool_args.{unused[0]}: no tool of that name in environment.tools",
+            code="config.environment",
+        )
+    if config.producers.checkpoint_tokens:
+        yield conflict(
+            "producers.checkpoint_tokens",
+            f"producers.checkpoint_tokens sends single answers in pieces; with environment.name = {environment.name!r} "
+            "set it to 0",
+        )
+
+
+def _agent_problems(config: Config) -> Iterator[Conflict]:
+    agent, path = config.environment.agent, "environment.agent"
+    if config.environment.name != AGENT:
+        if agent.command or agent.function:
+            yield conflict(path, "environment.agent is set and environment.name is not 'agent'")
+        return
+    if bool(agent.command) == bool(agent.function):
+        yield conflict(
+            path,
+            "set exactly one of environment.agent.command and environment.agent.function",
+            code="config.environment",
+        )
+    if agent.function and not re.fullmatch(r"[\w.]+:[\w.]+", agent.function):
+        yield conflict(
+            f"{path}.function",
+            f"environment.agent.function = {agent.function!r} is not 'module:name'",
+            code="config.environment",
+        )
+    if agent.function and agent.sessions > 1:
+        yield conflict(f"{path}.sessions", "environment.agent.sessions is for agent.command")
+    if agent.port and config.producers.count > 1:
+        yield conflict(
+            f"{path}.port",
+            f"environment.agent.port = {agent.port} and producers.count = {config.producers.count}: every producer has "
+            "an endpoint of its own, set port = 0",
         )

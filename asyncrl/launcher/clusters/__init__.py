@@ -23,15 +23,7 @@ CONFIG_NAME = "config.toml"
 #: Mistakes about files on the pods' volume, which may not be mounted here. Each role checks again when it
 #: starts; a mistake ends its Job at once.
 OF_THE_VOLUME = frozenset(
-    {
-        "config.model",
-        "config.tokenizer",
-        "config.data",
-        "config.reward",
-        "config.environment",
-        "config.template",
-        "config.filter",
-    }
+    f"config.{what}" for what in ("model", "tokenizer", "data", "reward", "environment", "template", "filter")
 )
 
 

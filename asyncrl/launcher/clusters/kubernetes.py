@@ -14,58 +14,46 @@ keep the rules of the Pod Security Standard "restricted", unless `cluster.user` 
 
 from __future__ import annotations
 
-import json
-import re
+import math
 import shlex
+from pathlib import PurePosixPath
 from typing import Any
+
+import msgspec
+import yaml
 
 from asyncrl.config import Config, dump
 from asyncrl.errors import EXIT_CONFIG, EXIT_DATA, EXIT_HANDSHAKE, ConfigError
 from asyncrl.launcher.clusters.commands import Files, Site, environment, launch, summary
 
-_BARE = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
-_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n"})
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as blocks, and no references between values."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write a value anew wherever it stands."""
+        return True
 
 
-def document(value: Any) -> str:
-    """One document.
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
-    >>> print(document({"a": [1, {"b": "x: y"}], "c": {}}), end="")
+
+_Dumper.add_representer(str, _text)
+
+
+def documents(*values: Any) -> str:
+    """Documents one after the other.
+
+    >>> print(documents({"a": [1, {"b": "x: y"}], "c": {}}, ["yes"]), end="")
     a:
-      - 1
-      - b: "x: y"
+    - 1
+    - b: 'x: y'
     c: {}
+    ---
+    - 'yes'
     """
-    return "\n".join(_lines(value)) + "\n"
-
-
-def _lines(value: Any) -> list[str]:
-    if isinstance(value, dict) and value:
-        found: list[str] = []
-        for key, item in value.items():
-            found += _entry(f"{_scalar(str(key))}:", item)
-        return found
-    if isinstance(value, list) and value:
-        found = []
-        for item in value:
-            first, *rest = _lines(item)
-            found += [f"- {first}", *(f"  {line}" for line in rest)]
-        return found
-    return [_scalar(value)]
-
-
-def _entry(head: str, item: Any) -> list[str]:
-    if isinstance(item, str) and "\n" in item.strip("\n") and item.endswith("\n") and not item.startswith((" ", "\n")):
-        return [f"{head} |", *(f"  {line}".rstrip() for line in item.splitlines())]
-    if isinstance(item, (dict, list)) and item:
-        return [head, *(f"  {line}" for line in _lines(item))]
-    return [f"{head} {_scalar(item)}"]
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, str) and _BARE.fullmatch(value) and value.lower() not in _WORDS:
-        return value
-    return json.dumps(value)
+    return yaml.dump_all(values, Dumper=_Dumper, sort_keys=False, width=math.inf)
 
 
 CONFIG = "/etc/asyncrl/config.toml"
@@ -86,11 +74,11 @@ def render(config: Config, site: Site) -> Files:
         )
     pods = _Pods(config)
     return {
-        "config.yaml": document(pods.config_map()),
-        "network.yaml": document(pods.network()),
-        "services.yaml": "---\n".join(map(document, [pods.service(), pods.services()])),
-        "producers.yaml": "---\n".join(map(document, [pods.workers("producers"), pods.workers("rewards")])),
-        "learner.yaml": "---\n".join(map(document, [pods.meeting(), pods.learner()])),
+        "config.yaml": documents(pods.config_map()),
+        "network.yaml": documents(pods.network()),
+        "services.yaml": documents(pods.service(), pods.services()),
+        "producers.yaml": documents(pods.workers("producers"), pods.workers("rewards")),
+        "learner.yaml": documents(pods.meeting(), pods.learner()),
         "apply.sh": _apply(config, site),
         "end.sh": _end(config),
     }
@@ -120,10 +108,6 @@ class _Pods:
 
     def config_map(self) -> dict[str, Any]:
         """What every role reads."""
-        from pathlib import PurePosixPath
-
-        import msgspec
-
         network = msgspec.structs.replace(self.config.network, key_file=f"{KEYS}/server.key")
         config = msgspec.structs.replace(self.config, network=network)
         return {

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from asyncrl.config.sections.judge import FIELD, JudgeConfig
+from asyncrl.config.sections.reward import FIELD, JudgeConfig
 from producers.rewards.outcome import Problem, Verdict
 from producers.rewards.sample import RewardSample
 
