@@ -88,7 +88,7 @@ class Sample:
         self.outbox.put_nowait(delta)
 
 
-class ServedEngine:
+class ServedBase:
     def __init__(self, config: Config, *, tag: str = "") -> None:
         """`tag` is part of every label, see `staged_weights.Labels`."""
         self._config = config

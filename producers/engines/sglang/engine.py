@@ -36,7 +36,7 @@ from asyncrl.versions import expand
 from producers.engines.group_sender import GroupSender
 from producers.engines.http import HttpClient
 from producers.engines.request_gate import RequestGate
-from producers.engines.served import Outbox, ServedEngine, next_delta
+from producers.engines.served import Outbox, ServedBase, next_delta
 from producers.engines.sglang.control_api import ServerFacts, SGLangServer, together
 from producers.engines.sglang.responses import read_piece
 from producers.engines.sglang.sample import Sample
@@ -51,7 +51,7 @@ MOST_ABORTS = 3  # by the server, of one sample
 TOKEN = "ASYNCRL_ENGINE_TOKEN"  # variable with the server's API key
 
 
-class SGLangEngine(ServedEngine):
+class SGLangEngine(ServedBase):
     """Made by name with the resolved configuration: `find("asyncrl.engines", "sglang")(config)`."""
 
     def __init__(self, config: Config) -> None:

@@ -49,7 +49,7 @@ class Sample(served.Sample):
         self.hand_on(finish)
 
 
-class VLLMBase(served.ServedEngine):
+class VLLMBase(served.ServedBase):
     def __init__(self, config: Config, *, tag: str = "") -> None:
         super().__init__(config, tag=tag)
         own = config.producers.dtype
