@@ -20,6 +20,7 @@ from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.versions import Runs, expand
 from asyncrl.wire import Manifest, Tensor
 from producers.engines import served
+from producers.engines.model_files import weights_dtype
 from producers.engines.request_checks import request_problem
 from producers.engines.staged_weights import StagedVersion
 from producers.engines.vllm.checksums import Checksums
@@ -52,8 +53,7 @@ class Sample(served.Sample):
 class VLLMBase(served.ServedBase):
     def __init__(self, config: Config, *, tag: str = "") -> None:
         super().__init__(config, tag=tag)
-        own = config.producers.dtype
-        self._dtype = own if own != "auto" else config.model.dtype
+        self._dtype = weights_dtype(config)
         self._recompute = config.producers.kv_at_swap == "recompute"
         self._samples: dict[tuple[str, int], Sample] = {}
         self._full_softmax = False  # of the log-probs, for every request

@@ -27,11 +27,12 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, PauseMode
 from asyncrl.errors import ConfigError, WorkError
+from asyncrl.runtime.host_facts import free_host_bytes
 from producers.engines.served import sample_seed
 from producers.engines.staged_weights import StagedVersion
 from producers.engines.vllm.args import arguments, engine_argument_names, logprobs_problem
 from producers.engines.vllm.base import CALL_LIMIT_S, Sample, VLLMBase, one_digest, update_info
-from producers.engines.vllm.lifecycle import end, engine_processes, free_host_bytes, prepare
+from producers.engines.vllm.lifecycle import end, engine_processes, prepare
 from producers.engines.vllm.stats import Stats
 
 
