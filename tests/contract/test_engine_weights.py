@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from digests import digest_tensors
 from test_engines import (
     PROMPTS,
     _llama,
@@ -39,7 +38,7 @@ from producers.engines.hf.engine import HFEngine
 from producers.engines.hf.weights import ModelWeights
 from weightsync.encoding.adapter import AdapterConfig, config_text
 from weightsync.plan.buckets import TensorSpec, plan_buckets
-from weightsync.plan.digest import version_digest
+from weightsync.plan.digest import digest_tensors, version_digest
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from digests import digest_tensors
 from tokenizers import Tokenizer, models
 from transformers import GPT2Config, Lfm2Config, LlamaConfig, MistralConfig, PreTrainedModel, Qwen3Config
 
@@ -22,6 +21,7 @@ from asyncrl.versions import expand
 from asyncrl.wire import Manifest, Tensor
 from producers.engines.hf.engine import HFEngine
 from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import digest_tensors
 
 VOCAB = 40
 EOS = 2

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from digests import digest_tensors
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -28,6 +27,7 @@ from producers import main, worker
 from producers.rollout.capacity import Capacity
 from producers.support.retry import Patience
 from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import digest_tensors
 
 IDS = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *"0123456789+="])}
 GROUP = 4

@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 import pytest
 import warm
-from digests import digest_tensors
 
 from asyncrl.config import Config, DataConfig, ModelConfig, RewardFunctionConfig, RunConfig, WeightSyncConfig, dump
 from asyncrl.engine import EngineCapabilities
@@ -30,6 +29,7 @@ from asyncrl.runtime.run_dir import RunDir, endpoint
 from asyncrl.wire import Instruction, LeaseRequest, Manifest, Tensor
 from weightsync.main import serve
 from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
+from weightsync.plan.digest import digest_tensors
 from weightsync.publisher.publisher import Publisher
 from weightsync.receiver.receiver import Receiver, built_in_transports
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from digests import digest_tensors
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3Config
 
@@ -21,6 +20,7 @@ from asyncrl.config import Config, parse
 from asyncrl.engine import Engine, GenDelta, GenRequest, join_deltas
 from asyncrl.wire import Manifest, Tensor
 from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import digest_tensors
 
 T = TypeVar("T")
 VOCAB, EOS, SLOTS, MAX_PROMPT, MAX_NEW = 128, 2, 8, 320, 64

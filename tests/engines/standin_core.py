@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from aiohttp import web
-from digests import digest_tensors
 from safetensors.torch import load_file
 
 from asyncrl.config import parse
@@ -29,6 +28,7 @@ from asyncrl.engine import GenRequest
 from asyncrl.wire import Manifest
 from producers.engines.hf.engine import HFEngine
 from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import digest_tensors
 
 STALE = 0.5
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

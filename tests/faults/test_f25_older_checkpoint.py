@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from digests import digest_tensors
 from learner_lab import Lab, Recorded, make_group
 
 from asyncrl.audit.prove import audit_file
@@ -24,6 +23,7 @@ from asyncrl.metrics import read_lines
 from asyncrl.runtime.fingerprint import model_fingerprint
 from asyncrl.runtime.run_dir import endpoint
 from buffers.client.producer import ProducerClient
+from weightsync.plan.digest import digest_tensors
 from weightsync.receiver.receiver import Receiver
 
 KILLS = ("after_commit", "before_commit", "after_step", "after_checkpointed", "after_commit")

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from digests import digest_tensors
 from made_batches import a_batch, a_group, a_sample
 
 from asyncrl import config as configuration
@@ -30,6 +29,7 @@ from learners.rank_zero import Services
 from learners.step.lr_schedule import learning_rate
 from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import digest_tensors
 
 
 def make_batch(step: int, *, groups: int = 3, replayed: bool = False, invalid: dict[int, str] | None = None) -> Any:

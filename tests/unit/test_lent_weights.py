@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from digests import digest_tensors
 
 from asyncrl import config as configuration
 from learners.backends.fsdp2.backend import FSDP2Backend
 from learners.gang.gang import Gang
 from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import digest_tensors
 from weightsync.staging import Staging
 
 

@@ -14,11 +14,12 @@ Example: a bucket of tensors of 2.5 MiB and 100 B has four pieces (1, 1 and 0.5 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from blake3 import blake3
 
 from asyncrl.wire import Buffer, Tensor
+from weightsync.plan.buckets import group_by_bucket
 
 DIGEST_BYTES = 16
 PIECE_BYTES = 1 << 20
@@ -61,3 +62,22 @@ def version_digest(bucket_digests: Sequence[str], *, base: str = "", adapter: st
     if base or adapter:
         digest.update(f"\n{base}\n{adapter}".encode())
     return digest.hexdigest(length=DIGEST_BYTES)
+
+
+def digest_tensors(tensors: Sequence[Tensor], get_bytes: Callable[[str], Buffer]) -> tuple[tuple[str, ...], str]:
+    """Bucket digests and the digest of the whole, from the bytes of each tensor by name.
+
+    Raises:
+        ValueError: the size of a tensor is not the planned one.
+    """
+    buckets = 1 + max((tensor.bucket for tensor in tensors), default=-1)
+    digests = []
+    for group in group_by_bucket(tensors, buckets):
+        digest = Digest()
+        for tensor in group:
+            view = memoryview(get_bytes(tensor.name))
+            if view.nbytes != tensor.nbytes:
+                raise ValueError(f"{tensor.name}: {view.nbytes} bytes, planned {tensor.nbytes}")
+            digest.update(view)
+        digests.append(digest.hexdigest())
+    return tuple(digests), version_digest(digests)
