@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,39 +39,13 @@ from learners.step_records import StepRecords
 
 if TYPE_CHECKING:
     from asyncrl.wire.batch_arrays import ClaimedBatch
+    from buffers.client.learner import LearnerClient
+    from weightsync.publisher.publisher import Publisher
 
 POLL_S = 2.0
 REPORT_EVERY_S = 10.0
 
 Weights = Iterable[tuple[str, npt.NDArray[np.uint8]]]
-
-
-class BufferClient(Protocol):
-    """The methods of `buffers.client.learner.LearnerClient` that the learner uses."""
-
-    def register(self, *, step: int, ledger: str, takeover: bool, fingerprint: str, digests: dict[int, str]) -> Any: ...
-    def claim(self, *, step: int, version: int, wait_s: float) -> Any: ...
-    def commit(self, *, step: int, version: int, digest: str) -> None: ...
-    def quarantine(self, *, step: int, groups: Iterable[int], reason: str) -> None: ...
-    def ledger(self, *, step: int) -> str: ...
-    def checkpointed(self, *, step: int) -> None: ...
-    def evaluations(self, *, seen: int) -> Any: ...
-    def goodbye(self, *, done: bool, reason: str) -> None: ...
-    def close(self) -> None: ...
-
-
-class WeightPublisher(Protocol):
-    """The methods of `weightsync.publisher.publisher.Publisher` that the learner uses."""
-
-    digests: dict[int, str]
-    stats: dict[str, float]
-
-    def start(self, *, epoch: int) -> None: ...
-    def committed_version(self) -> int: ...
-    def publish(self, version: int, plan: Any, chunks: Weights, *, base: str = "", adapter: str = "") -> Any: ...
-    def stage_base(self, version: int, plan: Any, chunks: Weights) -> Any: ...
-    def settle(self) -> None: ...
-    def close(self, *, hurry: bool = False) -> None: ...
 
 
 class AdapterPlan(NamedTuple):
@@ -88,8 +62,8 @@ class Services:
         self,
         config: Config,
         *,
-        buffer: BufferClient,
-        publisher: WeightPublisher,
+        buffer: LearnerClient,
+        publisher: Publisher,
         plan: Any,
         stop: Stop,
         takeover: bool = False,

@@ -313,8 +313,7 @@ def drop_overrides(tuning: str, overrides: Sequence[str]) -> str:
 
 def _backend_settings(config: Config) -> tuple[Any, ...]:
     """Return the settings that models and optimizers are built with."""
-    from learners.backends.fsdp2.critic import wants_critic
-    from learners.backends.fsdp2.process_reward import wants_process_rewards
+    from learners.backends.fsdp2.companion import wants_critic, wants_process_rewards
 
     learner = config.learner
     critic, process = learner.critic, learner.process_reward

@@ -8,7 +8,7 @@ from asyncrl.config.loading import Loaded, all_keys, dump, find_conflicts, load,
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.base import Section
 from asyncrl.config.sections.buffer import BufferConfig
-from asyncrl.config.sections.data import DataConfig, ModelConfig, SamplingConfig
+from asyncrl.config.sections.data import DataConfig, SamplingConfig
 from asyncrl.config.sections.learner import (
     CompanionConfig,
     CriticConfig,
@@ -19,6 +19,7 @@ from asyncrl.config.sections.learner import (
     PreferenceConfig,
     ProcessRewardConfig,
 )
+from asyncrl.config.sections.model import ModelConfig
 from asyncrl.config.sections.producers import ProducersConfig
 from asyncrl.config.sections.reward import RewardFunctionConfig, RewardWorkersConfig
 from asyncrl.config.sections.run import LogConfig, NetworkConfig, RunConfig

@@ -9,19 +9,17 @@ from msgspec import field
 
 from asyncrl.config.sections.base import Section
 from asyncrl.config.sections.buffer import BufferConfig
-from asyncrl.config.sections.data import DataConfig, EvaluationConfig, ModelConfig, SamplingConfig
+from asyncrl.config.sections.cluster import ClusterConfig
+from asyncrl.config.sections.data import DataConfig, SamplingConfig
 from asyncrl.config.sections.environment import EnvironmentConfig
+from asyncrl.config.sections.evaluation import EvaluationConfig
 from asyncrl.config.sections.learner import LearnerConfig
+from asyncrl.config.sections.model import ModelConfig
 from asyncrl.config.sections.producers import ProducersConfig
 from asyncrl.config.sections.reward import JudgeConfig, RewardFunctionConfig, RewardWorkersConfig
-from asyncrl.config.sections.run import (
-    ClusterConfig,
-    LogConfig,
-    NetworkConfig,
-    RunConfig,
-    SandboxConfig,
-    TrackersConfig,
-)
+from asyncrl.config.sections.run import LogConfig, NetworkConfig, RunConfig
+from asyncrl.config.sections.sandbox import SandboxConfig
+from asyncrl.config.sections.tracker import TrackersConfig
 from asyncrl.config.sections.weightsync import WeightSyncConfig
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.redis_url import restore_password
-from asyncrl.config.sections.run import ONLINE
+from asyncrl.config.sections.tracker import ONLINE
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
 from asyncrl.net.probe import bind_problem, redis_problem
 from asyncrl.plugins import known_plugins

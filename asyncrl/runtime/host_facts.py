@@ -1,4 +1,4 @@
-"""Facts about processes and addresses of this host, without psutil.
+"""Facts about processes, addresses and memory of this host, without psutil.
 
 Guarantee: no function raises if a process ends meanwhile. Only Linux has `/proc`; on other systems a process seems to
 have no descendants.
@@ -117,3 +117,11 @@ def _connects(family: int, target: Any, timeout_s: float) -> bool:
         except OSError:
             return False
     return True
+
+
+def free_host_bytes() -> int:
+    """Available memory; very large if unknown, so that an allocation decides."""
+    try:
+        return int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+    except (OSError, IndexError):
+        return 1 << 62

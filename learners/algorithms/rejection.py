@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from learners.algorithms.tensors import masked, sequence_means, sequence_sums
-
-LOG_RATIO_LIMIT = 20.0
+from learners.algorithms.tensors import log_ratio, masked, sequence_means, sequence_sums
 
 RejectOption = Literal[
     "token_k1",
@@ -62,7 +60,7 @@ def rejection_mask(
     Truncated and rejection forms: arXiv 2510.18855, 2512.02556; estimators as in arXiv 2402.03300, equation 4.
     """
     limits = rejection_limits(options, thresholds)
-    gap = (masked(proximal.detach(), mask) - masked(behaviour.detach(), mask)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    gap = log_ratio(proximal.detach(), behaviour.detach(), mask)
     keep = mask
     for option, (low, high) in zip(options, limits, strict=True):
         where, _, kind = option.rpartition("_")

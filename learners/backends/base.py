@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError
 from learners.batch.micro_batches import MicroBatch, Sample
 from learners.models.logprobs import TokenNumbers
 from weightsync.encoding.adapter import AdapterConfig
@@ -215,6 +216,19 @@ def to_device(micro: MicroBatch, device: torch.device) -> Micro:
         scales=torch.tensor(micro.scales, device=device),
         right=torch.tensor(micro.right, device=device).bool(),
     )
+
+
+def add_sums(sums: dict[str, Tensor], value: Tensor, parts: Mapping[str, Tensor]) -> None:
+    """Add the loss of a micro-batch and its sums for metrics."""
+    for name, part in (("loss", value.detach()), *parts.items()):
+        sums[name] = sums[name] + part if name in sums else part
+
+
+def check_packing(together: Tensor, singles: Sequence[Tensor], dtype: str, what: str) -> None:
+    """Raise `learner.packing` if the outputs `[N]` of packed rows are not those of single sequences."""
+    worst = float((together - torch.cat(list(singles))).abs().max())
+    if not worst <= PACKING_LIMIT[dtype]:
+        raise AsyncRLError("learner.packing", f"{what} differ by {worst:.3g}")
 
 
 def published_dtype(config: Config) -> str:

@@ -121,7 +121,7 @@ def describe_model(path: str, *, scorer: bool, seed: int, **options: Any) -> Any
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     folder = Path(path)
-    files = _files(folder)
+    files = tensor_files(folder)
     local = {"trust_remote_code": options["trust_remote_code"], "local_files_only": True}
     shape = AutoConfig.from_pretrained(path, **local, **({"num_labels": 1} if scorer else {}))
     if getattr(shape, "quantization_config", None) is not None:
@@ -152,8 +152,8 @@ def describe_model(path: str, *, scorer: bool, seed: int, **options: Any) -> Any
     return model.eval()
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor name."""
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor name. Raises `Unfit` if they cannot be listed."""
     try:
         if (folder / ONE).exists():
             with safe_open(folder / ONE, framework="pt") as file:

@@ -29,14 +29,6 @@ from learners.batch.micro_batches import MicroBatch, Minibatch
 from learners.gang.gang import Gang
 
 
-class Known(NamedTuple):
-    """Inputs by micro-batch; None: not known before the forward pass."""
-
-    proximal: Sequence[Tensor] | None
-    advantages: Sequence[Tensor] | None
-    high: Sequence[Tensor] | None  # tokens that `entropy_keep` keeps; None: all
-
-
 class HighEntropy(NamedTuple):
     """`pieces`: by mini-batch and micro-batch of this rank, bool `[N]`; `threshold` in nats, equal on every rank."""
 
@@ -75,8 +67,8 @@ def choose_tokens(
     gang: Gang,
     seed: tuple[int, int],
 ) -> list[Tensor]:
-    """Return the selected tokens of each micro-batch of this rank, bool `[N]`. `known` has the fields of `Known`.
-    Collective.
+    """Return the selected tokens of each micro-batch of this rank, bool `[N]`. `known`: log-probs and advantages
+    by micro-batch (`learners.step.update.Terms`); None: not known before the forward pass. Collective.
     """
     mine: dict[int, list[bytes]] = {}
     for number, (micro, now) in enumerate(zip(part.micro, current, strict=True)):

@@ -130,7 +130,7 @@ class Model(msgspec.Struct, frozen=True):
     kind: str
     config: Any
     shapes: dict[str, tuple[int, ...]]
-    beside: Path  # folder with the tokenizer
+    tokenizer: Path  # folder with the tokenizer
 
 
 def _models(config: Config, store: Store) -> list[Model] | None:
@@ -175,7 +175,7 @@ def _stream(
     """Write every model of the checkpoint, tensor by tensor."""
     for model in models:
         place = folder / model.folder
-        writer = FolderWriter(place, model.config, dtype=dtype, source=model.beside, max_bytes=max_bytes)
+        writer = FolderWriter(place, model.config, dtype=dtype, source=model.tokenizer, max_bytes=max_bytes)
         for name, shape in model.shapes.items():
             writer.add(name, store.read(model.kind, Part(name, shape, full_box(shape), full_box(shape))))
         written = writer.close(_generation(model.config))

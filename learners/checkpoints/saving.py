@@ -71,7 +71,7 @@ class Checkpoints:
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
         self._scores = retention.Scores(self._root, config, say=self._say) if gang.lead else None
-        self._told: tuple[int, ...] = ()
+        self._best_steps: tuple[int, ...] = ()
         self._changed = False  # a score changed since the last cleanup
 
     def restored(self, step: int) -> None:
@@ -186,8 +186,8 @@ class Checkpoints:
             return None
         known = sorted({*checkpoint.steps_in(self._root), step})
         ranking = self._scores.ranking(known)
-        if ranking is not None and (best := retention.best(known, ranking)) != self._told:
-            self._told = best
+        if ranking is not None and (best := retention.best(known, ranking)) != self._best_steps:
+            self._best_steps = best
             each = ", ".join(f"step {number} {ranking.scores[number]:.4g}" for number in best)
             self._say(f"best checkpoints by {ranking.metric}: {each}")
         return ranking

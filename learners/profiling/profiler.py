@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.sections.lora import ProfileConfig, parse_steps
+from asyncrl.config.sections.profile import ProfileConfig, parse_steps
 from asyncrl.runtime.device import Device
 
 FOLDER = "profile"

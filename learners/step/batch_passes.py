@@ -15,7 +15,7 @@ Example: GAE: values of every rank's rows -> rank 0: advantages and returns of a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -124,15 +124,17 @@ def prepare(
     critic = backend.critic if needs.values else None
     if not any(needs):
         return Prepared(kl_coeff=kl_coeff)
-    if needs.values and critic is None:
-        return Prepared(broken=f"estimate: advantage {algorithm.advantage!r} needs a critic")
-    if needs.process and process is None:
-        return Prepared(broken=f"estimate: advantage {algorithm.advantage!r} needs a process reward model")
+    for needed, given, what in (
+        (needs.values, critic, "critic"),
+        (needs.process, process, "process reward model"),
+    ):
+        if needed and given is None:
+            return Prepared(broken=f"estimate: advantage {algorithm.advantage!r} needs a {what}")
     reference = values = after = None
     proximal, entropy, squares = _policy_numbers(backend, share, needs, algorithm)
     if needs.reference:
         reference = [backend.reference_logprobs(part.micro) for part in share]
-    if needs.values and critic is not None:
+    if critic is not None:
         predicted = [critic.values(part.micro) for part in share]
         values = [[piece.tokens for piece in part] for part in predicted]
         after = [[piece.after for piece in part] for part in predicted] if bootstrap else None
@@ -147,21 +149,10 @@ def prepare(
         prepared = prepared._replace(high=found_high.pieces, entropy_threshold=found_high.threshold)
     if not (needs.late or needs.correct):
         return prepared
-    found = ModelNumbers(
-        _gathered(gang, share, proximal),
-        _gathered(gang, share, reference),
-        _gathered(gang, share, values),
-        _gathered(gang, share, after, each=True),
-        _gathered(gang, share, squares),
-        _gathered(gang, share, scored),
-        _gathered(gang, share, None if process is None else process.reference),
-    )
-    answer = _Answer()
-    if gang.lead and whole is not None:
-        answer = _estimate(
-            whole, found, algorithm, kl_coeff, correct=needs.correct, scoring=process.config if process else None
-        )
-    answer = msgspec.msgpack.decode(gang.share(msgspec.msgpack.encode(answer)), type=_Answer)
+    pieces = (proximal, reference, values, after, squares, scored, None if process is None else process.reference)
+    found = ModelNumbers(*(_gathered(gang, share, piece, each=piece is after) for piece in pieces))
+    scoring = process.config if process else None
+    answer = _shared_estimate(whole, found, algorithm, kl_coeff, gang=gang, correct=needs.correct, scoring=scoring)
     if answer.broken:
         return prepared._replace(broken=answer.broken)
     return _filled(prepared, share, answer, like=_device(proximal or reference or values or scored))
@@ -198,6 +189,16 @@ class _Answer(msgspec.Struct, array_like=True):
     first: tuple[float, ...] = ()
     kl: float | None = None
     broken: str = ""
+
+
+def _shared_estimate(
+    whole: Whole | None, found: ModelNumbers, algorithm: AlgorithmConfig, kl_coeff: float, *, gang: Gang, **options: Any
+) -> _Answer:
+    """Return what rank 0 estimates, on every rank. `options`: see `_estimate`. Collective."""
+    answer = _Answer()
+    if gang.lead and whole is not None:
+        answer = _estimate(whole, found, algorithm, kl_coeff, **options)
+    return msgspec.msgpack.decode(gang.share(msgspec.msgpack.encode(answer)), type=_Answer)
 
 
 def _estimate(

@@ -1,55 +1,80 @@
-"""Trains the models next to the policy (critic, process reward model) in the same step.
+"""Models that train next to the policy in the same step: the critic, the process reward model.
 
 Guarantees:
 1. policy and companions are updated with the same mini-batches, all or none: a non-finite loss or gradient of any of
    them changes no weight;
-2. if a companion trains alone (the critic's warm-up), the policy's gradients are computed and discarded.
+2. sums over tokens add up over micro-batches, mini-batches and ranks: no metric depends on the split.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
-from asyncrl.config import LearnerConfig
-from learners.backends.base import Backend, UpdateInfo
+from learners.backends.base import Companion, LossFunction
 from learners.batch.micro_batches import Minibatch
 from learners.gang.gang import Gang
-from learners.step.batch_passes import Prepared
-from learners.step.critic import critic_step
+from learners.step.guarded_backward import backward
 
 
-class Part(Protocol):
-    """One companion during one step, on one rank."""
+class CompanionStep:
+    """One companion during one step, on one rank. Subclasses give its loss and its metrics."""
 
-    @property
-    def alone(self) -> bool:
-        """Whether the policy is not trained in this step."""
+    kind = ""  # in messages
+    alone = False  # the policy is not trained in this step
+
+    def __init__(self, model: Companion, *, gang: Gang, max_norm: float, lr: float) -> None:
+        """`lr`: of this step; `max_norm`: its gradients are clipped to it."""
+        self._companion = model
+        self._gang = gang
+        self._max_norm = max_norm
+        self._lr = lr
+        self._norm = 0.0
+        self._found: dict[str, float] = {}  # sums of the current mini-batch
+        self._totals: dict[str, float] = {}  # sums of applied mini-batches
+        self._norms: list[float] = []
+
+    def loss(self, part: Minibatch, place: int) -> LossFunction:
+        """Return the loss of mini-batch `place`."""
+        raise NotImplementedError
 
     def gradients(self, part: Minibatch, place: int) -> str:
         """Compute and clip the gradients of mini-batch `place`. Return the failure on any rank. Collective."""
+        self._found, why = backward(self._companion.train, part.micro, self.loss(part, place), gang=self._gang)
+        if why:
+            return f"{self.kind}: {why}"
+        self._norm = self._companion.clip(self._max_norm)
+        return "" if math.isfinite(self._norm) else f"{self.kind}: loss: the norm of the gradient is {self._norm}"
 
     def end(self, *, keep: bool) -> None:
         """Update with the gradients of the mini-batch, or discard them."""
+        if not keep or not self._found:
+            self._companion.discard()
+            return
+        self._companion.apply(self._lr)
+        for name, value in self._found.items():
+            self._totals[name] = self._totals.get(name, 0.0) + value
+        self._norms.append(self._norm)
+        self._found = {}
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the updates so far, by catalogue name."""
+        """Return metrics of the updates so far, by catalogue name; empty without an update."""
+        return self._means(self._totals) if self._norms else {}
+
+    def _means(self, sums: dict[str, float]) -> dict[str, float]:
+        raise NotImplementedError
 
 
 class Companions:
     """The companions of a step as one."""
 
-    def __init__(self, parts: Sequence[Part] = ()) -> None:
+    def __init__(self, parts: Sequence[CompanionStep] = ()) -> None:
         self._parts = parts
         self.alone = any(part.alone for part in parts)
 
     def gradients(self, part: Minibatch, place: int) -> str:
         """Compute the gradients of every model up to the first failure. Collective."""
-        why = ""
-        for model in self._parts:
-            why = why or model.gradients(part, place)
-        return why
+        return next(filter(None, (model.gradients(part, place) for model in self._parts)), "")
 
     def end(self, *, keep: bool) -> None:
         """Update all, or discard all."""
@@ -58,31 +83,3 @@ class Companions:
 
     def metrics(self) -> dict[str, float]:
         return {name: value for model in self._parts for name, value in model.metrics().items()}
-
-
-def make_companions(
-    ready: Prepared,
-    *,
-    backend: Backend,
-    gang: Gang,
-    config: LearnerConfig,
-    lr: float,
-    step: int,
-    critic_warm: bool = False,
-) -> Companions:
-    """Return the companions of this step. `lr`: of the critic; `critic_warm`: its warm-up ended early."""
-    critic = critic_step(ready, backend=backend, gang=gang, config=config, lr=lr, step=step, warm=critic_warm)
-    return Companions([part for part in (critic, ready.process) if part is not None])
-
-
-def update(why: str, *, backend: Backend, companions: Companions, lr: float, max_norm: float) -> UpdateInfo:
-    """Update policy and companions, all or none. `why`: an earlier failure. Collective."""
-    if why:
-        info = UpdateInfo(backend.discard(), True)
-    elif companions.alone:
-        norm = backend.discard()
-        info = UpdateInfo(norm, not math.isfinite(norm))
-    else:
-        info = backend.step(lr=lr, max_norm=max_norm)
-    companions.end(keep=not info.skipped)
-    return info

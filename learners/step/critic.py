@@ -1,19 +1,16 @@
 """The critic in a training step: loss, update and metrics. `learners.step.batch_passes` computes values and returns.
 
 Guarantees:
-1. policy and critic are updated with the same mini-batches, both or neither;
-2. the clipped value loss compares with the values at the start of the step, also in later mini-batches;
-3. in the first `critic_warmup` steps only the critic is trained (`lr` is 0): the policy's gradients are computed, for
+1. the clipped value loss compares with the values at the start of the step, also in later mini-batches;
+2. in the first `critic_warmup` steps only the critic is trained (`lr` is 0): the policy's gradients are computed, for
    metrics and to find bad groups, and discarded. A step whose values explain `critic_warmup_until` of the variance of
-   its returns ends the warm-up for good; checkpoints record it;
-4. sums over tokens add up over micro-batches, mini-batches and ranks: no metric depends on the split.
+   its returns ends the warm-up for good; checkpoints record it.
 
 Example: returns 1, 1, 0, 0 and values 0.8, 0.8, 0.2, 0.2: explained variance 1 - 0.04 / 0.25 = 0.84.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,14 +25,16 @@ from learners.algorithms.values import explained_variance, value_loss
 from learners.backends.base import Backend, Critic, LossFunction, Micro
 from learners.batch.micro_batches import Minibatch
 from learners.gang.gang import Gang
-from learners.step.guarded_backward import backward
+from learners.step.companions import CompanionStep
 
 if TYPE_CHECKING:
     from learners.step.batch_passes import Pieces, Prepared
 
 
-class CriticStep:
-    """The critic during one step, on one rank. `lr`: of this step; `alone`: the policy is not trained in it."""
+class CriticStep(CompanionStep):
+    """The critic during one step, on one rank. `alone`: the policy is not trained in it."""
+
+    kind = "critic"
 
     def __init__(
         self,
@@ -48,47 +47,23 @@ class CriticStep:
         lr: float,
         alone: bool = False,
     ) -> None:
+        super().__init__(critic, gang=gang, max_norm=config.max_grad_norm, lr=lr)
         self.alone = alone
-        self._critic = critic
         self._values = values
         self._returns = returns
-        self._gang = gang
         self._config = config
-        self._lr = lr
-        self._norm = 0.0
-        self._found: dict[str, float] = {}  # of the current mini-batch
-        self._totals: dict[str, float] = {}  # of applied mini-batches
-        self._norms: list[float] = []
 
-    def gradients(self, part: Minibatch, place: int) -> str:
-        loss = loss_function(
-            self._values[place], self._returns[place], Denominators(part.tokens, part.sequences), self._config
-        )
-        self._found, why = backward(self._critic.train, part.micro, loss, gang=self._gang)
-        if why:
-            return f"critic: {why}"
-        self._norm = self._critic.clip(self._config.max_grad_norm)
-        return "" if math.isfinite(self._norm) else f"critic: loss: the norm of the gradient is {self._norm}"
+    def loss(self, part: Minibatch, place: int) -> LossFunction:
+        counts = Denominators(part.tokens, part.sequences)
+        return loss_function(self._values[place], self._returns[place], counts, self._config)
 
-    def end(self, *, keep: bool) -> None:
-        if not keep:
-            self._critic.discard()
-            return
-        self._critic.apply(self._lr)
-        for name, value in self._found.items():
-            self._totals[name] = self._totals.get(name, 0.0) + value
-        self._norms.append(self._norm)
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the updates so far, by catalogue name; empty without an update."""
-        if not self._norms:
-            return {}
-        sums = self._totals
+    def _means(self, sums: dict[str, float]) -> dict[str, float]:
+        tokens = max(sums["tokens_sum"], 1.0)
         return {
             "value_loss": sums["loss"] / len(self._norms),
-            "value_clip_share": sums["clipped_sum"] / max(sums["tokens_sum"], 1.0),
-            "value_mean": sums["value_sum"] / max(sums["tokens_sum"], 1.0),
-            "return_mean": sums["return_sum"] / max(sums["tokens_sum"], 1.0),
+            "value_clip_share": sums["clipped_sum"] / tokens,
+            "value_mean": sums["value_sum"] / tokens,
+            "return_mean": sums["return_sum"] / tokens,
             "explained_variance": explained_variance(sums),
             "critic_grad_norm": max(self._norms),
             "critic_lr": self._lr,

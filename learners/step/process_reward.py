@@ -6,8 +6,7 @@ Guarantees:
 2. `update = "before"` (double forward): the model is updated on the whole batch and then scores it. If the policy is
    not updated afterwards (a bad group, a probe), the model is restored, bit by bit;
 3. the loss is the cross-entropy of `sigmoid(beta sum of log-ratios)` against right or wrong (`shaping.correct_above`),
-   mean over the sequences of the mini-batch with a trained token, over all ranks;
-4. sums add up over micro-batches, mini-batches and ranks: no metric depends on the split.
+   mean over the sequences of the mini-batch with a trained token, over all ranks.
 
 Rank 0 computes scores and advantages in `learners.batch.estimates`.
 Example: beta 0.05, log-ratios 1 and 3 of a right answer: logit 0.2, loss 0.598, counted as accurate.
@@ -15,7 +14,6 @@ Example: beta 0.05, log-ratios 1 and 3 of a right answer: logit 0.2, loss 0.598,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
@@ -26,14 +24,14 @@ from learners.algorithms.tensors import masked
 from learners.backends.base import Backend, LossFunction, Micro, ProcessRewardModel
 from learners.batch.micro_batches import Minibatch
 from learners.gang.gang import Gang
-from learners.step.guarded_backward import backward
+from learners.step.companions import CompanionStep
 from learners.step.lr_schedule import learning_rate
 
 
-class ProcessRewardStep:
+class ProcessRewardStep(CompanionStep):
     """The process reward model during one step, on one rank. `reference`: log-probs `[N]` under its frozen model."""
 
-    alone = False  # the policy trains too
+    kind = "process reward"
 
     def __init__(
         self,
@@ -44,39 +42,37 @@ class ProcessRewardStep:
         config: ProcessRewardConfig,
         lr: float,
     ) -> None:
+        super().__init__(model, gang=gang, max_norm=config.max_grad_norm, lr=lr)
         self.config = config
         self.reference = [model.reference_logprobs(part.micro) for part in share]
         self._model = model
         self._share = share
-        self._gang = gang
-        self._lr = lr
         self._done = False  # trained before it scored
         self._kept = False  # the policy was updated
-        self._norm = 0.0
-        self._found: dict[str, float] = {}  # of the current mini-batch
-        self._totals: dict[str, float] = {}  # of applied mini-batches
-        self._norms: list[float] = []
 
     def score(self) -> tuple[str, list[list[Tensor]]]:
         """Return a failure, and log-probs `[N]` by mini-batch and micro-batch. Collective."""
         if self.config.update == "before":
             self._model.remember()
             for place, part in enumerate(self._share):
-                why = self._gradients(part, place) if part.tokens else ""
-                self._end(keep=not why)
+                why = super().gradients(part, place) if part.tokens else ""
+                super().end(keep=not why)
                 if why:
                     self._model.restore()
                     return why, []
             self._done = True
         return "", [self._model.forward(part.micro) for part in self._share]
 
+    def loss(self, part: Minibatch, place: int) -> LossFunction:
+        return loss_function(self.reference[place], part.sequences, self.config)
+
     def gradients(self, part: Minibatch, place: int) -> str:
-        return "" if self._done else self._gradients(part, place)
+        return "" if self._done else super().gradients(part, place)
 
     def end(self, *, keep: bool) -> None:
         self._kept = self._kept or keep
         if not self._done:
-            self._end(keep=keep)
+            super().end(keep=keep)
 
     def settle(self) -> None:
         """End the step: undo an early update if the policy was not updated."""
@@ -84,11 +80,7 @@ class ProcessRewardStep:
             self._model.restore()
         self._model.release()
 
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the updates so far, by catalogue name; empty without an update."""
-        if not self._norms:
-            return {}
-        sums = self._totals
+    def _means(self, sums: dict[str, float]) -> dict[str, float]:
         return {
             "process_loss": sums["loss"] / len(self._norms),
             "process_accuracy": sums["right_sum"] / max(sums["sequences_sum"], 1.0),
@@ -96,24 +88,6 @@ class ProcessRewardStep:
             "process_grad_norm": max(self._norms),
             "process_lr": self._lr,
         }
-
-    def _gradients(self, part: Minibatch, place: int) -> str:
-        loss = loss_function(self.reference[place], part.sequences, self.config)
-        self._found, why = backward(self._model.train, part.micro, loss, gang=self._gang)
-        if why:
-            return f"process reward: {why}"
-        self._norm = self._model.clip(self.config.max_grad_norm)
-        return "" if math.isfinite(self._norm) else f"process reward: loss: the norm of the gradient is {self._norm}"
-
-    def _end(self, *, keep: bool) -> None:
-        if not keep or not self._found:
-            self._model.discard()
-            return
-        self._model.apply(self._lr)
-        for name, value in self._found.items():
-            self._totals[name] = self._totals.get(name, 0.0) + value
-        self._norms.append(self._norm)
-        self._found = {}
 
 
 def process_step(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,13 +33,14 @@ from learners.algorithms.rejection import sequence_mask
 from learners.algorithms.supervised import positive_lm
 from learners.algorithms.tensors import masked, sequence_lengths
 from learners.algorithms.types import Correction, LossInputs
-from learners.backends.base import Backend, LossFunction, Micro, to_device
+from learners.backends.base import Backend, LossFunction, Micro, UpdateInfo, to_device
 from learners.batch.micro_batches import Minibatch
 from learners.batch.token_selection import choose_tokens
 from learners.gang.gang import Gang
 from learners.step.batch_passes import Pieces, Prepared
-from learners.step.companions import make_companions, update
+from learners.step.companions import Companions
 from learners.step.correction_metrics import StepLog
+from learners.step.critic import critic_step
 from learners.step.guarded_backward import Guard, backward
 from learners.step.lr_schedule import learning_rate
 
@@ -85,6 +87,10 @@ def loss_function(
 ) -> LossFunction:
     """Return the loss of a micro-batch for a backend, built from registry functions."""
     token_loss, correct, mode = loss_for(algorithm), correction_for(algorithm), aggregation_for(algorithm)
+    reduce = partial(
+        aggregate, mode=mode, denominators=denominators, loss_scale_factor=algorithm.loss_scale_factor or None
+    )
+    bonus = algorithm.entropy_coeff if terms.entropy_coeff is None else terms.entropy_coeff
 
     def loss(logprobs: Tensor, entropy: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
         proximal = proximal_logprobs(algorithm, logprobs, micro, terms.get(number, "proximal"))
@@ -93,66 +99,35 @@ def loss_function(
             correction = correct(proximal, micro.behaviour, micro.mask, micro.sequences)
         given = terms.get(number, "advantages")
         advantages = micro.advantages if given is None else given
-        weights, keep = correction.weights, _policy_mask(micro, terms, number) & correction.keep
-        if algorithm.stale_negatives:
-            keep = keep & sequence_mask(
-                logprobs, micro.behaviour, advantages, micro.mask, micro.sequences, delta=algorithm.stale_negatives
-            )
+        keep = _policy_mask(micro, terms, number) & correction.keep
+        if stale := algorithm.stale_negatives:
+            keep &= sequence_mask(logprobs, micro.behaviour, advantages, micro.mask, micro.sequences, delta=stale)
+        weights, chosen = correction.weights, terms.get(number, "chosen")
         result = token_loss(
-            LossInputs(
-                logprobs,
-                proximal,
-                micro.behaviour,
-                advantages,
-                keep,
-                micro.sequences,
-                weights,
-                terms.get(number, "chosen"),
-            )
+            LossInputs(logprobs, proximal, micro.behaviour, advantages, keep, micro.sequences, weights, chosen)
         )
         if algorithm.lag.weight != "off":
-            # Scale the loss, not `weights`: a loss may use these in the ratio of a row (VESPO), which has no age.
+            # Scale the loss, not its weights: a loss may use these in the ratio of a row (VESPO), which has no age.
             scales = micro.scales[micro.sequences]
             result, weights = result._replace(loss=result.loss * scales), weights * scales
-        counted = keep if algorithm.denominator == "kept" else micro.mask
 
-        def reduce(values: Tensor, over: Tensor, way: str = mode) -> Tensor:
-            return aggregate(
-                values,
-                over,
-                micro.sequences,
-                mode=way,
-                denominators=denominators,
-                loss_scale_factor=algorithm.loss_scale_factor or None,
-            )
-
-        value = reduce(result.loss, counted)
-        bonus = algorithm.entropy_coeff if terms.entropy_coeff is None else terms.entropy_coeff
+        value = reduce(result.loss, keep if algorithm.denominator == "kept" else micro.mask, micro.sequences)
         if bonus:
-            value = value - bonus * reduce(entropy, micro.mask)
-        sums: dict[str, Tensor] = {}
+            value = value - bonus * reduce(entropy, micro.mask, micro.sequences)
+        sums = {"entropy_sum": masked(entropy.detach(), micro.mask).sum()}
         if terms.high is not None:
             sums["entropy_kept_sum"] = _policy_mask(micro, terms, number).sum()
         if algorithm.kl.where == "loss":
             divergence = kl_term(algorithm, logprobs, proximal, terms.get(number, "reference"), micro.mask)
-            value = value + terms.kl_coeff * reduce(divergence, micro.mask)
+            value = value + terms.kl_coeff * reduce(divergence, micro.mask, micro.sequences)
             sums["kl_reference_sum"] = divergence.detach().sum()
         if algorithm.positive_coeff:
-            value = value + positive_lm(
-                logprobs, micro.mask, micro.right[micro.sequences], tokens=terms.right, coeff=algorithm.positive_coeff
-            )
+            right = micro.right[micro.sequences]
+            value = value + positive_lm(logprobs, micro.mask, right, tokens=terms.right, coeff=algorithm.positive_coeff)
         if log is not None:
             ours = proximal if algorithm.proximal == "recompute" else logprobs
-            log.note(
-                number,
-                micro,
-                current=logprobs,
-                proximal=proximal,
-                learner=ours,
-                correction=correction._replace(weights=weights),
-                result=result,
-            )
-        sums["entropy_sum"] = masked(entropy.detach(), micro.mask).sum()
+            used = correction._replace(weights=weights)
+            log.note(number, micro, current=logprobs, proximal=proximal, learner=ours, correction=used, result=result)
         return value, sums
 
     return loss
@@ -201,9 +176,8 @@ def train_step(
         # Before the first update: afterwards the weights are no longer those of the step's start.
         ready = ready._replace(proximal=[backend.forward_logprobs(part.micro) for part in share])
     rate = learning_rate(config.critic, step=step, steps=config.steps)
-    companions = make_companions(
-        ready, backend=backend, gang=gang, config=config, lr=rate, step=step, critic_warm=critic_warm
-    )
+    critic = critic_step(ready, backend=backend, gang=gang, config=config, lr=rate, step=step, warm=critic_warm)
+    companions = Companions([part for part in (critic, ready.process) if part is not None])
     lr = 0.0 if companions.alone else lr
     if len(share) > 1 and (why := _rehearse(share, ready, algorithm, backend=backend, gang=gang)):
         return StepResult({"lr": lr}, 1, why)
@@ -219,7 +193,12 @@ def train_step(
         if not why and algorithm.lag.step_scale == "sqrt_ess":
             scale = step_scale(log.metrics(gang)["ess_rows"])
         why = why or companions.gradients(part, place)
-        info = update(why, backend=backend, companions=companions, lr=lr * scale, max_norm=config.optim.max_grad_norm)
+        if why or companions.alone:
+            dropped = backend.discard()
+            info = UpdateInfo(dropped, bool(why) or not math.isfinite(dropped))
+        else:
+            info = backend.step(lr=lr * scale, max_norm=config.optim.max_grad_norm)
+        companions.end(keep=not info.skipped)
         if info.skipped and not updates:  # no weight has changed
             why = why or f"loss: the norm of the gradient is {info.grad_norm}"
             return StepResult({"lr": lr, "grad_norm": info.grad_norm}, 1, why)
@@ -228,7 +207,7 @@ def train_step(
             skipped += 1
             continue
         for name, value in sums.items():
-            totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
+            totals[name] = totals.get(name, 0.0) + value
         tokens, updates, norm = tokens + part.tokens, updates + 1, max(norm, info.grad_norm)
     if not updates:
         return StepResult({"lr": lr}, 1)
@@ -309,7 +288,8 @@ def probe_step(
         return ready.broken
     # The forward of the update also gives the proximal log-probs, as in the first mini-batch of a step.
     ready = ready._replace(proximal=None)
-    companions = make_companions(ready, backend=backend, gang=gang, config=config, lr=0.0, step=0)
+    critic = critic_step(ready, backend=backend, gang=gang, config=config, lr=0.0, step=0)
+    companions = Companions([part for part in (critic, ready.process) if part is not None])
     for place, part in enumerate(share):
         if part.tokens:
             terms, counts = _terms(part, ready, place, config.algorithm, backend=backend, gang=gang, seed=(0, place))

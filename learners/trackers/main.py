@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.sections.run import secret_of
+from asyncrl.config.sections.tracker import secret_of
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.metrics import Position
 from asyncrl.plugins import Tracker, TrackerRun, find

@@ -71,8 +71,7 @@ class Dialogue:
     @property
     def room(self) -> int:
         """Tokens that the open row may still grow by."""
-        whole = self._setting.longest - len(self.session.context)
-        return max(0, min(whole, self._request.max_new_tokens - self.session.response_tokens))
+        return self.session.room(longest=self._setting.longest, max_new_tokens=self._request.max_new_tokens)
 
     async def answer(self, ask: ChatRequest, on_text: OnText | None = None) -> Answer:
         """The policy's answer. `on_text` gets the text as it comes.

@@ -18,7 +18,6 @@ and `b c` (bytes 4..16), because between a and b there is a byte of padding.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -95,49 +94,23 @@ class GroupSender:
 
     def _open(self) -> int:
         try:
-            from weightsync.transports.process_groups import Place, dist, group_maker
+            from weightsync.transports.process_groups import Place, group_maker, listening_store
         except ImportError as error:
             raise ConfigError("config.extra", f"a process group needs torch: {error}", where=self.name) from None
         group_maker(self.backend)
         self._place = Place(self.backend, device=self._device)
-        try:
-            family = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)[0][0]
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            listener.bind((self.host, 0))
-            listener.listen(128)
-            port = int(listener.getsockname()[1])
-        except OSError as error:
-            raise ConfigError("config.network", f"cannot listen at {self.host}: {error}", where=self.name) from None
-        self._store = dist.TCPStore(
-            self.host,
-            port,
-            None,
-            True,
-            timeout=timedelta(seconds=self._timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        return port
+        self._store = listening_store(self.host, timeout=timedelta(seconds=self._timeout_s), where=self.name)
+        return int(self._store.port)
 
     async def join(self) -> None:
         """Build the group; the workers must do so meanwhile. Raises `engine.broken`."""
         await self._do("the group was not built", self._build)
 
     def _build(self) -> None:
-        from torch.distributed import distributed_c10d as c10d
+        from producers.engines.process_group import build_group
 
-        torch_c10d: Any = c10d
-        # Torch has no public call for a group of other processes next to the default one.
-        self._group, _ = torch_c10d._new_process_group_helper(
-            self.size,
-            0,
-            [],
-            torch_c10d.Backend(self.backend),
-            torch_c10d.PrefixStore(self.name, self._store),
-            group_name=self.name,
-            timeout=timedelta(seconds=self._timeout_s),
-        )
-        torch_c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.size)}
+        timeout = timedelta(seconds=self._timeout_s)
+        self._group = build_group(self.name, self._store, rank=0, size=self.size, backend=self.backend, timeout=timeout)
 
     async def send(self, data: memoryview) -> None:
         """Broadcast these bytes; they may change after this returns. Raises `engine.broken`."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.config import Config
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.wire import Tensor
 
@@ -87,3 +88,8 @@ def check_tensors(facts: ModelFacts, tensors: Sequence[Tensor]) -> None:
         values = sum(math.prod(facts.shapes[name]) for name in missing)
         what = f"the manifest lacks {len(missing)} parameters ({values} values), first {missing[0]!r}"
         raise AsyncRLError("sync.plan", what)
+
+
+def weights_dtype(config: Config) -> str:
+    """Name of the dtype of an engine's weights."""
+    return config.producers.dtype if config.producers.dtype != "auto" else config.model.dtype

@@ -79,8 +79,7 @@ class Conversation:
 
     @property
     def room(self) -> int:
-        whole = self._setting.longest - len(self.session.context)
-        return max(0, min(whole, self._request.max_new_tokens - self.session.response_tokens))
+        return self.session.room(longest=self._setting.longest, max_new_tokens=self._request.max_new_tokens)
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:

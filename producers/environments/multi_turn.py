@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from asyncrl.config import Config
 from asyncrl.config.sections.environment import AGENT
-from asyncrl.config.sections.run import SandboxConfig
+from asyncrl.config.sections.sandbox import SandboxConfig
 from asyncrl.engine import Engine, GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure, Rollout, Row, Step, Turn
 from asyncrl.errors import AsyncRLError, ConfigError
@@ -29,7 +29,7 @@ from producers.environments.conversation import Conversation, Counts, GivenUp, S
 from producers.environments.rendering import make_renderer
 from producers.environments.single_turn import SingleTurn
 from producers.rollout.rollout import Environment, Finished
-from producers.sandbox import Sandbox, SandboxLimits, open_sandbox
+from producers.sandbox import Sandbox, configured_limits, open_sandbox
 from producers.tools.base import make_toolbox
 from producers.tools.parsers import find_parser
 
@@ -229,8 +229,7 @@ async def _limit(call: Awaitable[T] | T, what: str, limit_s: float) -> T:
 
 def make_sandbox(config: SandboxConfig) -> Sandbox:
     """The sandbox of `[sandbox]`."""
-    limits = {name: getattr(config, name) for name in SandboxLimits.__struct_fields__}
-    return open_sandbox(config.kind, SandboxLimits(**limits), workers=SANDBOXES)
+    return open_sandbox(config.kind, configured_limits(config), workers=SANDBOXES)
 
 
 def make_environment(config: Config, tokenizer: Tokenizer) -> Environment:

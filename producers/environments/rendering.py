@@ -15,7 +15,7 @@ Example: ChatML, an answer of "<think>..</think>4<|im_end|>" and the user messag
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,17 +29,26 @@ ANSWERS = (MARK, f"<think>\nasyncrl0thought\n</think>\n\n{MARK}")
 BEFORE = {"role": "user", "content": "asyncrl0question"}
 
 
-class Renderer(Protocol):
+class Renderer:
+    """Turns messages into tokens, and tokens into text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """A conversation from its beginning, up to the opening of an answer."""
+        raise NotImplementedError
 
     def delta(self, messages: Sequence[Message], *, last_token: int) -> list[int]:
         """The tokens between an answer that ended with `last_token` and the next one."""
+        raise NotImplementedError
 
     def text_tokens(self, text: str) -> list[int]:
-        """Tokens of a part of a message, to measure it."""
+        """Tokens of a part of a message."""
+        return encode_text(self._tokenizer.encode_part, text)
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)
 
 
 def make_messages(observation: Observation, *, role: str = "user") -> list[dict[str, Any]]:
@@ -55,27 +64,18 @@ def make_messages(observation: Observation, *, role: str = "user") -> list[dict[
     return [dict(item) for item in found]
 
 
-class PlainText:
+class PlainText(Renderer):
     """For text prompts: concatenated contents."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         return encode_text(self._tokenizer.encode, "".join(_content(message) for message in messages))
 
     def delta(self, messages: Sequence[Message], *, last_token: int) -> list[int]:
         text = "".join(_content(message) for message in messages)
-        return encode_text(self._tokenizer.encode_part, text) if text else []
-
-    def text_tokens(self, text: str) -> list[int]:
-        return encode_text(self._tokenizer.encode_part, text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids)
+        return self.text_tokens(text) if text else []
 
 
-class ChatTemplate:
+class ChatTemplate(Renderer):
     """For chat messages: the tokenizer's template. `tools`: schemas for the template."""
 
     def __init__(
@@ -85,25 +85,18 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         check: Literal["strict", "tail"] = "strict",
     ) -> None:
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         self._tools = [dict(tool) for tool in tools]
         self._check = check
         self._tails: dict[bytes, str] = {}  # a cache: most environments repeat themselves
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation from its beginning, up to the opening of an answer."""
-        return encode_text(self._tokenizer.encode_part, self._render(messages, opened=True))
+        return self.text_tokens(self._render(messages, opened=True))
 
     def delta(self, messages: Sequence[Message], *, last_token: int) -> list[int]:
-        ids = encode_text(self._tokenizer.encode_part, self._tail(messages))
+        ids = self.text_tokens(self._tail(messages))
         said = last_token in self._tokenizer.eos_ids and ids[:1] == [last_token]
         return ids[1:] if said else ids
-
-    def text_tokens(self, text: str) -> list[int]:
-        return encode_text(self._tokenizer.encode_part, text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids)
 
     def _tail(self, messages: Sequence[Message]) -> str:
         """The text that the template puts between an answer and the next one."""

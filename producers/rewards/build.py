@@ -6,11 +6,10 @@ import os
 
 from asyncrl.config import Config
 from asyncrl.config.judges import Judge
-from asyncrl.config.sections.run import SandboxConfig
 from producers.rewards.outcome import JudgeSettings
 from producers.rewards.pipe import FunctionSpec, SandboxSpec
 from producers.rewards.scorer import Scorer
-from producers.sandbox import SandboxLimits
+from producers.sandbox import configured_limits
 
 
 def half_of_memory() -> int:
@@ -21,41 +20,20 @@ def half_of_memory() -> int:
         return 0
 
 
-def sandbox_spec(config: SandboxConfig) -> SandboxSpec:
-    """The settings of `[sandbox]` for the child."""
-    limits = SandboxLimits(
-        timeout_s=config.timeout_s,
-        memory_bytes=config.memory_bytes,
-        output_bytes=config.output_bytes,
-        disk_bytes=config.disk_bytes,
-        max_processes=config.max_processes,
-        paths=config.paths,
-    )
-    return SandboxSpec(config.kind, limits)
-
-
 def make_scorer(config: Config, judge: Judge) -> Scorer:
     """The scorer of a judge. Only functions have a default memory limit, models have none."""
     functions = [
         FunctionSpec(item.function, item.label, item.weight, item.data_sources, item.args) for item in judge.rewards
     ]
-    limits = config.reward_workers
-    if not judge.table.is_model:
-        return Scorer(
-            functions,
-            prompt_key=config.data.prompt_key,
-            timeout_s=judge.timeout_s,
-            memory_bytes=judge.memory_bytes or half_of_memory(),
-            max_processes=limits.max_processes,
-            sandbox=sandbox_spec(config.sandbox),
-        )
+    model = judge.table.is_model
     return Scorer(
         functions,
         prompt_key=config.data.prompt_key,
         timeout_s=judge.timeout_s,
-        memory_bytes=judge.table.memory_bytes,
-        max_processes=limits.max_processes,
-        judge=judge_settings(config, judge),
+        memory_bytes=judge.table.memory_bytes if model else judge.memory_bytes or half_of_memory(),
+        max_processes=config.reward_workers.max_processes,
+        sandbox=None if model else SandboxSpec(config.sandbox.kind, configured_limits(config.sandbox)),
+        judge=judge_settings(config, judge) if model else None,
     )
 
 

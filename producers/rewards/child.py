@@ -25,6 +25,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.runtime.role import die_with_parent
 from asyncrl.runtime.user_errors import format_user_error
 from producers.rewards.functions import RewardCall
+from producers.rewards.outcome import Problem
 from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
 from producers.rewards.sample import NotFinite, RewardSample, Value, read_value
 from producers.sandbox import ready_sandbox
@@ -32,27 +33,18 @@ from producers.sandbox import ready_sandbox
 MOST_LETTERS = 500  # of a failure message
 
 
-class Failure(Exception):
-    """A call failed: `reason` of `wire.RewardFailure`."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
+Outcome = Value | Problem
 
 
-Outcome = Value | Failure
-
-
-def make_failure(label: str, error: BaseException) -> Failure:
+def make_failure(label: str, error: BaseException) -> Problem:
     """The failure for an exception of the function."""
     if isinstance(error, NotFinite):
-        return Failure("not_finite", f"{label}: {error}"[:MOST_LETTERS])
+        return Problem("not_finite", f"{label}: {error}"[:MOST_LETTERS])
     if isinstance(error, MemoryError):
-        return Failure("memory", f"{label}: MemoryError")
+        return Problem("memory", f"{label}: MemoryError")
     if isinstance(error, TimeoutError):
-        return Failure("timeout", f"{label}: {str(error) or 'TimeoutError'}"[:MOST_LETTERS])
-    return Failure("raised", f"{label}: {format_user_error(error)}"[:MOST_LETTERS])
+        return Problem("timeout", f"{label}: {str(error) or 'TimeoutError'}"[:MOST_LETTERS])
+    return Problem("raised", f"{label}: {format_user_error(error)}"[:MOST_LETTERS])
 
 
 class Scoring:
@@ -128,7 +120,7 @@ class Scoring:
         used = False
         for spec, _ in self._calls:
             outcome = outcomes.get(spec.label)
-            if isinstance(outcome, Failure):
+            if isinstance(outcome, Problem):
                 return Result(place, reason=outcome.reason, detail=outcome.detail)
             if outcome is None or outcome.value is None:
                 continue
@@ -163,14 +155,20 @@ def limit(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def main(argv: Sequence[str]) -> int:
-    """Serve jobs until the parent closes the pipe."""
+def open_pipe(argv: Sequence[str]) -> tuple[Pipe, Setup]:
+    """The pipe to the parent and its first frame; sets the limits. Raises Closed."""
     die_with_parent()
     pipe = Pipe(int(argv[0]), int(argv[1]))
+    setup = pipe.receive(None)
+    assert isinstance(setup, Setup)
+    limit(setup.memory_bytes)
+    return pipe, setup
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve jobs until the parent closes the pipe."""
     try:
-        setup = pipe.receive(None)
-        assert isinstance(setup, Setup)
-        limit(setup.memory_bytes)
+        pipe, setup = open_pipe(argv)
         try:
             scoring = Scoring(setup, pipe)
         except AsyncRLError as error:

@@ -78,6 +78,10 @@ class Session:
         """Tokens after the prompt of the open row."""
         return len(self.context) - self.prompt_tokens
 
+    def room(self, *, longest: int, max_new_tokens: int) -> int:
+        """Tokens that the open row may still grow by; `longest`: tokens of a row with its prompt."""
+        return max(0, min(longest - len(self.context), max_new_tokens - self.response_tokens))
+
     def request(self, group: GenRequest, *, max_prompt_tokens: int, max_new_tokens: int) -> GenRequest:
         """The engine request of the next turn, with the sampling of the group's request. Each turn has its own seed. An
         engine takes prompts of `max_prompt_tokens`; tokens beyond count as begun.

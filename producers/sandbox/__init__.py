@@ -5,10 +5,19 @@ Guarantee: nothing runs without isolation unless the kind is `none`.
 
 from __future__ import annotations
 
+from asyncrl.config.sections.sandbox import SandboxConfig
 from asyncrl.errors import ConfigError
 from producers.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult
 
-__all__ = ["Sandbox", "SandboxJob", "SandboxLimits", "SandboxResult", "open_sandbox", "ready_sandbox"]
+__all__ = [
+    "Sandbox",
+    "SandboxJob",
+    "SandboxLimits",
+    "SandboxResult",
+    "configured_limits",
+    "open_sandbox",
+    "ready_sandbox",
+]
 
 
 def open_sandbox(kind: str = "bubblewrap", limits: SandboxLimits | None = None, *, workers: int = 1) -> Sandbox:
@@ -29,6 +38,11 @@ def open_sandbox(kind: str = "bubblewrap", limits: SandboxLimits | None = None, 
 
         return HTTPSandbox(kind, limits)
     raise ConfigError("config.type", f"sandbox = {kind!r} is not bubblewrap, none or an http address")
+
+
+def configured_limits(config: SandboxConfig) -> SandboxLimits:
+    """The limits of `[sandbox]`."""
+    return SandboxLimits(**{name: getattr(config, name) for name in SandboxLimits.__struct_fields__})
 
 
 def ready_sandbox(kind: str = "bubblewrap", limits: SandboxLimits | None = None) -> Sandbox:

@@ -15,7 +15,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -110,20 +110,10 @@ class Sandbox(ABC):
         return [self.run_job(job) for job in jobs]
 
     async def arun(
-        self,
-        code: str,
-        stdin: str = "",
-        files: Mapping[str, bytes] | None = None,
-        *,
-        timeout_s: float | None = None,
-        memory_bytes: int | None = None,
-        args: Sequence[str] = (),
-        fetch: Sequence[str] = (),
+        self, code: str, stdin: str = "", files: Mapping[str, bytes] | None = None, **options: Any
     ) -> SandboxResult:
-        """`run` for an event loop."""
-        return await asyncio.to_thread(
-            self.run, code, stdin, files, timeout_s=timeout_s, memory_bytes=memory_bytes, args=args, fetch=fetch
-        )  # bounded: by timeout_s
+        """`run` for an event loop, with the same options."""
+        return await asyncio.to_thread(self.run, code, stdin, files, **options)  # bounded: by timeout_s
 
     async def arun_many(self, jobs: Sequence[SandboxJob]) -> list[SandboxResult]:
         """`run_many` for an event loop."""

@@ -7,8 +7,7 @@ used fails the sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import AsyncRLError
@@ -18,17 +17,11 @@ from producers.tools.base import FunctionTool
 SHOWN_LETTERS = 4000
 
 
-class PythonTool:
-    name = "python"
-
+class PythonTool(FunctionTool):
     def __init__(self, sandbox: Callable[[], Sandbox], *, timeout_s: float = 0.0) -> None:
         self._sandbox = sandbox()
         self._timeout_s = float(timeout_s) or None  # that of `[sandbox]`
-        self._inner = FunctionTool(self.python)
-        self.schema: Mapping[str, Any] = self._inner.schema
-
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        return await self._inner.call(arguments)
+        super().__init__(self.python)
 
     async def python(self, code: str) -> str:
         """Run a Python program and give back what it prints.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,8 @@ from producers.tools.base import FunctionTool
 MAX_WORDS = 32  # of a query
 
 
-class SearchTool:
+class SearchTool(FunctionTool):
     """`results` passages per query, each cut after `passage_letters`."""
-
-    name = "search"
 
     def __init__(self, path: str, results: int = 3, passage_letters: int = 600) -> None:
         self._results, self._letters = int(results), int(passage_letters)
@@ -34,11 +32,7 @@ class SearchTool:
         self._index.execute("CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize = 'porter unicode61')")
         with self._index:
             self._index.executemany("INSERT INTO passages VALUES (?, ?)", load_passages(Path(path)))
-        self._inner = FunctionTool(self.search)
-        self.schema: Mapping[str, Any] = self._inner.schema
-
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        return await self._inner.call(arguments)
+        super().__init__(self.search)
 
     def search(self, query: str) -> str:
         """Find the passages of the corpus that fit a query best.

@@ -45,7 +45,7 @@ def stand_in(folder: Path, *more: str) -> Served:
     return Served(command, log=folder / "standin-sglang.log", environment={"OMP_NUM_THREADS": "1"})
 
 
-class ServedEngine(SGLangEngine):
+class ServedBase(SGLangEngine):
     """The engine with a server of its own."""
 
     def __init__(self, served: Served, config: Any) -> None:
@@ -63,13 +63,13 @@ class ServedEngine(SGLangEngine):
 def make(folder: Path, kv: str) -> Engine:
     """The engine on a real server, not started."""
     served = serve(folder, "--enable-deterministic-inference")
-    return ServedEngine(served, config_of(folder, engine="sglang", kv=kv, more=f'url = ["{served.url}"]'))
+    return ServedBase(served, config_of(folder, engine="sglang", kv=kv, more=f'url = ["{served.url}"]'))
 
 
 def make_stand_in(folder: Path, kv: str, *more: str) -> Engine:
     """The engine on a stand-in, not started; `more`: words for the stand-in."""
     served = stand_in(folder, *more)
-    return ServedEngine(served, config_of(folder, engine="sglang", kv=kv, more=f'url = ["{served.url}"]'))
+    return ServedBase(served, config_of(folder, engine="sglang", kv=kv, more=f'url = ["{served.url}"]'))
 
 
 def break_it(engine: Any) -> None:

@@ -13,7 +13,7 @@ WORKER = """
 import sys
 from datetime import timedelta
 import torch
-from producers.engines.vllm.process_group import join
+from producers.engines.process_group import join
 name, port, sizes = sys.argv[1], int(sys.argv[2]), [int(size) for size in sys.argv[3:]]
 limit = timedelta(seconds=60)
 member = join(name, rank=1, size=2, backend="gloo", host="127.0.0.1", port=port, timeout=limit,

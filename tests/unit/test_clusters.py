@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from asyncrl.config import Config, parse
-from asyncrl.config.sections.run import ClusterConfig
+from asyncrl.config.sections.cluster import ClusterConfig
 from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.launcher.clusters import render, render_command
 from asyncrl.launcher.clusters.commands import Shell, Site, cluster_config, shell

@@ -11,7 +11,7 @@ import torch
 from asyncrl import config
 from asyncrl.config.rules import learner
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
-from learners.backends.megatron.checkpoint import Store, pieces, write
+from learners.backends.megatron.checkpoint import Store, host_shard, pieces
 from learners.backends.megatron.mapping import (
     Facts,
     check_layout,
@@ -146,7 +146,7 @@ def test_a_checkpoint_goes_from_any_layout_to_any_other(name: str, places: Any, 
                 whole = parameters(facts, writer.peer(rank), start)[local.name]
                 boxes += pieces(local, {"model": whole, "exp_avg": -whole})
         steps = {f"step/{tensor}": torch.tensor(7.0) for tensor in start}
-        write(tmp_path, boxes, rank=rank, extra={"cpu": torch.tensor([rank])}, steps=steps)
+        host_shard(boxes, rank=rank, extra={"cpu": torch.tensor([rank])}, steps=steps).save(tmp_path)
     store = Store(tmp_path)
     for rank in range(reader.size):
         wanted = parameters(facts, reader.peer(rank), start)

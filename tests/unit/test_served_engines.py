@@ -17,9 +17,10 @@ from asyncrl.config import Config, parse
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import AsyncRLError, ConfigError, WorkError
 from producers.engines.request_gate import RequestGate
+from producers.engines.served import sample_seed
 from producers.engines.sglang.control_api import ServerFacts
 from producers.engines.sglang.responses import read_piece
-from producers.engines.sglang.sample import Sample, sample_seed
+from producers.engines.sglang.sample import Sample
 from producers.engines.sglang.startup import address_towards, check_request, check_server, server_url
 
 

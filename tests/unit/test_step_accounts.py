@@ -15,7 +15,7 @@ import pytest
 from test_learner_loop import gang, make_batch, make_config, make_learner, model_dir
 
 from asyncrl.config import parse
-from asyncrl.config.sections.lora import ProfileConfig
+from asyncrl.config.sections.profile import ProfileConfig
 from asyncrl.errors import ConfigErrors
 from asyncrl.metrics import read_lines
 from asyncrl.runtime.device import Device

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import Config, parse
-from asyncrl.config.sections.run import secret_of
+from asyncrl.config.sections.tracker import secret_of
 from asyncrl.errors import ConfigErrors
 from asyncrl.metrics import CATALOGUE
 from asyncrl.metrics.pages import LAYOUT, PAGES, metric_page, metric_tag

@@ -15,7 +15,8 @@ from asyncrl.config import Config, parse
 from asyncrl.engine import GenRequest
 from asyncrl.errors import AsyncRLError, WorkError
 from producers.engines.http import Refused
-from producers.engines.vllm.base import Sample, sample_seed
+from producers.engines.served import sample_seed
+from producers.engines.vllm.base import Sample
 from producers.engines.vllm.http_engine import VLLMHTTPEngine, metric
 from producers.engines.vllm.server_facts import inspect
 

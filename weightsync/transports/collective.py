@@ -18,7 +18,6 @@ This module imports torch; import it only when the transport is needed.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,7 +29,7 @@ from asyncrl.runtime.device import collective_backend
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Instruction, RoundReply
 from weightsync.transports.base import TransportError, TransportUnusable, Version, blob_sizes
-from weightsync.transports.process_groups import Place, dist, group_maker
+from weightsync.transports.process_groups import Place, dist, group_maker, listening_store
 from weightsync.transports.worker_thread import Worker
 
 JOIN_SHARE = 0.25  # of the deadline: for members to appear
@@ -58,29 +57,9 @@ class CollectiveOutbox:
     def open(self) -> str:
         """Start the store; `backend://host:port`. Raises `config.network` if this host lacks that address."""
         if self._store is None:
-            self._store = self._listen()
+            timeout = _seconds(self._timeout_s)
+            self._store = listening_store(self._host, timeout=timeout, where="weightsync.collective_host")
         return f"{self._backend}://{self._host}:{self._store.port}"
-
-    def _listen(self) -> Any:
-        try:
-            family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            listener.bind((self._host, 0))
-            listener.listen(128)
-            port = int(listener.getsockname()[1])
-        except OSError as error:
-            raise ConfigError(
-                "config.network", f"cannot listen at {self._host}: {error}", where="weightsync.collective_host"
-            ) from None
-        return dist.TCPStore(
-            self._host,
-            port,
-            None,
-            True,
-            timeout=_seconds(self._timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
 
     def offer(self, version: Version) -> str:
         """Only `open`: members do not pull."""

@@ -8,6 +8,7 @@ have never run on their hardware. `hccl` is tested by name, with a backend of th
 from __future__ import annotations
 
 import importlib
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -50,6 +51,20 @@ def group_maker(backend: str) -> GroupMaker:
     if backend == "hccl":
         registered_maker("hccl")
     return GROUPS[backend]
+
+
+def listening_store(host: str, *, timeout: timedelta, where: str) -> Any:
+    """A TCPStore of rank 0 that listens at `host`, on a free port. Raises `config.network` if this host lacks it."""
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind((host, 0))
+        listener.listen(128)
+        port = int(listener.getsockname()[1])
+    except OSError as error:
+        raise ConfigError("config.network", f"cannot listen at {host}: {error}", where=where) from None
+    descriptor = listener.detach()
+    return dist.TCPStore(host, port, None, True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def registered_maker(backend: str) -> GroupMaker:

@@ -15,7 +15,8 @@ from typing import Any
 
 from asyncrl.config.rules import Conflict, conflict
 from asyncrl.config.sections import algorithm_catalogue as algorithms
-from asyncrl.config.sections.lora import TAKE_WHOLE, parse_steps
+from asyncrl.config.sections.lora import TAKE_WHOLE
+from asyncrl.config.sections.profile import parse_steps
 from asyncrl.config.tree import Config
 
 NAMES = ("replicate", "tensor", "sequence", "pipeline", "expert")

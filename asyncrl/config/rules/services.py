@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.config.mode import streams
 from asyncrl.config.rules import Conflict, conflict
 from asyncrl.config.sections.environment import AGENT
-from asyncrl.config.sections.run import ONLINE
+from asyncrl.config.sections.tracker import ONLINE
 from asyncrl.config.tree import Config
 
 

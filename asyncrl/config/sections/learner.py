@@ -8,7 +8,8 @@ from msgspec import Meta, field
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.base import Count, Positive, Seconds, Section, Share
-from asyncrl.config.sections.lora import LoraConfig, ProfileConfig
+from asyncrl.config.sections.lora import LoraConfig
+from asyncrl.config.sections.profile import ProfileConfig
 
 
 class OptimConfig(Section, frozen=True):

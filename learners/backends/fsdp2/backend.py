@@ -25,22 +25,26 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.config.mode import sends_adapters
-from asyncrl.errors import AsyncRLError
 from learners.backends.base import (
     DTYPES,
-    PACKING_LIMIT,
     LossFunction,
     Snapshot,
     UpdateInfo,
     WeightSpec,
+    check_packing,
     published_dtype,
     tensor_bytes,
     to_device,
     toy_samples,
 )
 from learners.backends.fsdp2 import mesh as layout
-from learners.backends.fsdp2.companion import Companion
-from learners.backends.fsdp2.critic import Critic, wants_critic
+from learners.backends.fsdp2.companion import (
+    Companion,
+    Critic,
+    ProcessRewardModel,
+    wants_critic,
+    wants_process_rewards,
+)
 from learners.backends.fsdp2.gathering import Gathering, fits
 from learners.backends.fsdp2.loading import (
     build_optimizer,
@@ -51,7 +55,6 @@ from learners.backends.fsdp2.loading import (
     shard,
 )
 from learners.backends.fsdp2.lora import FOLDER, Adapters, Leaving, Lora, check
-from learners.backends.fsdp2.process_reward import ProcessRewardModel, wants_process_rewards
 from learners.backends.fsdp2.reference import Reference
 from learners.backends.fsdp2.sharded_module import PLAIN, Rests, Sharded, View
 from learners.backends.hf_folder import write_folder
@@ -162,10 +165,7 @@ class FSDP2Backend:
                 t = to_device(packed_row([sample]), self._device.torch_device)
                 singles.append(self._policy(t.input_ids, t.position_ids, t.positions, t.targets, whole=True)[0].float())
         self._sharded.reshard()
-        worst = float((rows - torch.cat(singles)).abs().max())
-        if not worst <= PACKING_LIMIT[self._config.model.dtype]:
-            name = type(self._policy.model).__name__
-            raise AsyncRLError("learner.packing", f"log-probs of {name} differ by {worst:.3g}")
+        check_packing(rows, singles, self._config.model.dtype, f"log-probs of {type(self._policy.model).__name__}")
         for model in self._companions().values():
             model.self_check()
 

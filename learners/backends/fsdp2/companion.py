@@ -1,18 +1,19 @@
-"""A model that trains next to the policy: sharded like it, with its own optimizer, in the same checkpoints. Base of
-`critic` and `process_reward`.
+"""Models that train next to the policy: sharded like it, with their own optimizers, in the same checkpoints.
 
 Guarantees:
-1. it shares no tensor with the policy;
-2. its state lies in the policy's shard files, under names with its prefix;
-3. its export is a Hugging Face folder that loads back to the same values (`hf_folder`), with the policy's tokenizer;
-4. `restore` resets weights and optimizer to `remember`, bit by bit.
+1. they share no tensor with the policy;
+2. their states lie in the policy's shard files, under names with their prefixes;
+3. packed rows are compared with single sequences at the start, as for the policy;
+4. an export is a Hugging Face folder that loads back to the same values (`hf_folder`), with the policy's tokenizer: a
+   critic's as `learner.critic.model`, a process reward model's as `learner.process_reward.model`;
+5. `restore` resets weights and optimizer to `remember`, bit by bit.
 
-It is never published. Each one needs the memory of a policy's weights and optimizer.
+They are never published. Each one needs the memory of a policy's weights and optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,23 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import CompanionConfig, Config
-from asyncrl.errors import AsyncRLError
-from learners.backends.base import LossFunction, Micro, to_device
+from learners.backends.base import DTYPES, LossFunction, Micro, Values, check_packing, to_device, toy_samples
+from learners.backends.fsdp2.loading import build_optimizer, load_model, plain_attention, shard
 from learners.backends.fsdp2.mesh import data_mesh
+from learners.backends.fsdp2.reference import Reference
 from learners.backends.fsdp2.sharded_module import Rests, Sharded
 from learners.backends.hf_folder import write_folder
 from learners.backends.sharded_checkpoint import local_parts
 from learners.batch.micro_batches import MicroBatch, packed_row, padded_rows
 from learners.gang.gang import Gang
+from learners.models.policy_model import PolicyModel
+from learners.models.score_model import ScoreModel
 
 
 class Companion:
     """One rank's part. `module` is a root module such as `PolicyModel` or `ScoreModel`, on the host."""
 
     def __init__(self, module: Any, settings: CompanionConfig, config: Config, gang: Gang, *, prefix: str) -> None:
-        from learners.backends.fsdp2.loading import build_optimizer, shard
-
         self.exported = settings.export
         self._config = config
         self._gang = gang
@@ -114,19 +116,13 @@ class Companion:
     @torch.no_grad()
     def self_check(self) -> None:
         """Compare three toy sequences in one row (or padded rows) with each alone."""
-        from learners.backends.base import PACKING_LIMIT, toy_samples
-        from learners.backends.fsdp2.loading import plain_attention
-
         samples = toy_samples(int(self._model.model.config.vocab_size))
         together = packed_row(samples) if self._config.learner.packing else padded_rows(samples)
         [rows] = self._outputs([together])
         with plain_attention(self._model.model, self._config):
             said = self._outputs([packed_row([one]) for one in samples])
-        singles = [torch.cat(parts) for parts in zip(*said, strict=True)]
-        worst = max(float((left - right).abs().max()) for left, right in zip(rows, singles, strict=True))
-        if not worst <= PACKING_LIMIT[self._config.model.dtype]:
-            name = type(self._model.model).__name__
-            raise AsyncRLError("learner.packing", f"outputs of {name} differ by {worst:.3g}")
+        for row, singles in zip(rows, zip(*said, strict=True), strict=True):
+            check_packing(row, singles, self._config.model.dtype, f"outputs of {type(self._model.model).__name__}")
 
     def _outputs(self, micro: Sequence[MicroBatch]) -> Sequence[Sequence[Tensor]]:
         """Return all outputs for each micro-batch."""
@@ -145,8 +141,6 @@ class Companion:
 
     def export(self, folder: Path) -> None:
         """Write its Hugging Face folder, by rank 0. Collective."""
-        from learners.backends.base import DTYPES
-
         hf = self._model.model
         write_folder(
             self._whole(),
@@ -157,3 +151,101 @@ class Companion:
             generation=getattr(hf, "generation_config", None),
             tokenizer=Path(self._config.model.path),
         )
+
+
+# ---------------------------------------------------------------- the critic
+
+
+class ValueModel(ScoreModel):
+    """A scalar head on a language model's body, read at the token that predicts the target."""
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, positions: Tensor, targets: Tensor, *, whole: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return values `[N]` of the prefixes that end at `positions` `[N]`, and zeros `[N]` in place of entropies."""
+        return super().forward(input_ids, position_ids, positions - 1, targets, whole=whole)
+
+
+class Critic(Companion):
+    """The critic, for estimators that need values (GAE, V-trace).
+
+    The body is `learner.critic.model` (by default the policy's start weights) with a scalar head. A reward model's
+    folder also gives its head; otherwise the head starts as small noise from `run.seed`, equal on every rank. `V_t` is
+    read from the hidden state BEFORE token t: it knows the prompt and earlier tokens, never t itself. Example: prompt
+    of 3 tokens, response of 2: their values are read at the tokens 2 and 3 of the sequence (from 0), the value after
+    the last one at token 4.
+    """
+
+    def __init__(self, config: Config, gang: Gang) -> None:
+        path = config.learner.critic.model or config.model.path
+        model = ValueModel(load_model(config, gang.device, path=path, scorer=True))
+        super().__init__(model, config.learner.critic, config, gang, prefix="critic/")
+
+    @torch.no_grad()
+    def values(self, micro: Sequence[MicroBatch]) -> list[Values]:
+        self._sharded.wake()
+        self._model.train()
+        try:
+            return [self._values(piece) for piece in micro]
+        finally:
+            self._sharded.reshard()
+            self._sharded.rest()
+
+    def _values(self, piece: MicroBatch) -> Values:
+        t = to_device(piece, self._device.torch_device)
+        count = t.positions.numel()
+        ends = t.positions.new_zeros(len(piece.samples)).scatter_reduce(0, t.sequences, t.positions + 1, "amax")
+        places = torch.cat((t.positions, ends))
+        both, _ = self._model(t.input_ids, t.position_ids, places, places)
+        return Values(both[:count], both[count:])
+
+    def _outputs(self, micro: Sequence[MicroBatch]) -> list[Values]:
+        return self.values(micro)
+
+
+# ---------------------------------------------------------------- the process reward model
+
+TEMPERATURE = 1.0
+Logprobs = Callable[[Sequence[MicroBatch]], list[Tensor]]
+
+
+class ProcessRewardModel(Companion):
+    """A language model whose log-ratio to a frozen one gives process rewards (`learners.algorithms.prime`).
+
+    It starts from `learner.process_reward.model` (by default the policy's start weights). Its reference is
+    `learner.process_reward.reference` (by default its own start weights), also after a restart; if that is
+    `model.path`, the run's reference model is used (`reference`: its log-probs). Both give log-probs at temperature 1:
+    before the first update they are equal, and all process rewards are 0.
+    """
+
+    def __init__(self, config: Config, gang: Gang, *, reference: Logprobs) -> None:
+        settings = config.learner.process_reward
+        start = settings.model or config.model.path
+        model = PolicyModel(
+            load_model(config, gang.device, path=start),
+            temperature=TEMPERATURE,
+            chunk_tokens=config.learner.logprob_chunk_tokens,
+        )
+        super().__init__(model, settings, config, gang, prefix="process_reward/")
+        frozen = settings.reference or start
+        same = Path(frozen).resolve() == Path(config.model.path).resolve()
+        self.reference_logprobs: Logprobs = reference
+        if not same or config.sampling.temperature != TEMPERATURE:
+            self.reference_logprobs = Reference(config, gang, path=frozen, temperature=TEMPERATURE).logprobs
+
+
+def wants(config: Config, *names: str) -> bool:
+    """Whether the estimator needs one of these (`learners.algorithms.registry.needs_for`)."""
+    from learners.algorithms.registry import needs_for
+
+    return config.learner.mode == "rl" and bool(set(names) & set(needs_for(config.learner.algorithm)))
+
+
+def wants_critic(config: Config) -> bool:
+    """Whether the estimator needs values."""
+    return wants(config, "critic", "values")
+
+
+def wants_process_rewards(config: Config) -> bool:
+    """Whether the estimator needs process rewards."""
+    return wants(config, "process")

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, ConfigError
-from learners.backends.base import WeightSpec
+from learners.backends.base import DTYPES, WeightSpec, published_dtype, tensor_bytes
 from learners.backends.fsdp2.sharded_module import OWN, Sharded
 from learners.gang.gang import Gang
 from learners.models.logprobs import gather_whole
@@ -64,8 +64,6 @@ class Lora:
         self.identity = json.dumps({"base": base, "adapter": config_text(self.settings)}, sort_keys=True)
 
     def _freeze(self, hf: Any, dtype: str) -> None:
-        from learners.backends.base import DTYPES
-
         for name, parameter in hf.named_parameters():
             parameter.requires_grad_(_is_adapter(name))
             parameter.data = parameter.data.to(torch.float32 if _is_adapter(name) else DTYPES[dtype][1])
@@ -96,10 +94,6 @@ class Lora:
         for module in self.modules:
             yield from (f"{module}.{half}.{_NAME}.weight" for half in (A, B))
 
-    def check(self, said: str) -> None:
-        """Raise `learner.checkpoint` if a checkpoint has other adapters or another base."""
-        check(said, self.identity)
-
     def save_settings(self, folder: Path, base: str) -> None:
         self._peft.base_model_name_or_path, self._peft.inference_mode = base, True
         self._peft.save_pretrained(str(folder))
@@ -127,8 +121,6 @@ class Leaving:
 
 class Adapters:
     def __init__(self, lora: Lora, sharded: Sharded, config: Config, gang: Gang) -> None:
-        from learners.backends.base import DTYPES, published_dtype
-
         self.settings = lora.settings
         self._lora = lora
         self._sharded = sharded
@@ -154,15 +146,11 @@ class Adapters:
             yield peft_name(name), gather_whole(parameter.to(device=self._gang.device.torch_device, dtype=self._dtype))
 
     def iter_weights(self) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-        from learners.backends.base import tensor_bytes
-
         for name, tensor in self.tensors():
             if self._gang.lead:
                 yield name, tensor_bytes(tensor, self._sent_dtype, lend=False)
 
     def iter_base(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-        from learners.backends.base import tensor_bytes
-
         for name, tensor in self._sharded.whole(settle, view=self._base):
             if self._gang.lead:
                 yield name, tensor_bytes(tensor, self._sent_dtype, lend=settle is not None)

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from learners.backends.base import to_device
+from learners.backends.fsdp2.loading import load_model, shard
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.gang import Gang
+from learners.models.policy_model import PolicyModel
 
 
 def waits_on_host(config: Config) -> bool:
@@ -30,9 +32,6 @@ def waits_on_host(config: Config) -> bool:
 
 class Reference:
     def __init__(self, config: Config, gang: Gang, *, path: str = "", temperature: float | None = None) -> None:
-        from learners.backends.fsdp2.loading import load_model, shard
-        from learners.models.policy_model import PolicyModel
-
         self._device = gang.device
         self._waits_on_host = waits_on_host(config)
         self._policy = PolicyModel(

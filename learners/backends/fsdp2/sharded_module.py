@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.config import Config
 from asyncrl.runtime.device import Device
-from learners.backends.base import LossFunction, Micro
+from learners.backends.base import LossFunction, Micro, add_sums
 from learners.backends.fsdp2.mesh import Split, clip_gradients, sum_partial
 from learners.backends.optimizers import Optimizers
 from learners.batch.micro_batches import MicroBatch
@@ -138,9 +138,7 @@ class Sharded:
             logprobs, entropy, tensors = forward(piece)
             value, parts = loss(logprobs, entropy, tensors, number)
             (value * self._ranks).backward()  # type: ignore[no-untyped-call]
-            for name, part in (("loss", value.detach()), *parts.items()):
-                join = torch.maximum if name.endswith("_max") else torch.add
-                sums[name] = join(sums[name], part) if name in sums else part
+            add_sums(sums, value, parts)
         return {name: float(value) for name, value in sums.items()}  # here, to wait for the device only once
 
     def clip(self, max_norm: float) -> float:

@@ -32,17 +32,18 @@ from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, ConfigError
 from learners.backends.base import (
     DTYPES,
-    PACKING_LIMIT,
     LossFunction,
     Snapshot,
     UpdateInfo,
     WeightSpec,
+    add_sums,
+    check_packing,
     published_dtype,
     toy_samples,
 )
 from learners.backends.hf_folder import write_folder
 from learners.backends.megatron import model as models
-from learners.backends.megatron.checkpoint import HostShard, Store, pieces
+from learners.backends.megatron.checkpoint import Store, host_shard, pieces
 from learners.backends.megatron.cpu_shim import cuda_stand_ins
 from learners.backends.megatron.mapping import (
     Local,
@@ -139,9 +140,7 @@ class MegatronBackend:
     def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
         sums: dict[str, Tensor] = {}
         for found in self._stages.run(self._ddp, micro, loss):
-            for name, part in (("loss", found.value), *found.sums.items()):
-                join = torch.maximum if name.endswith("_max") else torch.add
-                sums[name] = join(sums[name], part) if name in sums else part
+            add_sums(sums, found.value, found.sums)
         return {name: float(value) for name, value in sums.items()}  # here, to wait for the device only once
 
     def step(self, *, lr: float, max_norm: float) -> UpdateInfo:
@@ -157,9 +156,7 @@ class MegatronBackend:
         samples = toy_samples(self._facts.vocab)
         together = packed_row(samples) if self._config.learner.packing else padded_rows(samples)
         rows, *singles = self.forward_logprobs([together, *(packed_row([sample]) for sample in samples)])
-        worst = float((rows - torch.cat(singles)).abs().max())
-        if not worst <= PACKING_LIMIT[self._config.model.dtype]:
-            raise AsyncRLError("learner.packing", f"log-probs of {self._hf.model_type} differ by {worst:.3g}")
+        check_packing(rows, singles, self._config.model.dtype, f"log-probs of {self._hf.model_type}")
 
     # ------------------------------------------------------------ weights out
 
@@ -208,7 +205,7 @@ class MegatronBackend:
                 boxes += pieces(local, states)
         count = torch.tensor(self._optimizer.updates)
         steps = {f"step/{name}": count.clone() for name in tensor_shapes(self._facts)}
-        return HostShard(boxes, self._gang.rank, self._device.rng_state(), steps)
+        return host_shard(boxes, rank=self._gang.rank, extra=self._device.rng_state(), steps=steps)
 
     def load(self, folder: Path) -> None:
         """Load from the files of any layout; generator states if the number of ranks is the same."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 from asyncrl.errors import UNREADABLE, AsyncRLError
 from learners.backends.megatron.mapping import Local, Part, merge_parts, shared, slices, translate
 from learners.backends.safetensors_writer import open_tensors
-from learners.backends.sharded_checkpoint import Start, shard_path
+from learners.backends.sharded_checkpoint import HostShard, Start
 from weightsync.plan.buckets import Box, full_box, volume
 
 _EXTRA, _STARTS = "extra/", "starts"
@@ -44,35 +44,14 @@ def pieces(local: Local, states: Mapping[str, Tensor]) -> list[tuple[str, Box, T
     return found
 
 
-class HostShard(NamedTuple):
-    """Content of a rank's file, on the host; the arguments of `write`."""
-
-    boxes: list[tuple[str, Box, Tensor]]
-    rank: int
-    extra: dict[str, Tensor]
-    steps: dict[str, Tensor]
-
-    def save(self, folder: Path) -> Path:
-        """Write the file and return its path."""
-        return write(folder, self.boxes, rank=self.rank, extra=self.extra, steps=self.steps)
-
-
-def write(
-    folder: Path,
+def host_shard(
     boxes: Sequence[tuple[str, Box, Tensor]],
     *,
     rank: int,
     extra: Mapping[str, Tensor],
     steps: Mapping[str, Tensor],
-) -> Path:
-    """Write this rank's boxes, its `extra` tensors and, on rank 0, step counts by name. Return the file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+) -> HostShard:
+    """Return the content of this rank's file: its boxes, its `extra` tensors and, on rank 0, step counts by name."""
     tensors = {_EXTRA + name: value for name, value in extra.items()}
     starts: dict[str, Start] = {}
     for name, box, value in boxes:
@@ -81,12 +60,7 @@ def write(
             starts[name] = tuple(low for low, _ in box)
     for name, value in steps.items() if rank == 0 else ():
         tensors[name], starts[name] = value, 0
-    path = shard_path(folder, rank)
-    try:
-        save_file(tensors, path, metadata={_STARTS: msgspec.json.encode(starts).decode()})
-    except SafetensorError as error:  # for example a full disk
-        raise OSError(str(error)) from error
-    return path
+    return HostShard(rank, tensors, starts)
 
 
 class Store:

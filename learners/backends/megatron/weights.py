@@ -16,14 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.errors import UNREADABLE, ConfigError
+from asyncrl.errors import ConfigError
 from learners.backends.megatron.mapping import Local, Part, Source, slices
 from learners.backends.safetensors_writer import open_tensors
+from learners.backends.start_weights import Unfit, tensor_files
 from weightsync.plan.buckets import volume
 
 
@@ -32,8 +32,11 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._files: dict[str, Any] = {}
-        self._where = _where(path)
+        self._open: dict[Path, Any] = {}
+        try:
+            self._files = tensor_files(path)
+        except Unfit as error:
+            raise ConfigError("config.model", f"{path}: no weights in safetensors files: {error}") from error
 
     def read(self, part: Part) -> Tensor:
         """Return the elements of a part, in the dtype of the file.
@@ -43,39 +46,24 @@ class Folder:
         """
         from safetensors import SafetensorError
 
-        name = self._where.get(part.name)
-        if name is None:
+        path = self._files.get(part.name)
+        if path is None:
             raise ConfigError("config.model", f"{self._path}: no tensor {part.name}")
         try:
-            if name not in self._files:
-                self._files[name] = open_tensors(self._path / name)
-            found = self._files[name].get_slice(part.name)
+            if path not in self._open:
+                self._open[path] = open_tensors(path)
+            found = self._open[path].get_slice(part.name)
             if tuple(found.get_shape()) != part.shape:
                 why = f"{self._path}: {part.name} has shape {found.get_shape()}, config.json asks for {part.shape}"
                 raise ConfigError("config.model", why)
             piece: Tensor = found[slices(part.box)]
         except (OSError, SafetensorError) as error:
-            raise ConfigError("config.model", f"{self._path / name}: {error}") from error
+            raise ConfigError("config.model", f"{path}: {error}") from error
         return piece
 
     def close(self) -> None:
-        while self._files:
-            self._files.popitem()[1].__exit__(None, None, None)
-
-
-def _where(path: Path) -> dict[str, str]:
-    """Return the file of every tensor."""
-    from safetensors import SafetensorError, safe_open
-
-    index = path / "model.safetensors.index.json"
-    try:
-        if index.exists():
-            found = msgspec.json.decode(index.read_bytes(), type=dict[str, Any])["weight_map"]
-            return msgspec.convert(found, dict[str, str])
-        with safe_open(path / "model.safetensors", framework="pt") as file:
-            return dict.fromkeys(file.keys(), "model.safetensors")
-    except (OSError, SafetensorError, KeyError, *UNREADABLE) as error:
-        raise ConfigError("config.model", f"{path}: no weights in safetensors files: {error}") from error
+        while self._open:
+            self._open.popitem()[1].__exit__(None, None, None)
 
 
 def assembled(local: Local, read: Any, *, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -29,6 +29,7 @@ from producers.engines.hf.decoder import Decoder
 from producers.engines.hf.loading import TRIED, build_decoder, load_model
 from producers.engines.hf.weights import ModelWeights
 from producers.engines.request_checks import request_problem
+from producers.engines.served import Outbox, next_delta
 
 DRAIN_LOOK_S = 0.005
 SWAP_LIMIT_S = 120.0  # a decode step that takes longer than this is a broken engine
@@ -39,7 +40,7 @@ class _Outbox:
 
     def __init__(self, request: GenRequest) -> None:
         self.left = len(request.indices)
-        self.queue: asyncio.Queue[GenDelta | AsyncRLError | None] = asyncio.Queue()
+        self.queue: Outbox = asyncio.Queue()
 
 
 class HFEngine:
@@ -143,15 +144,9 @@ class HFEngine:
         outbox = self._outboxes[request.id] = _Outbox(request)
         thread.submit(lambda: decoder.submit(request))
         try:
-            while outbox.left:
-                # bounded: a failure of the thread puts an error here; run.hang_timeout_s ends a hang
-                item = await outbox.queue.get()
-                if isinstance(item, AsyncRLError):
-                    raise item
-                if item is None:  # aborted
-                    return
-                outbox.left -= bool(item.finish)
-                yield item
+            while outbox.left and (delta := await next_delta(outbox.queue)) is not None:
+                outbox.left -= bool(delta.finish)
+                yield delta
         finally:
             self._outboxes.pop(request.id, None)
             if outbox.left and thread.failure is None:

@@ -18,6 +18,7 @@ import torch
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.runtime.host_facts import free_host_bytes
 from producers.engines.hf import attention
 from producers.engines.hf.cache_interface import UNFIT, Memory
 from producers.engines.hf.cohort_cache import CohortMemory
@@ -26,6 +27,7 @@ from producers.engines.hf.kv_cache import KVStore
 from producers.engines.hf.self_check import check_decoder
 from producers.engines.hf.slot_cache import SlotMemory
 from producers.engines.hf.slots import SlotTable
+from producers.engines.model_files import weights_dtype
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRIED = ("slots", "caches")  # decoders, in this order
@@ -49,7 +51,7 @@ def load_model(config: Config, *, device: torch.device, max_len: int) -> torch.n
     folder = Path(config.model.path)
     if not (folder / "config.json").exists():
         raise ConfigError("config.model", "no config.json in the folder", where=str(folder))
-    name = config.producers.dtype if config.producers.dtype != "auto" else config.model.dtype
+    name = weights_dtype(config)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": config.model.trust_remote_code}
     try:
         refuse_unfit(AutoConfig.from_pretrained(folder, **options), max_len=max_len, where=str(folder))
@@ -179,10 +181,4 @@ def free_bytes(device: torch.device) -> int:
     """Free memory of the device, or of the host for a CPU."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).mem_get_info(device)[0])
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 1 << 62  # unknown: the allocation decides
+    return free_host_bytes()

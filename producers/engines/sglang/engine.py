@@ -32,19 +32,17 @@ from typing import TypeVar
 from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest, PauseMode
 from asyncrl.errors import AsyncRLError, WorkError
-from asyncrl.runtime.fingerprint import model_fingerprint
 from asyncrl.versions import expand
-from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.engines.group_sender import GroupSender
 from producers.engines.http import HttpClient
-from producers.engines.model_files import ModelFacts, check_tensors, read_facts
 from producers.engines.request_gate import RequestGate
+from producers.engines.served import Outbox, ServedBase, next_delta
 from producers.engines.sglang.control_api import ServerFacts, SGLangServer, together
 from producers.engines.sglang.responses import read_piece
-from producers.engines.sglang.sample import Outbox, Sample
+from producers.engines.sglang.sample import Sample
 from producers.engines.sglang.startup import check_prefixes, check_request, check_server, make_group, server_url
 from producers.engines.sglang.weights import Checksums, file_digest, load
-from producers.engines.staged_weights import Labels, StagedVersion, StagedWeights
+from producers.engines.staged_weights import StagedVersion
 
 T = TypeVar("T")
 LOOK_S = 2.0  # between two checks of the server
@@ -53,32 +51,23 @@ MOST_ABORTS = 3  # by the server, of one sample
 TOKEN = "ASYNCRL_ENGINE_TOKEN"  # variable with the server's API key
 
 
-class SGLangEngine:
+class SGLangEngine(ServedBase):
     """Made by name with the resolved configuration: `find("asyncrl.engines", "sglang")(config)`."""
 
     def __init__(self, config: Config) -> None:
-        self._config = config
-        self._max_new = config.longest_response
+        super().__init__(config)
         self._limit_s = config.weightsync.timeout_s
-        self._model = ModelFacts(0, {}, False)
         self._client: HttpClient | None = None
         self._server: SGLangServer | None = None
         self._group: GroupSender | None = None
         self._found: ServerFacts | None = None
-        self._staged = StagedWeights(config.run_dir / "scratch")
-        self._labels = Labels()
         self._owner = uuid.uuid4().hex[:8]  # of the labels
         self._label = ""  # the server's name of its weights
-        self._version = -1
         self._swaps = 0  # begun
         self._gate = RequestGate(config.producers.slots)
         self._samples: dict[str, list[Sample]] = {}
         self._control = asyncio.Lock()  # one pause, resume or commit at a time
-        self._failure: AsyncRLError | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._paused = False
-        self._generated = 0
-        self._swap_s = 0.0
         self._busy_s, self._busy_since = 0.0, 0.0
         self._checksums = Checksums(self._limit_s)
 
@@ -88,13 +77,12 @@ class SGLangEngine:
         """Wait for the server, check it, join a group with it; the version is -1 until the first commit."""
         config = self._config
         url = server_url(config)
-        self._model = read_facts(config.model.path)
         self._client = HttpClient(url, token=os.environ.get(TOKEN, ""))
         server = self._server = SGLangServer(self._client, swap_s=self._limit_s)
         await server.ready(within_s=config.run.hang_timeout_s)
         found = self._found = await server.facts()
         check_server(found, config, architecture=await server.architecture(), where=url)
-        await check_prefixes(self._client, found, vocab=self._model.vocab)
+        await check_prefixes(self._client, found, vocab=self._facts.vocab)
         self._label = await server.label()
         self._gate.limit = min(config.producers.slots, found.running or config.producers.slots)
         group = self._group = make_group(config, f"asyncrl-{self._owner}", workers=found.tp_size, url=url)
@@ -146,23 +134,18 @@ class SGLangEngine:
 
     def capabilities(self) -> EngineCapabilities:
         """Seeds need a server with --enable-deterministic-inference."""
-        self._require()
+        self._alive()
         found = self._found
         assert found is not None
-        longest = self._config.data.max_prompt_tokens + self._max_new
         return EngineCapabilities(
             "sglang",
             max_samples=self._gate.limit,
-            max_tokens=min(longest, found.max_req_input_len + 1),
+            max_tokens=min(self._max_len, found.max_req_input_len + 1),
             kv_tokens=found.max_total_num_tokens,
             priority=True,
             seeded=found.enable_deterministic_inference,
             continues=found.enable_deterministic_inference,
         )
-
-    def fingerprint(self) -> str:
-        """Digest of the model's shape, its tokenizer and the run's dtype; reads small files, no weights."""
-        return model_fingerprint(self._config.model.path, dtype=self._config.model.dtype)
 
     async def _watch(self) -> None:
         """Check repeatedly that it is the same server, with the weights that it was given."""
@@ -172,7 +155,7 @@ class SGLangEngine:
                 continue
             swaps = self._swaps
             try:
-                label = await self._require().label()
+                label = await self._alive().label()
             except AsyncRLError as error:
                 self._fail(error)
                 return
@@ -180,7 +163,7 @@ class SGLangEngine:
                 what = f"the server holds {label!r}, not {self._label!r}: it was restarted, or another loads weights"
                 self._fail(AsyncRLError("engine.broken", what))
 
-    def _require(self) -> SGLangServer:
+    def _alive(self) -> SGLangServer:
         if self._failure is not None:
             raise self._failure
         if self._server is None:
@@ -211,24 +194,18 @@ class SGLangEngine:
             WorkError: the request does not fit the engine's limits (`sample.invalid`).
             AsyncRLError: the engine has failed (`engine.broken`).
         """
-        self._require()
+        self._alive()
         taken, version = request.id in self._samples, self._version
-        check_request(request, self._config, vocab=self._model.vocab, taken=taken, version=version)
+        check_request(request, self._config, vocab=self._facts.vocab, taken=taken, version=version)
         outbox: Outbox = asyncio.Queue()
         samples = self._samples[request.id] = [Sample(request, index, outbox) for index in request.indices]
         for sample in samples:
             sample.task = asyncio.create_task(self._follow(sample))
         left = len(samples)
         try:
-            while left:
-                # bounded: the watch and the limits of the streams put an error here
-                item = await outbox.get()
-                if isinstance(item, AsyncRLError):
-                    raise item
-                if item is None:  # aborted
-                    return
-                left -= bool(item.finish)
-                yield item
+            while left and (delta := await next_delta(outbox)) is not None:
+                left -= bool(delta.finish)
+                yield delta
         finally:
             self._samples.pop(request.id, None)
             for sample in samples:
@@ -291,7 +268,7 @@ class SGLangEngine:
 
     async def abort(self, ids: Sequence[str] | None) -> int:
         """Abort these requests (None: all); their iterators end without the missing samples."""
-        server = self._require()
+        server = self._alive()
         count = 0
         for name in list(self._samples) if ids is None else ids:
             samples = self._samples.get(name, [])
@@ -306,19 +283,19 @@ class SGLangEngine:
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Decode nothing from now on; see `asyncrl.engine.Engine`."""
-        server = self._require()
+        server = self._alive()
         self._gate.shut()
         if mode == "abort":
             await self.abort(None)
         while mode == "wait" and self._gate.inside:  # bounded: every sample has a largest length
             await asyncio.sleep(WAIT_LOOK_S)
-            self._require()
+            self._alive()
         async with self._control:
             await self._vital(server.pause("in_place"))
             self._paused = True
 
     async def resume(self) -> None:
-        server = self._require()
+        server = self._alive()
         async with self._control:
             await self._vital(server.resume())
             self._paused = False
@@ -326,42 +303,19 @@ class SGLangEngine:
 
     # ------------------------------------------------------------ weights
 
-    async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
-        """Make room for a version in a file. Raises `sync.plan` if it is not a whole version of this model."""
-        self._require()
-        check_tensors(self._model, tensors)
-        await asyncio.to_thread(self._staged.begin, manifest, tensors)
-
-    def bucket_room(self, number: int) -> memoryview | None:
-        """Memory for the bytes of a bucket before they are applied."""
-        return self._staged.room(number)
-
-    async def apply_bucket(self, number: int, data: Buffer) -> str:
-        """Copy one bucket into the file; the digest of the copy."""
-        self._require()
-        return await asyncio.to_thread(self._staged.apply, number, data)
-
-    async def read_bucket(self, number: int, into: memoryview) -> bool:
-        """The bytes of a bucket of the current version, as they were sent to the server."""
-        return await asyncio.to_thread(self._staged.read, number, into)
-
-    async def abort_update(self) -> None:
-        """Drop a begun update; the server has not seen it."""
-        await asyncio.to_thread(self._staged.abort)
-
     async def attest(self) -> str:
         """Digest of the current version's file, if the server's checksums are those after the commit; else another."""
         current, swaps = self._staged.current, self._swaps
         if current is None or self._control.locked():
             return ""
-        server = self._require()
+        server = self._alive()
         digest = await asyncio.to_thread(file_digest, current)
         found = await self._vital(self._checksums.take(server))
         return "" if swaps != self._swaps else self._checksums.attest(found, digest)
 
     async def commit_update(self) -> str:
         """Load the staged version while the server is paused; the digest of the sent bytes."""
-        self._require()
+        self._alive()
         staged = self._staged.complete()
         async with self._control:
             label = f"{self._owner}/{self._labels.new(staged.manifest.version)}"
@@ -376,7 +330,7 @@ class SGLangEngine:
         return digest
 
     async def _load(self, staged: StagedVersion, label: str) -> None:
-        server, group = self._require(), self._group
+        server, group = self._alive(), self._group
         assert group is not None
         self._gate.shut()
         self._swaps += 1

@@ -3,8 +3,7 @@
 Guarantees:
 1. a delta holds tokens with certain versions: those of a turn while no weights have changed since it was sent, else
    those in the server's last event. So after a swap no delta comes before the end of the sample;
-2. versions of sent tokens never change: a server that later reports others is `engine.broken`;
-3. a sample may take several turns: after an abort by the server, or a stop at a token that is not a stop token of the
+2. a sample may take several turns: after an abort by the server, or a stop at a token that is not a stop token of the
    request (the end token of the server's tokenizer). The next turn requests the rest.
 
 Example: prompt `[5, 6]`, 10 tokens requested, stop tokens `{3}`. The server stops after `[7, 2]` because 2 is its end
@@ -13,38 +12,24 @@ token; the second turn requests 8 tokens after `[5, 6, 7, 2]`.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from asyncrl.engine import GenDelta, GenRequest
-from asyncrl.errors import AsyncRLError, WorkError
-from asyncrl.versions import runs_of
+from asyncrl.engine import GenRequest
+from producers.engines import served
 
 EVENTS = 16  # of a sample without deltas: a stream repeats all tokens in every event
 LEAST_INTERVAL = 8  # tokens between two of them
 
-Outbox = asyncio.Queue[GenDelta | AsyncRLError | None]
 
-
-class Sample:
+class Sample(served.Sample):
     """One index of one request. `name` begins with the request's id and a slash, because servers abort by prefix, and
     ends with a semicolon, so that no name is a prefix of another."""
 
-    def __init__(self, request: GenRequest, index: int, outbox: Outbox) -> None:
-        self.request = request
-        self.index = index
-        self.outbox = outbox
+    def __init__(self, request: GenRequest, index: int, outbox: served.Outbox) -> None:
+        super().__init__(request, index, outbox)
         self.turns = 0
         self.aborts = 0  # by the server
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []  # of the first tokens, if certain
-        self._sent = 0
-        self.task: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
@@ -87,41 +72,9 @@ class Sample:
             },
         }
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """New tokens, in order."""
-        self.tokens += tokens
-        self.logprobs += logprobs
-
-    def ascertain(self, versions: Sequence[int]) -> None:
-        """Set the versions of all tokens so far. Raises `engine.broken` if they contradict earlier ones."""
-        if list(versions[: len(self.versions)]) != self.versions:
-            what = "the server names other weights for tokens than before"
-            raise WorkError("engine.broken", what, where=self.name)
-        self.versions = list(versions)
-
-    def is_due(self) -> bool:
-        """Whether enough is new for a delta."""
-        every = self.request.delta_tokens
-        return every > 0 and len(self.versions) - self._sent >= every
-
     def is_stopped(self) -> bool:
         """Whether its last token ends it."""
         return bool(self.tokens) and self.tokens[-1] in self.request.stop_ids
-
-    def hand_on(self, finish: str) -> None:
-        """Put new tokens with certain versions into the outbox."""
-        start, end = self._sent, len(self.versions)
-        self._sent = end
-        delta = GenDelta(
-            self.request.id,
-            self.index,
-            np.asarray(self.tokens[start:end], dtype=np.int32),
-            np.asarray(self.logprobs[start:end], dtype=np.float32),
-            runs_of(self.versions[start:]),
-            finish,
-            start,
-        )
-        self.outbox.put_nowait(delta)
 
 
 def sample_seed(seed: int, index: int) -> int:

@@ -23,6 +23,7 @@ from asyncrl.engine import GenRequest
 from asyncrl.errors import ConfigError, HandshakeError, WorkError
 from producers.engines.group_sender import GroupSender
 from producers.engines.http import HttpClient
+from producers.engines.model_files import weights_dtype
 from producers.engines.request_checks import request_problem
 from producers.engines.sglang.control_api import CALL_S, ServerFacts, answer_as
 from producers.engines.sglang.responses import Answer
@@ -67,7 +68,7 @@ def make_group(config: Config, name: str, *, workers: int, url: str) -> GroupSen
 
 def check_server(found: ServerFacts, config: Config, *, architecture: str, where: str) -> None:
     """Raise `config.conflict` if its arguments contradict the run, `handshake.mismatch` for another model."""
-    name = config.producers.dtype if config.producers.dtype != "auto" else config.model.dtype
+    name = weights_dtype(config)
     longest = config.data.max_prompt_tokens + config.longest_response
     problems = [
         (found.dp_size != 1 or found.pp_size != 1, f"dp_size = {found.dp_size}, pp_size = {found.pp_size}: weights go "

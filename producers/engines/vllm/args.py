@@ -27,6 +27,7 @@ import msgspec
 
 from asyncrl.config import Config, SamplingConfig
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
+from producers.engines.model_files import weights_dtype
 
 TABLE = "producers.engine_args"
 #: Arguments with a meaning for the run, with the setting that they follow from.
@@ -86,7 +87,7 @@ def arguments(config: Config, *, known: Collection[str], cpu: bool, free_bytes: 
     longest = config.data.max_prompt_tokens + config.longest_response
     made: dict[str, Any] = {
         "model": config.model.path, "trust_remote_code": config.model.trust_remote_code,
-        "dtype": producers.dtype if producers.dtype != "auto" else config.model.dtype,
+        "dtype": weights_dtype(config),
         "max_num_seqs": producers.slots, "max_model_len": longest, "generation_config": "vllm", "max_logprobs": 1,
         "skip_tokenizer_init": True, "disable_log_stats": True, "enable_log_requests": False,
         "scheduling_policy": "priority", "logprobs_mode": choose_logprobs_mode(config.sampling),

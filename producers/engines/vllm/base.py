@@ -1,10 +1,8 @@
 """Common part of the engines `vllm` (in this process) and `vllm_http` (a server).
 
 Guarantees:
-1. a sample is one vLLM request with its own seed; its deltas, with the version runs that vLLM reports, go into the
-   outbox of its request;
-2. versions are staged in files (`staged_weights`); only a commit touches vLLM, and from its beginning every failure is
-   `engine.broken`, for all current and later calls;
+1. a sample is one vLLM request with its own seed; its versions are the runs that vLLM reports;
+2. from the beginning of a commit every failure is `engine.broken`, for all current and later calls;
 3. checksums are taken right after a commit if they are cheap, and compared later (`checksums`).
 Subclasses implement `_decode`, `_swap`, `_checksums_now`, `_dead`.
 """
@@ -12,22 +10,19 @@ Subclasses implement `_decode`, `_swap`, `_checksums_now`, `_dead`.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from asyncrl.config import Config
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import AsyncRLError, WorkError
-from asyncrl.runtime.fingerprint import model_fingerprint
-from asyncrl.versions import Runs, expand, runs_of
-from asyncrl.wire import Buffer, Manifest, Tensor
-from producers.engines.model_files import check_tensors, read_facts
+from asyncrl.versions import Runs, expand
+from asyncrl.wire import Manifest, Tensor
+from producers.engines import served
+from producers.engines.model_files import weights_dtype
 from producers.engines.request_checks import request_problem
-from producers.engines.staged_weights import Labels, StagedVersion, StagedWeights
+from producers.engines.staged_weights import StagedVersion
 from producers.engines.vllm.checksums import Checksums
 
 SWAP_LIMIT_S = 120.0  # a commit that takes longer than this is a broken engine
@@ -36,79 +31,33 @@ CALL_LIMIT_S = 60.0
 HOLDS = {"float32": {"F32", "BF16", "F16"}, "bfloat16": {"BF16"}, "float16": {"F16"}}
 
 
-class Sample:
-    """One index of one request: its tokens, and the part that was sent on."""
+class Sample(served.Sample):
+    """One index of one request, as one vLLM request."""
 
-    def __init__(self, request: GenRequest, index: int, outbox: asyncio.Queue[Any], attempt: int) -> None:
-        self.request = request
-        self.index = index
-        self.outbox = outbox
+    def __init__(self, request: GenRequest, index: int, outbox: served.Outbox, attempt: int) -> None:
+        super().__init__(request, index, outbox)
         self.attempt = attempt
-        self.name = f"{request.id}/{index}/{attempt}"
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.sent = 0
-        self.versions: list[int] = []  # of the tokens that were sent
         self.label = ""  # current when it was submitted
         self.ended = False
-        self.task: asyncio.Task[None] | None = None
 
-    def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """New tokens. Raises `engine.broken` if a token has no log-prob."""
-        if len(token_ids) != len(logprobs):
-            raise WorkError("engine.broken", f"{len(logprobs)} log-probs for {len(token_ids)} tokens", where=self.name)
-        self.tokens += token_ids
-        self.logprobs += logprobs
+    @property
+    def name(self) -> str:
+        return f"{self.request.id}/{self.index}/{self.attempt}"
 
-    def is_due(self) -> bool:
-        """Whether there are enough new tokens for a delta."""
-        every = self.request.delta_tokens
-        return every > 0 and len(self.tokens) - self.sent >= every
-
-    def hand_on(self, runs: Runs, finish: str) -> None:
-        """Put a delta of the new tokens into the outbox; `runs` are over all tokens so far.
-
-        Raises:
-            WorkError: `engine.broken` if the runs contradict those that were sent before.
-        """
-        versions = expand(runs).tolist()
-        if versions[: self.sent] != self.versions:
-            raise WorkError(
-                "engine.broken", "vLLM changed the versions of tokens that it had reported", where=self.name
-            )
-        start, self.sent, self.versions = self.sent, len(self.tokens), versions
-        delta = GenDelta(
-            self.request.id,
-            self.index,
-            np.asarray(self.tokens[start:], dtype=np.int32),
-            np.asarray(self.logprobs[start:], dtype=np.float32),
-            runs_of(versions[start:]),
-            finish,
-            start,
-        )
-        self.outbox.put_nowait(delta)
+    def hand_on_runs(self, runs: Runs, finish: str) -> None:
+        """Put a delta of the new tokens into the outbox; `runs` are over all tokens so far."""
+        self.ascertain(expand(runs).tolist())
+        self.hand_on(finish)
 
 
-class VLLMBase:
+class VLLMBase(served.ServedBase):
     def __init__(self, config: Config, *, tag: str = "") -> None:
-        """`tag` is part of every label, see `staged_weights.Labels`."""
-        self._config = config
-        self._max_new = config.longest_response
-        self._max_len = config.data.max_prompt_tokens + self._max_new
-        own = config.producers.dtype
-        self._dtype = own if own != "auto" else config.model.dtype
+        super().__init__(config, tag=tag)
+        self._dtype = weights_dtype(config)
         self._recompute = config.producers.kv_at_swap == "recompute"
-        self._facts = read_facts(config.model.path)
-        self._staged = StagedWeights(config.run_dir / "scratch")
-        self._labels = Labels(tag)
         self._samples: dict[tuple[str, int], Sample] = {}
-        self._failure: AsyncRLError | None = None
         self._full_softmax = False  # of the log-probs, for every request
         self._logprobs_mode = "processed_logprobs"
-        self._version = -1
-        self._paused = False
-        self._generated = 0
-        self._swap_s = 0.0
         self._checksums = Checksums(self._checksums_now, self._fail)
 
     async def _decode(self, sample: Sample) -> None:
@@ -127,13 +76,9 @@ class VLLMBase:
         """Why vLLM does not answer; empty if unknown."""
         raise NotImplementedError
 
-    def fingerprint(self) -> str:
-        """Digest of the model's shape, its tokenizer and the run's dtype; reads small files, no weights."""
-        return model_fingerprint(self._config.model.path, dtype=self._config.model.dtype)
-
     # ------------------------------------------------------------ failures
 
-    def _require(self) -> None:
+    def _alive(self) -> None:
         if self._failure is None and (why := self._dead()):
             self._fail(why)
         if self._failure is not None:
@@ -161,23 +106,17 @@ class VLLMBase:
             WorkError: the request does not fit the engine (`sample.invalid`).
             AsyncRLError: the engine has failed (`engine.broken`).
         """
-        self._require()
+        self._alive()
         if problem := self._problem(request):
             raise WorkError("sample.invalid", problem, where=request.id)
-        outbox: asyncio.Queue[GenDelta | AsyncRLError | None] = asyncio.Queue()
+        outbox: served.Outbox = asyncio.Queue()
         for index in request.indices:
             self._submit(Sample(request, index, outbox, 0))
         left = len(request.indices)
         try:
-            while left:
-                # bounded: each sample puts its end or an error here, its hang is run.hang_timeout_s
-                item = await outbox.get()
-                if isinstance(item, AsyncRLError):
-                    raise item
-                if item is None:  # aborted
-                    return
-                left -= bool(item.finish)
-                yield item
+            while left and (delta := await served.next_delta(outbox)) is not None:
+                left -= bool(delta.finish)
+                yield delta
         finally:
             self._forget([request.id])
 
@@ -207,7 +146,7 @@ class VLLMBase:
             raise WorkError("engine.broken", f"vLLM ended a sample with {reason!r}", where=sample.name)
         self._samples.pop((sample.request.id, sample.index), None)
         sample.ended = True
-        sample.hand_on(self._labels.runs(spans, len(sample.tokens), where=sample.name), reason)
+        sample.hand_on_runs(self._labels.runs(spans, len(sample.tokens), where=sample.name), reason)
 
     def _forget(self, ids: Sequence[str] | None) -> list[Sample]:
         """Drop the samples of these requests (None: all): a cancelled task aborts its request in vLLM."""
@@ -220,7 +159,7 @@ class VLLMBase:
 
     async def abort(self, ids: Sequence[str] | None) -> int:
         """Abort these requests (None: all); their iterators end without the missing samples."""
-        self._require()
+        self._alive()
         gone = self._forget(ids)
         for outbox in {id(sample.outbox): sample.outbox for sample in gone}.values():
             outbox.put_nowait(None)
@@ -233,30 +172,12 @@ class VLLMBase:
 
     async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
         """Make room for a version in a file. Raises `sync.plan` for anything but this model's whole weights."""
-        self._require()
-        check_tensors(self._facts, tensors)
         check_dtypes(tensors, self._dtype)
-        await asyncio.to_thread(self._staged.begin, manifest, tensors)
-
-    def bucket_room(self, number: int) -> memoryview | None:
-        """Memory for the bytes of a bucket before they are applied."""
-        return self._staged.room(number)
-
-    async def apply_bucket(self, number: int, data: Buffer) -> str:
-        """Take the bytes of one bucket; the digest of the file's bytes."""
-        return await asyncio.to_thread(self._staged.apply, number, data)
-
-    async def read_bucket(self, number: int, into: memoryview) -> bool:
-        """The bytes of a bucket of the current version."""
-        return await asyncio.to_thread(self._staged.read, number, into)
-
-    async def abort_update(self) -> None:
-        """Drop a begun update; vLLM has not seen it."""
-        await asyncio.to_thread(self._staged.abort)
+        await super().begin_update(manifest, tensors)
 
     async def commit_update(self) -> str:
         """Load the version in every worker between two steps; the digest of the loaded weights."""
-        self._require()
+        self._alive()
         staged = self._staged.complete()
         label = self._labels.new(staged.manifest.version)
         started = time.perf_counter()
@@ -280,7 +201,7 @@ class VLLMBase:
     async def attest(self) -> str:
         """The manifest's digest while vLLM's checksums are those after the commit, else another; empty if they were
         not taken then (they are now)."""
-        self._require()
+        self._alive()
         current = self._staged.current
         return "" if current is None else await self._checksums.attest(current.manifest.digest)
 
@@ -302,12 +223,6 @@ def check_dtypes(tensors: Sequence[Tensor], dtype: str) -> None:
                 f"{tensor.name}: sent as {tensor.dtype}, which {dtype} does not hold without loss",
                 remedy='set producers.dtype = "auto", or both ends to the same dtype',
             )
-
-
-def sample_seed(seed: int, index: int) -> int:
-    """The seed of one sample: 63 bits from (seed, index)."""
-    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def unfit_logprobs(request: GenRequest, mode: str) -> str:

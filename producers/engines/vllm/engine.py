@@ -27,10 +27,12 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, PauseMode
 from asyncrl.errors import ConfigError, WorkError
+from asyncrl.runtime.host_facts import free_host_bytes
+from producers.engines.served import sample_seed
 from producers.engines.staged_weights import StagedVersion
 from producers.engines.vllm.args import arguments, engine_argument_names, logprobs_problem
-from producers.engines.vllm.base import CALL_LIMIT_S, Sample, VLLMBase, one_digest, sample_seed, update_info
-from producers.engines.vllm.lifecycle import end, engine_processes, free_host_bytes, prepare
+from producers.engines.vllm.base import CALL_LIMIT_S, Sample, VLLMBase, one_digest, update_info
+from producers.engines.vllm.lifecycle import end, engine_processes, prepare
 from producers.engines.vllm.stats import Stats
 
 
@@ -109,7 +111,7 @@ class VLLMEngine(VLLMBase):
         )
 
     def capabilities(self) -> EngineCapabilities:
-        self._require()
+        self._alive()
         cache: Any = self._llm.vllm_config.cache_config
         return EngineCapabilities(
             "vllm",
@@ -129,7 +131,7 @@ class VLLMEngine(VLLMBase):
 
     async def _ask(self, what: str, call: Callable[[Any], Awaitable[Any]], limit_s: float = CALL_LIMIT_S) -> Any:
         """A call of vLLM; its failure breaks the engine."""
-        self._require()
+        self._alive()
         try:
             return await self._wait(call(self._llm), limit_s)
         except Exception as error:  # EngineDeadError and errors of workers
@@ -163,8 +165,8 @@ class VLLMEngine(VLLMBase):
         if part.finish_reason is not None:
             spans = [(span.version, span.start, span.end) for span in part.weight_versions or ()]
             self._finish(sample, spans, part.finish_reason)
-        elif sample.is_due() and (spans := self._spans_so_far(sample)):
-            sample.hand_on(self._labels.runs(spans, len(sample.tokens), where=sample.name), "")
+        elif sample.is_due(len(sample.tokens)) and (spans := self._spans_so_far(sample)):
+            sample.hand_on_runs(self._labels.runs(spans, len(sample.tokens), where=sample.name), "")
 
     def _spans_so_far(self, sample: Sample) -> list[tuple[str, int, int]]:
         """vLLM's spans of a sample that has not ended; empty if this vLLM lacks them (then there is one delta).

@@ -25,6 +25,7 @@ from asyncrl.engine import EngineCapabilities, EngineHealth, PauseMode
 from asyncrl.errors import AsyncRLError, ConfigError, WorkError
 from producers.engines.group_sender import GroupSender
 from producers.engines.http import HttpClient, Refused
+from producers.engines.served import sample_seed
 from producers.engines.staged_weights import StagedVersion, StagedWeights
 from producers.engines.vllm.args import logprobs_problem
 from producers.engines.vllm.base import (
@@ -33,7 +34,6 @@ from producers.engines.vllm.base import (
     Sample,
     VLLMBase,
     one_digest,
-    sample_seed,
     update_info,
 )
 from producers.engines.vllm.server_facts import ServerFacts, inspect, rpc
@@ -159,7 +159,7 @@ class VLLMHTTPEngine(VLLMBase):
         )
 
     def capabilities(self) -> EngineCapabilities:
-        self._require()
+        self._alive()
         assert self._server is not None
         return EngineCapabilities(
             "vllm_http",
@@ -259,13 +259,13 @@ class VLLMHTTPEngine(VLLMBase):
                     for span in choice.get("weight_versions") or ()
                 ]
                 self._finish(sample, spans, choice["finish_reason"])
-            elif sample.is_due() and sample.label == self._labels.current:
+            elif sample.is_due(len(sample.tokens)) and sample.label == self._labels.current:
                 spans = [(sample.label, 0, len(sample.tokens))]
-                sample.hand_on(self._labels.runs(spans, len(sample.tokens), where=sample.name), "")
+                sample.hand_on_runs(self._labels.runs(spans, len(sample.tokens), where=sample.name), "")
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Decode nothing from now on; see `asyncrl.engine.Engine`."""
-        self._require()
+        self._alive()
         if mode == "abort":
             await self.abort(None)
         if mode == "wait":  # it takes as long as the longest sample
@@ -275,7 +275,7 @@ class VLLMHTTPEngine(VLLMBase):
         self._paused = True
 
     async def resume(self) -> None:
-        self._require()
+        self._alive()
         await self._post("/resume")
         self._paused = False
 

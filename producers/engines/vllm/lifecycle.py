@@ -15,7 +15,6 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
@@ -58,14 +57,3 @@ def end(llm: Any, children: Sequence[int], *, grace_s: float) -> None:
         with suppress(ProcessLookupError):
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
-
-
-def free_host_bytes() -> int:
-    """Free memory of the host; very large if unknown."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 1 << 62

@@ -25,6 +25,7 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.errors import UNREADABLE, ConfigError, HandshakeError, WorkError
 from producers.engines.http import HttpClient
+from producers.engines.model_files import weights_dtype
 from producers.engines.staged_weights import PREFIX, SHARED_MEMORY
 from producers.engines.vllm.args import CHUNKED
 
@@ -156,7 +157,7 @@ async def _same_model(client: HttpClient, config: Config) -> list[_Model]:
         ) from None
     mine = msgspec.json.decode((Path(config.model.path) / "config.json").read_bytes())
     mine = mine.get("text_config", mine)
-    dtype = config.producers.dtype if config.producers.dtype != "auto" else config.model.dtype
+    dtype = weights_dtype(config)
     for worker in workers:
         differ = [
             f"{key} {worker.shape[key]} there, {mine[key]} here"

@@ -96,7 +96,7 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         self.shutdown()
         if not init_info.group:
             return
-        from producers.engines.vllm.process_group import join
+        from producers.engines.process_group import join
 
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.runtime.role import die_with_parent
-from producers.rewards.child import applies, limit
+from producers.rewards.child import applies, open_pipe
 from producers.rewards.outcome import JudgeSettings, Model, Outcome, Problem
 from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
 from producers.rewards.sample import RewardSample
@@ -81,14 +80,10 @@ async def serve(setup: Setup, pipe: Pipe) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Serve jobs until the parent closes the pipe."""
-    die_with_parent()
-    pipe = Pipe(int(argv[0]), int(argv[1]))
     try:
-        setup = pipe.receive(None)
+        pipe, setup = open_pipe(argv)
     except Closed:
         return 0
-    assert isinstance(setup, Setup)
-    limit(setup.memory_bytes)
     return asyncio.run(serve(setup, pipe))
 
 

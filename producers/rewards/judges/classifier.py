@@ -37,35 +37,60 @@ DIGESTED = ("config.json", "tokenizer.json", "model.safetensors.index.json")
 HEAD_BYTES = 1 << 20  # of every file of weights, at both ends, in the digest
 
 
-class Classifier:
+class LocalModel:
+    """A judge whose model of transformers makes forward passes here. Subclasses load it in `_load`."""
+
     def __init__(self, settings: JudgeSettings) -> None:
-        self._settings = settings
         self.table = settings.table
+        self._settings = settings
         self._device = torch.device("cpu")
         self._model: Any = None
-        self._tokenizer: Tokenizer | None = None
-        self._most = 0  # tokens
-        self._as = "text"
 
     async def start(self) -> None:
         """Load the model onto its device."""
         await asyncio.to_thread(self._load)
 
     def _load(self) -> None:
-        from transformers import AutoModelForSequenceClassification
+        raise NotImplementedError
 
+    async def close(self) -> None: ...
+
+    def _load_model(self, kind: Any, what: str) -> Any:
+        """Load the model by an automatic class of transformers; its configuration."""
         self._device = Device.find(self.table.device).torch_device
         try:
-            model = AutoModelForSequenceClassification.from_pretrained(
+            model = kind.from_pretrained(
                 self.table.model, dtype=getattr(torch, self._settings.dtype), local_files_only=True
             )
         except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError("config.model", f"no sequence classifier: {error}", where=self.table.model) from None
-        labels = int(model.config.num_labels)
+            raise ConfigError("config.model", f"no {what}: {error}", where=self.table.model) from None
+        self._model = model.to(self._device).requires_grad_(False).eval()
+        return model.config
+
+    def _pad(self, rows: list[list[int]]) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Rows padded on the right as arguments of the model, and the place of each row's last token."""
+        width = max(len(row) for row in rows)
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self._device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self._device)
+        ends = torch.tensor([len(row) - 1 for row in rows], device=self._device)
+        return {"input_ids": ids, "attention_mask": mask}, (torch.arange(len(rows), device=self._device), ends)
+
+
+class Classifier(LocalModel):
+    def __init__(self, settings: JudgeSettings) -> None:
+        super().__init__(settings)
+        self._tokenizer: Tokenizer | None = None
+        self._most = 0  # tokens
+        self._as = "text"
+
+    def _load(self) -> None:
+        from transformers import AutoModelForSequenceClassification
+
+        config = self._load_model(AutoModelForSequenceClassification, "sequence classifier")
+        labels = int(config.num_labels)
         if labels > 1 and not 0 <= self.table.label < labels:
             raise ConfigError("config.conflict", f"it has {labels} labels: set judge.label", where=self.table.model)
-        self._model = model.to(self._device).requires_grad_(False).eval()
-        positions = int(getattr(model.config, "max_position_embeddings", 0) or 0)
+        positions = int(getattr(config, "max_position_embeddings", 0) or 0)
         self._most = min(self.table.max_tokens, positions or self.table.max_tokens)
         self._tokenizer = Tokenizer(self.table.model)
         self._as = self.table.input if self.table.input != "auto" else self._choose_input()
@@ -80,8 +105,6 @@ class Classifier:
         if own.is_file() and policy.is_file() and own.read_bytes() == policy.read_bytes():
             return "ids"
         return "chat" if self._tokenizer.has_template() else "text"
-
-    async def close(self) -> None: ...
 
     def version(self) -> str:
         """Digest of the model's files: small ones whole, of weights both ends and the size."""
@@ -123,16 +146,12 @@ class Classifier:
     def _forward(self, rows: list[list[int]]) -> list[Outcome]:
         """One forward pass over rows padded on the right. The score is read at each row's last token by hand: a
         model that looks for it by the padding's id would miss one that ends with that id."""
-        width = max(len(row) for row in rows)
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self._device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self._device)
-        ends = torch.tensor([len(row) - 1 for row in rows], device=self._device)
-        body, head = self._model.base_model, getattr(self._model, "score", None)
+        given, last = self._pad(rows)
+        head = getattr(self._model, "score", None)
         if head is not None:
-            hidden = body(input_ids=ids, attention_mask=mask).last_hidden_state
-            logits = head(hidden[torch.arange(len(rows), device=self._device), ends]).float()
+            logits = head(self._model.base_model(**given).last_hidden_state[last]).float()
         else:  # an encoder with a head over its first token
-            logits = self._model(input_ids=ids, attention_mask=mask).logits.float()
+            logits = self._model(**given).logits.float()
         values = logits.softmax(-1)[:, self.table.label] if logits.shape[-1] > 1 else logits[:, 0]
         return [_verdict(value) for value in values.tolist()]
 

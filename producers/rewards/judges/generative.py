@@ -13,7 +13,6 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,10 +22,9 @@ from asyncrl import config as configuration
 from asyncrl.engine import Engine, GenRequest
 from asyncrl.errors import ConfigError
 from asyncrl.plugins import find
-from asyncrl.runtime.device import Device
 from producers.data.tokenizer import Tokenizer
 from producers.engines.initial_weights import commit_folder
-from producers.rewards.judges.classifier import folder_digest
+from producers.rewards.judges.classifier import LocalModel, folder_digest
 from producers.rewards.judges.templates import judge_messages, number_in, question_digest, yes_share
 from producers.rewards.outcome import (
     JudgeSettings,
@@ -142,32 +140,18 @@ class Written:
         return found
 
 
-class YesNo:
+class YesNo(LocalModel):
     """P(yes) / (P(yes) + P(no)) of the next token."""
 
     def __init__(self, settings: JudgeSettings) -> None:
-        self.table = settings.table
-        self._settings = settings
+        super().__init__(settings)
         self._questions = Questions(settings)
-        self._model: Any = None
-        self._device = torch.device("cpu")
         self._words: dict[str, list[int]] = {}
-
-    async def start(self) -> None:
-        """Load the model onto its device."""
-        await asyncio.to_thread(self._load)
 
     def _load(self) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._device = Device.find(self.table.device).torch_device
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                self.table.model, dtype=getattr(torch, self._settings.dtype), local_files_only=True
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError("config.model", f"no language model: {error}", where=self.table.model) from None
-        self._model = model.to(self._device).requires_grad_(False).eval()
+        self._load_model(AutoModelForCausalLM, "language model")
         words = (*self.table.yes, *self.table.no)
         self._words = {word: self.first_tokens(word) for word in words}
         both = {token for word in self.table.yes for token in self._words[word]}
@@ -185,8 +169,6 @@ class YesNo:
     def version(self) -> str:
         """Digest of the model's files and of the question."""
         return self._questions.version()
-
-    async def close(self) -> None: ...
 
     async def score(self, samples: Sequence[RewardSample], done: Report) -> None:
         """Score all samples, `concurrency` rows in a forward pass."""
@@ -220,10 +202,6 @@ class YesNo:
     @torch.inference_mode()
     def _logprobs(self, rows: list[list[int]]) -> torch.Tensor:
         """Log-probs `[rows, vocabulary]` after the last token of each row, padded on the right."""
-        width = max(len(row) for row in rows)
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self._device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self._device)
-        hidden = self._model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
-        ends = torch.tensor([len(row) - 1 for row in rows], device=self._device)
-        last = hidden[torch.arange(len(rows), device=self._device), ends]
-        return torch.log_softmax(self._model.get_output_embeddings()(last).float(), -1).cpu()
+        given, last = self._pad(rows)
+        hidden = self._model.base_model(**given).last_hidden_state[last]
+        return torch.log_softmax(self._model.get_output_embeddings()(hidden).float(), -1).cpu()

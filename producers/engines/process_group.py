@@ -1,6 +1,6 @@
-"""A worker's end of the process group through which a producer sends weights (`producers.engines.group_sender`).
+"""The process group in which a producer sends weights (`producers.engines.group_sender`), and a worker's end of it.
 
-Guarantees: the group is built like the sender's (a TCPStore at rank 0 under the prefix of the group's name, torch's own
+Guarantees: both ends build the group alike (a TCPStore at rank 0 under the prefix of the group's name, torch's own
 helper); every broadcast is uint8 from rank 0; every wait is bounded. vLLM's own groups are not touched.
 """
 
@@ -40,12 +40,21 @@ def join(
     name: str, *, rank: int, size: int, backend: str, host: str, port: int, timeout: timedelta, device: torch.device
 ) -> Member:
     """Join the group; blocks until all are there. Raises RuntimeError after `timeout`."""
-    c10d: Any = distributed_c10d
     stores: Any = torch.distributed
     store = stores.TCPStore(host, port, size, False, timeout=timeout, wait_for_workers=False)
-    # Torch has no public call for a group of other processes next to the default one.
+    group = build_group(name, store, rank=rank, size=size, backend=backend, timeout=timeout)
+    return Member(group, store, torch.device("cpu") if backend == "gloo" else device)
+
+
+def build_group(name: str, store: Any, *, rank: int, size: int, backend: str, timeout: timedelta) -> Any:
+    """Build a group of these processes; blocks until all are there. Raises RuntimeError after `timeout`.
+
+    Torch has no public call for a group of other processes next to the default one.
+    """
+    c10d: Any = distributed_c10d
+    prefixed = c10d.PrefixStore(name, store)
     group, _ = c10d._new_process_group_helper(
-        size, rank, [], c10d.Backend(backend), stores.PrefixStore(name, store), group_name=name, timeout=timeout
+        size, rank, [], c10d.Backend(backend), prefixed, group_name=name, timeout=timeout
     )
     c10d._world.pg_group_ranks[group] = {number: number for number in range(size)}
-    return Member(group, store, torch.device("cpu") if backend == "gloo" else device)
+    return group

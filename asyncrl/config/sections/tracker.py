@@ -1,0 +1,46 @@
+"""`[trackers]`: destinations of a run's metrics in addition to its JSONL files.
+
+Guarantees:
+1. the configuration never holds a secret, because it is written to the run folder and to every checkpoint: the secret
+   comes from the tracker's environment variable or from a file;
+2. online trackers do not slow the run down: each runs in a separate process that reads the files
+   (`learners.trackers.main`).
+
+Example: `use = ["wandb"]`, `project = "my-model"`, `key_file = {wandb = "/home/me/.wandb-key"}`, `options = {wandb =
+{entity = "team", tags = ["grpo"]}}`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta, field
+
+from asyncrl.config.sections.base import Seconds, Section
+
+#: Built-in trackers: name -> their package, and the environment variable of their secret.
+ONLINE: dict[str, tuple[str, str]] = {
+    "wandb": ("wandb", "WANDB_API_KEY"),
+    "mlflow": ("mlflow", "MLFLOW_TRACKING_TOKEN"),
+    "swanlab": ("swanlab", "SWANLAB_API_KEY"),
+    "trackio": ("trackio", "HF_TOKEN"),
+}
+
+
+class TrackersConfig(Section, frozen=True):
+    """`[trackers]`: destinations of metrics in addition to the JSONL files; TensorBoard is `log.tensorboard`."""
+
+    use: tuple[str, ...] = ()  # wandb, mlflow, swanlab, trackio, or names of the entry-point group asyncrl.trackers
+    project: str = "asyncrl"  # project or experiment there; the run has the name run.name
+    offline: bool = False  # send nothing: the data to send is in RUN/trackers
+    every_s: Seconds = 2.0  # tracker -> file with its secret; else an environment variable
+    key_file: dict[str, str] = field(default_factory=dict)  # tracker -> file with its secret; else its variable
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # tracker -> arguments of its library
+    prometheus_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # metrics at http://127.0.0.1:PORT/metrics; 0: off
+
+
+def secret_of(config: TrackersConfig, name: str) -> str:
+    """The secret of `trackers.key_file`; empty without one. Raises OSError if the file cannot be read."""
+    path = config.key_file.get(name, "")
+    return Path(path).expanduser().read_text(encoding="utf-8").strip() if path else ""
