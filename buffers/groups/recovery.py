@@ -14,7 +14,7 @@ The checkpoint of step s0 wins over the store. Guarantees:
 
 from __future__ import annotations
 
-from asyncrl.errors import AsyncRLError, error_for
+from asyncrl.errors import AsyncRLError, Fenced, error_for
 from buffers.groups.batches import Batches
 from buffers.groups.failure_budget import FailureBudget
 from buffers.groups.group_table import GroupTable, check_table
@@ -73,7 +73,7 @@ class Recovery:
         """Register a learner; its epoch. Raises `learner.duplicate`, or the fault of the run.
 
         `process_gone`: the process registered before is known to have ended. `once`: random number of the message; a
-        copy that arrives after the first claim must not fence its own learner.
+        copy that arrives after the first claim must not fence its own learner, also where the store forgot the number.
         """
         meta, process = self.table.meta, (name, pid, host)
         given = dict(meta.registrations).get(once, 0) if once else 0
@@ -85,11 +85,16 @@ class Recovery:
             raise error_for(*self.budget.fault)
         if meta.learner == process and meta.registered_step == step and not meta.emptied:
             return meta.epoch  # a Register sent again
+        if meta.learner == process and ledger.epoch < meta.epoch and step < meta.registered_step:
+            raise Fenced("fenced", f"a registration at step {meta.registered_step} replaced this one at step {step}")
         if meta.done and not takeover and step < meta.version:  # it waited while the run was completed
             raise AsyncRLError(
                 "learner.duplicate", f"the run is complete at step {meta.version}, this checkpoint is of step {step}"
             )
         self._refuse_second(process, takeover, process_gone)
+        if meta.emptied and step not in (digests or {}) and step in self.table.digests:
+            del self.table.digests[step]  # of weights that a later learner, unknown to this store, trained again
+            self.table.put("digests")
         meta.epoch = max(meta.epoch, ledger.epoch) + 1
         meta.learner, meta.registered_step, meta.done, meta.emptied = process, step, False, False
         if once:

@@ -182,6 +182,7 @@ class SyncPlant:
         """Let it happen while g0 has bucket `number` of the next version; bring everybody back. How long until the
         others were whole again."""
         self.say("g0", "gate", self.version + 1, number)
+        self.look("g0")  # it takes words in order: its answer says that the gate is set
         self.next_version()
         self.wait_bucket("g0", number)
         self.signal(victim, action)
