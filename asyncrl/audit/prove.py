@@ -54,6 +54,8 @@ from asyncrl.audit.records import Commit
 from asyncrl.audit.verdict import Expected, fork_origin, judge
 from asyncrl.errors import UNREADABLE
 
+__all__ = ["Audit", "Expected", "audit", "audit_command", "audit_file", "audit_run", "render"]
+
 
 class Log:
     """The events of a history one by one; afterwards `damaged`: numbers of unreadable lines, and `torn`: whether the

@@ -25,3 +25,37 @@ from asyncrl.config.sections.reward import RewardFunctionConfig, RewardWorkersCo
 from asyncrl.config.sections.run import LogConfig, NetworkConfig, RunConfig
 from asyncrl.config.sections.weightsync import WeightSyncConfig
 from asyncrl.config.tree import Config
+
+__all__ = [
+    "AlgorithmConfig",
+    "BufferConfig",
+    "CompanionConfig",
+    "Config",
+    "CriticConfig",
+    "DataConfig",
+    "LearnerConfig",
+    "Loaded",
+    "LogConfig",
+    "MegatronConfig",
+    "ModelConfig",
+    "NetworkConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "PreferenceConfig",
+    "ProcessRewardConfig",
+    "ProducersConfig",
+    "RewardFunctionConfig",
+    "RewardWorkersConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "Section",
+    "WeightSyncConfig",
+    "all_keys",
+    "dump",
+    "find_conflicts",
+    "load",
+    "load_all",
+    "parse",
+    "redact",
+    "schema",
+]

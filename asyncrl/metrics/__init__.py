@@ -11,3 +11,20 @@ from asyncrl.metrics.log import (
     line_time,
     read_lines,
 )
+
+__all__ = [
+    "CATALOGUE",
+    "NUMBERS",
+    "OPEN",
+    "SERIES",
+    "JsonTail",
+    "Metric",
+    "MetricsLog",
+    "Position",
+    "decode_line",
+    "is_series",
+    "iterate_lines",
+    "line_number",
+    "line_time",
+    "read_lines",
+]
