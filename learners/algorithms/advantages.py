@@ -12,7 +12,7 @@ Example: scores 1, 0, 0.5 of one group: GRPO 0.999998, -0.999998, 0; RLOO 0.75, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -23,7 +23,6 @@ from learners.algorithms.passk import passk_advantages
 from learners.algorithms.tensors import (
     Groups,
     grouped,
-    log_ratio,
     masked,
     masked_whiten,
     outcome_scores,
@@ -33,7 +32,11 @@ from learners.algorithms.tensors import (
 )
 from learners.algorithms.types import Estimate, Rollouts
 
+Advantage = Callable[..., Estimate]
 Singleton = Literal["zero", "score"]
+
+LOG_RATIO_LIMIT = 20.0
+
 
 # ---------------------------------------------------------------- one number per row, from its group
 
@@ -213,7 +216,8 @@ def optimal_token_baseline(
     proximal = masked(required(rollouts, "proximal", name), mask)
     weights = 1 - 2 * proximal.exp() + masked(required(rollouts, "square_sums", name), mask)
     if off_policy:
-        weights = weights * (2 * log_ratio(proximal, required(rollouts, "behaviour", name), mask)).exp()
+        gap = proximal - masked(required(rollouts, "behaviour", name), mask)
+        weights = weights * (2 * gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).exp()
     returns = scan_back(rollouts.rewards, 1.0, mask)
     rows = grouped(rollouts.groups)
     baselines = _place_baseline(returns, masked(weights, mask).cumsum(-1), mask, rows, epsilon)

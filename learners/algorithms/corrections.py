@@ -27,16 +27,33 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from learners.algorithms.rejection import RejectOption, Threshold, m2po_keep, rejection_mask
-from learners.algorithms.tensors import (
+from learners.algorithms.rejection import (
     LOG_RATIO_LIMIT,
-    masked,
-    masked_mean,
-    sequence_lengths,
-    sequence_means,
-    sequence_sums,
+    RejectOption,
+    Threshold,
+    m2po_keep,
+    rejection_mask,
 )
+from learners.algorithms.tensors import masked, masked_mean, sequence_lengths, sequence_means, sequence_sums
 from learners.algorithms.types import Correction
+
+#: `masked` stands in `tensors`; it is found here by its former users.
+__all__ = [
+    "CORRECTIONS",
+    "Bounds",
+    "Level",
+    "icepop",
+    "is_weights",
+    "log_ratio",
+    "m2po",
+    "masked",
+    "mis",
+    "needs_whole_batch",
+    "none",
+    "prox_loglinear",
+    "rejection",
+    "tis",
+]
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -49,7 +66,36 @@ class Bounds(NamedTuple):
     floor: float = 0.0
 
 
+def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    """`new - old`, clamped to +-20; the clamp kills the gradient outside. 0 outside the mask."""
+    return (masked(new, mask) - masked(old, mask)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
 # ---------------------------------------------------------------- weights
+
+
+def is_weights(
+    proximal: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    sequences: Tensor | None = None,
+    *,
+    level: Level = "token",
+    upper: float | None = 2.0,
+    lower: float | None = None,
+    floor: float = 0.0,
+    batch_normalize: bool = False,
+) -> Tensor:
+    """Importance weights `exp(z)`, `[N]`. With d = proximal - behaviour z is by `level` the token's d (token), the sum
+    of d over the row (sequence: ratio of the whole responses) or its mean (geometric); `sequences` for the last two.
+
+    Without `lower`: clamped into [floor, upper] (upper None: not truncated). With `lower`: 0 outside [lower, upper],
+    both ends kept; the mask of the loss does not change. `batch_normalize` divides by the mean weight AFTER that, over
+    tokens (token) or rows with a token, where it is above 1e-8: once, on the whole batch. Raises `config.type`.
+    """
+    raw = masked(_log_weights(proximal, behaviour, mask, sequences, level).exp(), mask)
+    weights = masked(_bounded(raw, Bounds(upper, lower, floor)), mask)
+    return _normalized(weights, mask, sequences, level) if batch_normalize else weights
 
 
 def tis(
@@ -65,18 +111,20 @@ def tis(
     reject: tuple[RejectOption, ...] = (),
     thresholds: tuple[Threshold, ...] = (),
 ) -> Correction:
-    """Truncated importance sampling: the ratio `e^z`, clamped into [floor, upper]; upper None: not truncated.
+    """Truncated importance sampling: `min(ratio, upper)`; with `floor` at least that. upper None: not truncated.
 
-    With d = proximal - behaviour, z is by `level` the token's d (token; upper 1.5 to 5), the sum of d over the row
-    (sequence: the ratio of whole responses; 2 to 10) or its mean (geometric; near 1). `batch_normalize` then divides by
-    the mean weight over tokens (token) or rows with a token, before anything is rejected. `reject` and `thresholds` as
-    in `rejection.rejection_mask`: for example level sequence with seq_sum_k1 and [0.5, 2]. Raises `config.type`.
-    arXiv 2505.24298 (decoupled objective, token level), arXiv 2505.24034.
+    arXiv 2505.24298 (decoupled objective, token level), arXiv 2505.24034. `level`: token (upper 1.5 to 5), sequence (2
+    to 10), geometric (near 1). `reject` and `thresholds` as in `rejection.rejection_mask`: for example level sequence
+    with seq_sum_k1 and [0.5, 2]. A mean is taken before anything is rejected. Raises `config.type`.
     """
+    bounds = Bounds(upper, None, floor)
     return _weighted(
-        (proximal, behaviour, mask, sequences),
-        level,
-        Bounds(upper, None, floor),
+        proximal,
+        behaviour,
+        mask,
+        sequences,
+        level=level,
+        bounds=bounds,
         batch_normalize=batch_normalize,
         reject=reject,
         thresholds=thresholds,
@@ -100,10 +148,14 @@ def mis(
 
     The same at token level is `icepop`. Raises `config.type`.
     """
+    bounds = Bounds(upper, lower)
     return _weighted(
-        (proximal, behaviour, mask, sequences),
-        level,
-        Bounds(upper, lower),
+        proximal,
+        behaviour,
+        mask,
+        sequences,
+        level=level,
+        bounds=bounds,
         batch_normalize=batch_normalize,
         reject=reject,
         thresholds=thresholds,
@@ -197,15 +249,17 @@ def prox_loglinear(
 # ---------------------------------------------------------------- inside
 
 
-def _ratios(proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor, level: str) -> Tensor:
-    """Ratios of every token, `[N]`, from clamped logs; 0 outside the mask."""
+def _log_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor | None, level: str) -> Tensor:
+    """Clamped log of the weights of every token."""
     gap = masked(proximal.detach(), mask) - masked(behaviour.detach(), mask)
-    if level in ("sequence", "geometric"):
-        rows = sequence_sums if level == "sequence" else sequence_means
-        gap = rows(gap, mask, sequences)[sequences]
-    elif level != "token":
+    if level == "token":
+        found = gap
+    elif sequences is None or level not in ("sequence", "geometric"):
         raise ConfigError("config.type", f"importance weights of level {level!r}: token, sequence or geometric")
-    return masked(gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), mask)
+    else:
+        rows = sequence_sums if level == "sequence" else sequence_means
+        found = rows(gap, mask, sequences)[sequences]
+    return found.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _bounded(raw: Tensor, bounds: Bounds) -> Tensor:
@@ -217,9 +271,9 @@ def _bounded(raw: Tensor, bounds: Bounds) -> Tensor:
     return raw.clamp(bottom, top) if bounds.lower is None else torch.where((raw >= bottom) & (raw <= top), raw, 0.0)
 
 
-def _normalized(weights: Tensor, mask: Tensor, sequences: Tensor, level: str) -> Tensor:
-    """Divide by the mean over tokens, or over rows that have a token."""
-    if level == "token":
+def _normalized(weights: Tensor, mask: Tensor, sequences: Tensor | None, level: str) -> Tensor:
+    """Over their mean: of tokens, or of rows that have a token."""
+    if level == "token" or sequences is None:
         mean = masked_mean(weights, mask)
     else:
         mean = masked_mean(sequence_means(weights, mask, sequences), sequence_lengths(mask, sequences) > 0)
@@ -227,17 +281,19 @@ def _normalized(weights: Tensor, mask: Tensor, sequences: Tensor, level: str) ->
 
 
 def _weighted(
-    tokens: tuple[Tensor, Tensor, Tensor, Tensor],
+    proximal: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    sequences: Tensor,
+    *,
     level: Level,
     bounds: Bounds,
-    *,
     batch_normalize: bool,
     reject: Sequence[RejectOption],
     thresholds: Sequence[Threshold],
 ) -> Correction:
     """Weights within bounds, 0 where anything rejects the token; the mean is over all of the mask."""
-    proximal, behaviour, mask, sequences = tokens
-    raw = _ratios(proximal, behaviour, mask, sequences, level)
+    raw = masked(_log_weights(proximal, behaviour, mask, sequences, level).exp(), mask)
     weights = masked(_bounded(raw, bounds), mask)
     truncated = mask & (weights != raw)
     if batch_normalize:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from learners.algorithms.tensors import masked
+
 
 class EntropyCoeff(NamedTuple):
     """`coeff`: state for the next step; `active`: the coefficient to use, 0 while the entropy is high enough."""
@@ -28,6 +30,16 @@ def entropy_threshold(values: Tensor, *, share: float) -> float:
     # 0.29 * 100 is 28.999999999999996 in floating point, but 29 values are meant.
     kept = min(max(1, int(values.numel() * share + 1e-6)), values.numel())
     return float(values.topk(kept).values[-1])
+
+
+def high_entropy(entropy: Tensor, mask: Tensor, *, share: float = 0.2) -> Tensor:
+    """The `share` of trained tokens with the highest entropy, bool, any shape (arXiv 2506.01939: 0.2 of them suffice).
+
+    Looks at the whole batch: call it once, before the batch is cut. At least one token where there is any; tokens with
+    the entropy of the last one kept are kept too.
+    """
+    values = masked(entropy.detach(), mask)
+    return mask & (values >= entropy_threshold(values[mask], share=share))
 
 
 def next_entropy_coeff(

@@ -1,6 +1,11 @@
-"""Selects rows and tokens of a batch to train: overlong rows, resampling (`buffers` has the filters of groups).
+"""Selects groups, rows and tokens of a batch to train: dynamic sampling, accuracy band, overlong rows, resampling.
 
-Guarantee: a draw depends only on the seed, the step and the probabilities.
+Guarantees:
+1. a decision about a group holds for all its rows;
+2. the spread is tested by comparing the extremes exactly, never by a rounded standard deviation;
+3. a draw depends only on the seed, the step and the probabilities.
+
+Example: accuracies 1, 1, 1 and 1, 0, 0 of two groups: `group_std` keeps the second, `accuracy_band` (0.2 to 0.8) too.
 """
 
 from __future__ import annotations
@@ -11,7 +16,26 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from learners.algorithms.tensors import wide
+from learners.algorithms.tensors import grouped, wide
+
+
+def group_std(metric: Tensor, groups: Tensor, *, keep_singletons: bool = True) -> Tensor:
+    """Rows whose group has different values of the metric, bool `[S]` (DAPO's dynamic sampling, arXiv 2503.14476).
+
+    `metric` `[S]`: accuracy, score or reward. A group of one is kept unless told otherwise.
+    """
+    rows = grouped(groups)
+    keep = ~rows.flat(wide(metric))
+    if keep_singletons:
+        keep = keep | (rows.sizes == 1)
+    return keep[rows.of]
+
+
+def accuracy_band(metric: Tensor, groups: Tensor, *, low: float = 0.2, high: float = 0.8) -> Tensor:
+    """Rows whose group has a mean from `low` to `high`, both included, bool `[S]` (PRIME, arXiv 2502.01456)."""
+    rows = grouped(groups)
+    means = rows.means(wide(metric))
+    return ((means >= low) & (means <= high))[rows.of]
 
 
 def overlong_mask(mask: Tensor, truncated: Tensor) -> Tensor:

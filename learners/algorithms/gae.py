@@ -15,8 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learners.algorithms.tensors import following, log_ratio, masked, masked_whiten, required, scan_back, wide
+from learners.algorithms.tensors import following, masked, masked_whiten, required, scan_back, wide
 from learners.algorithms.types import Estimate, Rollouts
+
+LOG_RATIO_LIMIT = 20.0
 
 
 @torch.no_grad()
@@ -73,7 +75,8 @@ def vtrace(
     values = required(rollouts, "values", "vtrace")
     proximal, behaviour = required(rollouts, "proximal", "vtrace"), required(rollouts, "behaviour", "vtrace")
     last = _bootstrap(rollouts)
-    ratio = log_ratio(proximal, behaviour, mask).exp()
+    gap = masked(proximal, mask) - masked(behaviour, mask)
+    ratio = gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     reward, value = masked(rewards, mask), masked(values, mask)
     delta = ratio.clamp(max=rho_bar) * (reward + gamma * following(values, mask, last) - value)
     target = value + scan_back(delta, gamma * lam * ratio.clamp(max=c_bar), mask)

@@ -68,6 +68,20 @@ def kl_importance_weighted(current: Tensor, proximal: Tensor, reference: Tensor,
     return masked((torch.expm1(-delta) + delta) * ratio, mask)
 
 
+def kl_full(logits: Tensor, reference_logits: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """`sum_v p log(p / p_ref)` over the vocabulary, in nats: logits `[..., V]`, mask and result `[...]`.
+
+    Exact, at the price of both sets of full logits; the reference is detached.
+    """
+    valid = mask.unsqueeze(-1)
+    policy = (masked(logits, valid) / temperature).log_softmax(-1)
+    other = (masked(reference_logits.detach(), valid) / temperature).log_softmax(-1)
+    # A token that the policy cannot sample (-inf) adds 0 and not 0 * -inf.
+    possible = policy > -torch.inf
+    terms = masked(policy.exp() * (masked(policy, possible) - masked(other, possible)), possible)
+    return masked(terms.sum(-1), mask)
+
+
 def _value(delta: Tensor, name: str) -> Tensor:
     """One of k1, abs, k2, k3."""
     if name == "k1":

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from learners.algorithms.tensors import log_ratio, masked
+from learners.algorithms.corrections import log_ratio
+from learners.algorithms.tensors import masked
 from learners.algorithms.types import LossInputs, TokenLoss
 
 

@@ -19,14 +19,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from learners.algorithms.tensors import (
-    LOG_RATIO_LIMIT,
-    log_ratio,
-    masked,
-    sequence_lengths,
-    sequence_means,
-    sequence_sums,
-)
+from learners.algorithms.rejection import LOG_RATIO_LIMIT
+from learners.algorithms.tensors import masked, sequence_lengths, sequence_means, sequence_sums, wide
 from learners.algorithms.types import Correction
 
 #: Lag of a row in learner steps: the rows of a table.
@@ -92,14 +86,15 @@ def correction_table(
     d = proximal - behaviour.
     """
     new, old = masked(proximal.detach(), mask), masked(behaviour.detach(), mask)
-    gap = log_ratio(new, old, mask)
+    raw = new - old
+    gap = raw.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = masked(gap.exp(), mask)
     weights = masked(torch.ones_like(ratio) if correction is None else correction.weights, mask).to(gap.dtype)
     keep = mask if correction is None else mask & correction.keep
     hit, bounded = (
         (torch.zeros_like(mask) if found is None else found & mask).to(gap.dtype) for found in (clipped, dual_clipped)
     )
-    moved = torch.zeros_like(gap) if current is None else log_ratio(new, current.detach(), mask)
+    moved = torch.zeros_like(gap) if current is None else new - masked(current.detach(), mask)
     bucket = torch.bucketize(lags.to(mask.device), torch.tensor(_LAG_ENDS, device=mask.device))
     truncated = torch.zeros_like(mask) if correction is None or correction.truncated is None else correction.truncated
     tokens = torch.stack(
@@ -116,7 +111,7 @@ def correction_table(
             (mask & ~keep).to(gap.dtype),
             hit,
             bounded,
-            moved,
+            moved.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
         ],
         -1,
     )
@@ -268,6 +263,14 @@ def ratio_quantile(counts: Tensor, at: float) -> float:
 def ess_of_sums(total: float, squares: float, count: float) -> float:
     """`(sum w)^2 / (n sum w^2)` from sums that were added over pieces; 0 where nothing has a weight."""
     return total * total / (count * squares) if count > 0 and squares > 0 else 0.0
+
+
+def ess_fraction(weights: Tensor) -> Tensor:
+    """Effective sample size of row weights `[S]` as a share of their number, a scalar; 0 without any weight above 0."""
+    found = wide(weights.detach())
+    squares = (found * found).sum()
+    share = found.sum() ** 2 / (max(found.numel(), 1) * squares)
+    return torch.where(squares > 0, share, torch.zeros_like(share))
 
 
 def step_scale(ess: float) -> float:

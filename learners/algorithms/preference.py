@@ -1,9 +1,9 @@
-"""Losses of pairs: DPO and its variants, and the Bradley-Terry loss of reward models.
+"""Losses of pairs and of wins: DPO and its relatives, SPPO, Bradley-Terry reward models, pairs from generated samples.
 
-P pairs. A log-prob of an answer is the SUM over its trained tokens (`tensors.sequence_sums`). SPIN (arXiv
+P pairs, S rows. A log-prob of an answer is the SUM over its trained tokens (`tensors.sequence_sums`). SPIN (arXiv
 2401.01335) is `dpo` with the answer of the data as chosen, a sample of the previous policy as rejected and that policy
 as reference. Guarantees:
-1. one result per pair; the caller divides by the count of the whole mini-batch, so pieces add up;
+1. a result per pair or row; the caller divides by the count of the whole mini-batch, so pieces add up;
 2. only the trained policy's log-probs (or scores) get a gradient;
 3. without pairs: an empty loss connected to the graph.
 
@@ -13,6 +13,7 @@ sigmoid(0.2) = 0.5981, hinge 0.8, ipo (2 - 5)^2 = 9.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from asyncrl.errors import ConfigError
-from learners.algorithms.tensors import wide
+from learners.algorithms.tensors import masked, sequence_lengths, sequence_sums, wide
 
 DPOKind = Literal["sigmoid", "ipo", "hinge"]
 
@@ -33,6 +34,13 @@ class PairLoss(NamedTuple):
     reward_chosen: Tensor
     reward_rejected: Tensor
     correct: Tensor
+
+
+class Pairs(NamedTuple):
+    """`chosen` `[2P]` bool: one sample of each pair; `distinct` `[P]` bool: the two scores differ."""
+
+    chosen: Tensor
+    distinct: Tensor
 
 
 def dpo(
@@ -88,6 +96,47 @@ def bradley_terry(
     distance = good - bad if margin is None else good - bad - margin.detach()
     loss = -logsigmoid(distance) + center_coeff * (good + bad) ** 2
     return PairLoss(loss, good.detach(), bad.detach(), good > bad)
+
+
+def online_pairs(scores: Tensor) -> Pairs:
+    """The better of two samples of each prompt from interleaved scores `[2P]`; of equals the first is chosen.
+
+    Pairs with equal scores teach nothing: `distinct` says which to keep.
+    """
+    first, second = scores[0::2], scores[1::2]
+    better = first >= second
+    return Pairs(torch.stack((better, ~better), -1).flatten(), first != second)
+
+
+def softmean(values: Tensor, *, beta: float = 1.0) -> Tensor:
+    """`log(mean(e^(beta x))) / beta` over all values, a scalar; beta 0 is the mean. Between mean and maximum."""
+    found = wide(values)
+    if beta == 0:
+        return found.mean()
+    return (torch.logsumexp(beta * found, 0) - math.log(found.numel())) / beta
+
+
+def sppo_targets(
+    scores: Tensor, *, target: Literal["zero_center", "softmean"] = "zero_center", softmean_beta: float = 1.0
+) -> Tensor:
+    """What SPPO's log-ratios should be, up to eta, `[S]`: scores are win rates in 0..1 and 1/2 is taken off
+    (zero_center, arXiv 2405.00675), or outcome scores less their softmean over the whole batch."""
+    found = wide(scores.detach())
+    return found - (0.5 if target == "zero_center" else softmean(found, beta=softmean_beta))
+
+
+def sppo(
+    current: Tensor, proximal: Tensor, mask: Tensor, sequences: Tensor, targets: Tensor, *, eta: float = 1.0
+) -> Tensor:
+    """SPPO (arXiv 2405.00675): `(sum of (current - proximal) - eta target)^2` of each row, `[S]`.
+
+    Log-probs, mask and row numbers are flat, `[N]`; `targets` `[S]`. A row without a trained token gives 0; the loss is
+    the sum over the rows that have one, over their number in the whole mini-batch.
+    """
+    rows = targets.numel()
+    apart = masked(current, mask) - masked(proximal.detach(), mask)
+    errors = sequence_sums(apart, mask, sequences, rows) - eta * targets.detach()
+    return masked(errors * errors, sequence_lengths(mask, sequences, rows) > 0)
 
 
 def _log_ratio(policy: Tensor, reference: Tensor | None) -> Tensor:

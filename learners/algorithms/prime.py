@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from learners.algorithms.tensors import (
     grouped,
     last_tokens,
     masked,
     masked_mean,
+    masked_sum,
     masked_whiten,
     outcome_scores,
     required,
@@ -78,6 +78,15 @@ def prime(rollouts: Rollouts, *, coef_dpo: float = 5.0, coef_gt: float = 5.0) ->
     return Estimate(masked_whiten(returns, mask), returns)
 
 
+def ce_loss(q: Tensor, correct: Tensor, mask: Tensor, *, beta: float = 0.05) -> Tensor:
+    """Binary cross-entropy of `sigmoid(beta sum q)` against the outcome, mean over the rows (arXiv 2502.01456).
+
+    A scalar with gradient. `q` `[S, T]`; `correct` `[S]`: outcomes from 0 to 1. No rows: 0.
+    """
+    losses = _cross_entropy(beta * masked_sum(q, mask, -1), correct)
+    return losses.sum() / max(losses.numel(), 1)
+
+
 class OutcomeLosses(NamedTuple):
     """Of each sequence `[S]`: `loss` with gradient, 0 where no token is trained; `logits` `beta sum q`, no gradient;
     `counted` bool: it has a trained token."""
@@ -88,13 +97,14 @@ class OutcomeLosses(NamedTuple):
 
 
 def outcome_losses(q: Tensor, correct: Tensor, mask: Tensor, sequences: Tensor, *, beta: float = 0.05) -> OutcomeLosses:
-    """Binary cross-entropy of `sigmoid(beta sum q)` against the outcome (arXiv 2502.01456), of each sequence.
-
-    Pieces that hold whole sequences add up.
+    """`ce_loss` before its mean, over flat tokens (arXiv 2502.01456): pieces that hold whole sequences add up.
 
     `q`, `mask` and `sequences` (a number per token) `[N]`; `correct` `[S]`: outcomes from 0 to 1.
     """
     logits = beta * sequence_sums(q, mask, sequences, correct.numel())
     counted = sequence_lengths(mask, sequences, correct.numel()) > 0
-    losses = binary_cross_entropy_with_logits(logits, correct.to(logits.dtype), reduction="none")
-    return OutcomeLosses(masked(losses, counted), logits.detach(), counted)
+    return OutcomeLosses(masked(_cross_entropy(logits, correct), counted), logits.detach(), counted)
+
+
+def _cross_entropy(logits: Tensor, correct: Tensor) -> Tensor:
+    return torch.nn.functional.binary_cross_entropy_with_logits(logits, correct.to(logits.dtype), reduction="none")

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from learners.algorithms.tensors import log_ratio, masked, sequence_means, sequence_sums
+from learners.algorithms.tensors import masked, sequence_means, sequence_sums
+
+LOG_RATIO_LIMIT = 20.0
 
 RejectOption = Literal[
     "token_k1",
@@ -60,7 +62,7 @@ def rejection_mask(
     Truncated and rejection forms: arXiv 2510.18855, 2512.02556; estimators as in arXiv 2402.03300, equation 4.
     """
     limits = rejection_limits(options, thresholds)
-    gap = log_ratio(proximal.detach(), behaviour.detach(), mask)
+    gap = (masked(proximal.detach(), mask) - masked(behaviour.detach(), mask)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     keep = mask
     for option, (low, high) in zip(options, limits, strict=True):
         where, _, kind = option.rpartition("_")

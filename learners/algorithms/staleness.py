@@ -1,22 +1,53 @@
-"""The weight of old rows in the loss.
+"""The age of rows, the weight of old rows, and the number of rollouts that may start.
 
-Guarantees:
-1. weights have no gradient and are positive;
-2. dividing by the batch mean mixes rows: call it once on the whole batch, before the split.
+A version is the number of learner steps done when the weights were published; a row that was interrupted by a weight
+update has tokens of several versions. Guarantees:
+1. the age of a row counts only its trained tokens; a row without any has age 0;
+2. weights have no gradient and are positive;
+3. dividing by the batch mean mixes rows: call it once on the whole batch, before the split.
 
-The age of a row in steps is the version that the step starts from minus the version of its tokens.
+The buffer decides about admission, by the same bound (`buffers.groups.schedule`).
+Example: tokens of versions 1, 2, 6 in a step that starts from version 8: newest 2, oldest 7, span 5, mean 5.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
+from learners.algorithms.tensors import sequence_lengths, sequence_means
 
 Decay = Literal["exp", "power"]
+
+
+class Staleness(NamedTuple):
+    """Ages of rows in learner steps, all `[S]`; `newest`, `oldest` and `span` int64, `mean` float64."""
+
+    newest: Tensor  # current version minus the newest token's
+    oldest: Tensor  # current version minus the oldest token's: what admission bounds
+    span: Tensor  # oldest - newest: how often the weights changed inside the response
+    mean: Tensor  # over the trained tokens
+
+
+def staleness(
+    versions: Tensor, mask: Tensor, sequences: Tensor, *, current_version: int, count: int | None = None
+) -> Staleness:
+    """Ages from the version of every token: `versions` int64 `[N]`, bool `mask` `[N]`, `sequences` `[N]`.
+
+    `current_version` is the version that the training step starts from. `count`: number of rows, where the last ones
+    may have no token.
+    """
+    lengths = sequence_lengths(mask, sequences, count)
+    lags = torch.where(mask, current_version - versions, 0)
+    start = torch.zeros_like(lengths)
+    low, high = torch.where(mask, lags, _FAR), torch.where(mask, lags, -_FAR)
+    newest = torch.full_like(start, _FAR).scatter_reduce(0, sequences, low, "amin")
+    oldest = torch.full_like(start, -_FAR).scatter_reduce(0, sequences, high, "amax")
+    newest, oldest = (torch.where(lengths > 0, found, start) for found in (newest, oldest))
+    return Staleness(newest, oldest, oldest - newest, sequence_means(lags.double(), mask, sequences, count))
 
 
 def staleness_weights(
@@ -24,7 +55,7 @@ def staleness_weights(
 ) -> Tensor:
     """How much each row counts, float64 `[S]`: `e^(-lag / tau)` (exp) or `(1 + lag)^-kappa` (power).
 
-    `lags` `[S]` in steps. `normalize` divides by the mean over ALL rows of the
+    `lags` `[S]` in steps, the mean or the oldest of `staleness`. `normalize` divides by the mean over ALL rows of the
     batch, so that the step keeps its size. The weights multiply the loss like those of a correction. Raises
     `config.type` where the kind is unknown or `tau` is not positive. An extension of asyncrl, not from a paper.
     """
@@ -35,3 +66,19 @@ def staleness_weights(
     else:
         raise ConfigError("config.type", f"staleness weight {kind!r} with tau {tau}: exp (tau > 0) or power")
     return weights / weights.mean() if normalize and weights.numel() else weights
+
+
+def capacity(
+    *, max_staleness: int, version: int, batch_size: int, max_concurrent: int, accepted: int, running: int
+) -> int:
+    """Rollouts that may start now; 0 or less: none. arXiv 2505.24298 (staleness-aware admission).
+
+    Least of the free slots and `(max_staleness + version + 1) * batch_size - (accepted + running)`. `batch_size`
+    rollouts are consumed per version, `accepted` were accepted since the start of the run. `max_staleness` 0 is
+    synchronous training.
+    """
+    quota = (max_staleness + version + 1) * batch_size - (accepted + running)
+    return min(max_concurrent - running, quota)
+
+
+_FAR = 2**62

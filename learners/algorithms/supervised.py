@@ -15,6 +15,11 @@ from torch import Tensor
 from learners.algorithms.tensors import masked
 
 
+def next_token_mask(mask: Tensor) -> Tensor:
+    """Which predictions are trained, bool `[S, T - 1]`, from which TOKENS are `[S, T]`: t predicts token t + 1."""
+    return mask[..., 1:].bool()
+
+
 def sft(log_probs: Tensor, mask: Tensor) -> Tensor:
     """Negative log-likelihood in nats per token, any shape; token-mean over the mini-batch is the loss of SFT."""
     return -masked(log_probs, mask)

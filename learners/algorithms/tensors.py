@@ -22,9 +22,6 @@ from torch import Tensor
 from asyncrl.errors import ConfigError
 from learners.algorithms.types import Rollouts
 
-#: Log-ratios are clamped to this before `exp`.
-LOG_RATIO_LIMIT = 20.0
-
 # ---------------------------------------------------------------- any shape
 
 
@@ -37,11 +34,6 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
     """`values` in float32 or wider, 0 outside the mask; a NaN there has no effect and no gradient."""
     found = wide(values)
     return torch.where(mask, found, torch.zeros((), dtype=found.dtype, device=found.device))
-
-
-def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """`new - old`, clamped to +-20; the clamp removes the gradient outside. 0 outside the mask."""
-    return (masked(new, mask) - masked(old, mask)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:

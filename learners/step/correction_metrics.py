@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from learners.algorithms.metrics import LAG_BUCKETS, correction_table, table_metrics
-from learners.algorithms.tensors import log_ratio, masked, sequence_means
+from learners.algorithms.tensors import masked
 from learners.algorithms.types import Correction, TokenLoss
 
 if TYPE_CHECKING:
@@ -81,14 +81,18 @@ class StepLog:
             dual_clipped=result.dual_clipped,
             current=current,
         ).double()
-        ratio = masked(log_ratio(proximal.detach(), micro.behaviour, micro.mask).exp(), micro.mask)
+        gap = masked(proximal.detach(), micro.mask) - masked(micro.behaviour, micro.mask)
+        ratio = masked(gap.clamp(-20, 20).exp(), micro.mask)
         largest = ratio.max() if ratio.numel() else torch.zeros((), dtype=ratio.dtype, device=ratio.device)
         self._table = table if self._table is None else self._table + table
         self._ratio_max = largest if self._ratio_max is None else torch.maximum(self._ratio_max, largest)
         if self._part is not None:
             count = micro.scales.numel()
+            weights = masked(correction.weights, micro.mask)
+            sums = weights.new_zeros(count).index_add_(0, micro.sequences, weights)
+            tokens = weights.new_zeros(count).index_add_(0, micro.sequences, micro.mask.to(weights.dtype))
             numbers = self._part.micro[number].samples.tolist()
-            self._weights.append((numbers, sequence_means(correction.weights, micro.mask, micro.sequences, count)))
+            self._weights.append((numbers, sums / tokens.clamp(min=1)))
             sizes = torch.bincount(micro.sequences, minlength=count)
             self._logprobs.append((numbers, sizes, learner.detach()))
 
@@ -111,8 +115,10 @@ class StepLog:
         if whole.size == 1:
             return {}
         found = table_metrics(torch.from_numpy(whole).reshape(len(LAG_BUCKETS), -1))
-        chosen = {name: value for name, value in found.items() if name in BATCH_METRICS or name.startswith("lag/")}
-        return chosen | {"tis_capped_share": found["truncated_share"], "ratio_max": largest["ratio_max"]}
+        told = {name: found[name] for name in BATCH_METRICS} | {
+            name: found[name] for name in found if name.startswith("lag/")
+        }
+        return told | {"tis_capped_share": found["truncated_share"], "ratio_max": largest["ratio_max"]}
 
     def weights(self, gang: Gang) -> dict[int, float]:
         """Return the mean weight of every sample over its trained tokens, by place in the batch. Collective."""

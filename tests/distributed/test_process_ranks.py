@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import AsyncRLError
-from learners.algorithms.prime import prime, token_scores
+from learners.algorithms.prime import ce_loss, prime, token_scores
 from learners.algorithms.tensors import place_outcomes
 from learners.algorithms.types import Rollouts
 from learners.backends.fsdp2.backend import FSDP2Backend
@@ -180,8 +180,7 @@ class Plain:
 
     def update(self, batch: Any, lr: float) -> tuple[float, float]:
         mine, theirs, mask, outcomes, _ = self.rows(batch)
-        logits = 0.5 * (token_scores(mine, theirs, mask, beta=0.5).q * mask).sum(-1)
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, outcomes)
+        loss = ce_loss(token_scores(mine, theirs, mask, beta=0.5).q, outcomes, mask, beta=0.5)
         self.optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)

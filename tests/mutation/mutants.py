@@ -130,7 +130,7 @@ MUTANTS = (
     ),
     Mutant(
         "correction.ratio_not_clamped",
-        "learners/algorithms/tensors.py",
+        "learners/algorithms/corrections.py",
         "return (masked(new, mask) - masked(old, mask)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)",
         "return masked(new, mask) - masked(old, mask)",
         ("tests/unit/test_corrections.py", *LOSSES),

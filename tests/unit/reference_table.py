@@ -150,12 +150,21 @@ ESTIMATORS: dict[str, Row] = {
     "adv.remax": estimator(advantages.remax, baselines="reward_baselines"),
     "adv.rloo": estimator(advantages.rloo),
     "adv.vtrace": vtrace_row,
+    "filter.accuracy_band": lambda params, inputs: {
+        "keep": filters.accuracy_band(inputs.rows("metric"), inputs.groups(), **params)
+    },
+    "filter.group_std": lambda params, inputs: {
+        "keep": filters.group_std(inputs.rows("metric"), inputs.groups(), **params)
+    },
     "filter.pf_ppo_probs": lambda params, inputs: {
         "probs": filters.pf_ppo_probs(inputs.rows("scores"), method=params["method"], power=params["pow"])
     },
     "kl.adaptive_controller": controller_row,
     "metric.pass_at_k": lambda _, inputs: {"pass_at_k": [passk.pass_at_k(*counts) for counts in inputs["n_c_k"]]},
     "prime.advantage": prime_row,
+    "prime.ce_loss": lambda params, inputs: {
+        "loss": prime.ce_loss(inputs.real("q"), inputs.rows("acc"), inputs.mask(), **params)
+    },
     "prime.token_scores": lambda params, inputs: prime.token_scores(
         inputs.real("rm_log_prob"), inputs.real("ref_log_prob"), inputs.mask(), **params
     )._asdict(),
@@ -282,7 +291,7 @@ def positive_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
 
 
 def sft_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
-    mask = inputs.mask("loss_mask_unshifted")[..., 1:]  # token t is predicted at t - 1
+    mask = supervised.next_token_mask(inputs.mask("loss_mask_unshifted"))
     log_probs = torch.where(mask, inputs.rows("log_prob_next_token"), torch.nan)
     counts = aggregation.Denominators(int(mask.sum()), int(mask.any(-1).sum()))
     return {"loss": piece_of(supervised.sft(log_probs, mask), {"agg": "token-mean"}, mask=mask, counts=counts)}
@@ -318,6 +327,18 @@ def bradley_terry_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
     return of_pairs(found, chosen, rejected)
 
 
+def sppo_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
+    current, mask = inputs.flat("log_prob").requires_grad_(), inputs.mask()
+    scores = inputs.rows("winrate" if "winrate" in inputs else "rewards")
+    targets = preference.sppo_targets(scores, target=params["target"], softmean_beta=params["softmean_beta"])
+    rows = preference.sppo(
+        current, inputs.flat("old_log_prob"), mask.flatten(), inputs.sequences(), targets, eta=params["eta"]
+    )
+    loss = rows.sum() / mask.any(-1).sum()
+    loss.backward()
+    return {"loss": loss, "grad_log_prob": current.grad}
+
+
 _COV = {"kl_cov_ratio": "ratio", "ppo_kl_coef": "coeff"}
 LOSSES: dict[str, Row] = {
     "agg.loss": aggregate_row,
@@ -340,6 +361,11 @@ LOSSES: dict[str, Row] = {
     "policy.sapo": loss_row(losses.sapo),
     "policy.vespo": loss_row(losses.vespo),
     "pref.dpo": dpo_row,
+    "pref.online_pairs": lambda _, inputs: {
+        "chosen": preference.online_pairs(inputs.rows("scores_interleaved")).chosen
+    },
+    "pref.softmean": lambda params, inputs: {"out": preference.softmean(inputs.rows("x"), **params)},
+    "pref.sppo": sppo_row,
     "rm.bradley_terry": bradley_terry_row,
     "sft.loss": sft_row,
     "stats.entropy_from_logits": lambda params, inputs: {"entropy": from_logits(params, inputs)[1]},
@@ -382,9 +408,7 @@ def decoupled_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
 
 
 def weights_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
-    correct = corrections.tis if params.get("lower") is None else corrections.mis
-    options = {name: value for name, value in params.items() if value is not None or name == "upper"}
-    return {"weights": correct(*train_and_rollout(inputs), **options).weights}
+    return {"weights": corrections.is_weights(*train_and_rollout(inputs), **params)}
 
 
 def rejection_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
@@ -428,6 +452,11 @@ def offpolicy_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
     return {**found, **{theirs: found[ours] for theirs, ours in names.items()}}
 
 
+def ess_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
+    share = metrics.ess_fraction(inputs.real("seq_weights"))
+    return {"ess_fraction": share, "sqrt_lr_scale": metrics.step_scale(float(share))}
+
+
 def loglinear_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
     found = corrections.prox_loglinear(
         inputs.flat("behav_log_prob"),
@@ -456,6 +485,23 @@ def kl_values_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
     return {kind: kl.kl_estimate(*pair, mask, kind=kind) for kind in kl.KINDS}
 
 
+def capacity_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
+    names = ("max_staleness", "version", "batch_size", "max_concurrent", "accepted", "running")
+    rows = inputs["maxstale_version_batch_maxconc_accepted_running"]
+    return {"capacity": [staleness.capacity(**dict(zip(names, row, strict=True))) for row in rows]}
+
+
+def staleness_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
+    found = []
+    for versions, current in inputs["token_versions_and_current"]:
+        tokens = torch.tensor(versions)
+        ages = staleness.staleness(tokens, tokens >= 0, torch.zeros_like(tokens), current_version=current)
+        found.append((ages.newest, ages.oldest, ages.span))
+    return {
+        name: list(column) for name, column in zip(("newest", "oldest", "span"), zip(*found, strict=True), strict=True)
+    }
+
+
 def staleness_weight_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
     return {"weights": staleness.staleness_weights(inputs.real("lag"), **params)}
 
@@ -467,10 +513,13 @@ CORRECTIONS: dict[str, Row] = {
     "offpolicy.sequence_mask": sequence_mask_row,
     "offpolicy.m2po_mask": m2po_row,
     "offpolicy.metrics": offpolicy_row,
+    "offpolicy.ess": ess_row,
     "offpolicy.prox_loglinear": loglinear_row,
     "kl.loss": kl_loss_row,
     "kl.loss_importance_weighted": kl_loss_row,
     "kl.estimate": kl_values_row,
+    "async.capacity": capacity_row,
+    "async.staleness": staleness_row,
     "async.staleness_weight": staleness_weight_row,
 }
 

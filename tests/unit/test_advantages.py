@@ -16,12 +16,13 @@ from torch import Tensor
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.errors import ConfigError
 from learners.algorithms import advantages as adv
+from learners.algorithms.advantages import Advantage
 from learners.algorithms.passk import pass_at_k, pass_at_means, passk_advantages, pkpo_binary
 from learners.algorithms.registry import find_function
 from learners.algorithms.types import Estimate, Rollouts
 
 
-def with_options(function: Callable[..., Estimate], **options: object) -> Callable[..., Estimate]:
+def with_options(function: Advantage, **options: object) -> Advantage:
     return lambda rollouts: function(rollouts, **options)
 
 
@@ -36,7 +37,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "vtrace": {"gamma": 0.9, "lam": 0.8, "rho_bar": 1.5},
 }
 #: Every name of the registry, so that a new one is under these rules at once, and some forms beside them.
-ALL: dict[str, Callable[..., Estimate]] = {
+ALL: dict[str, Advantage] = {
     name: with_options(find_function("advantage", name), **required_options("advantage", name), **OPTIONS.get(name, {}))
     for name in algorithms.ADVANTAGES
 } | {

@@ -15,11 +15,12 @@ from torch import Tensor
 from asyncrl.errors import ConfigError
 from learners.algorithms.corrections import (
     CORRECTIONS,
+    is_weights,
+    log_ratio,
     needs_whole_batch,
     prox_loglinear,
 )
 from learners.algorithms.rejection import OPTIONS, m2po_keep, rejection_mask, sequence_mask
-from learners.algorithms.tensors import log_ratio
 
 EVERY: list[tuple[str, dict[str, Any]]] = [
     ("none", {}), ("tis", {}), ("tis", {"level": "sequence", "upper": 3.0}), ("tis", {"level": "geometric"}),
@@ -163,7 +164,7 @@ def test_no_gradient_and_no_tokens(name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_widened_before_the_difference(dtype: torch.dtype) -> None:
     new, old = torch.tensor([-10.0], dtype=dtype), torch.tensor([-10.5], dtype=dtype)
-    weights = CORRECTIONS["tis"](new, old, torch.ones(1).bool(), torch.zeros(1).long(), upper=None).weights
+    weights = is_weights(new, old, torch.ones(1).bool(), upper=None)
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights, torch.tensor([0.5]).exp(), rtol=1e-6, atol=0)
 
@@ -203,11 +204,7 @@ def weights_by_hand(rows: Rows, level: str, upper: float | None, lower: float | 
 def test_weights_are_those_of_the_definition(
     batch: Rows, level: Any, upper: float | None, lower: float | None, norm: bool
 ) -> None:
-    options: dict[str, Any] = {"level": level, "upper": math.inf if upper is None else upper, "batch_normalize": norm}
-    found = (
-        CORRECTIONS["tis"](*batch, **options) if lower is None else CORRECTIONS["mis"](*batch, lower=lower, **options)
-    )
-    got = found.weights
+    got = is_weights(*batch, level=level, upper=upper, lower=lower, batch_normalize=norm)
     wanted = torch.tensor(weights_by_hand(batch, level, upper, lower, norm=norm), dtype=torch.float64)
     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
 
@@ -252,7 +249,7 @@ def test_the_clamp_kills_the_gradient_outside() -> None:
 def test_weights_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
     one = torch.zeros(1)
     with pytest.raises(ConfigError, match=r"config\.type"):
-        CORRECTIONS["mis" if "lower" in options else "tis"](one, one, one == 0, one.long(), **options)
+        is_weights(one, one, one == 0, one.long(), **options)
 
 
 # ---------------------------------------------------------------- rejection

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from learners.algorithms.kl import KINDS, kl_estimate, kl_importance_weighted
+from learners.algorithms.kl import KINDS, kl_estimate, kl_full, kl_importance_weighted
 
 
 def log_policies(count: int, *, seed: int = 3, size: int = 7) -> list[Tensor]:
@@ -51,6 +51,30 @@ def test_importance_weighted_k3_has_the_value_and_the_gradient_of_the_divergence
     torch.testing.assert_close(found, true)
     grads = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (found, true)]
     torch.testing.assert_close(*grads)
+
+
+def test_full_divergence_is_that_of_the_tempered_distributions() -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(3, 9, generator=generator, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(3, 9, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        logits[2] = torch.nan
+        logits[1, 4] = -torch.inf  # a token that is never sampled
+    mask = torch.tensor([True, True, False])
+    found = kl_full(logits, reference, mask, temperature=0.7)
+    for row in (0, 1):
+        terms = torch.nn.functional.kl_div(
+            (reference[row] / 0.7).log_softmax(-1),
+            (logits[row] / 0.7).log_softmax(-1),
+            log_target=True,
+            reduction="none",
+        )
+        torch.testing.assert_close(found[row], terms.nan_to_num(0.0).sum())
+    assert found[2] == 0
+    found.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert not logits.grad[2].any()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.endswith("+")])

@@ -23,7 +23,7 @@ from asyncrl.errors import Fenced
 from asyncrl.metrics import read_lines
 from asyncrl.runtime.run_dir import RunDir
 from learners.algorithms.aggregation import Denominators
-from learners.algorithms.entropy import entropy_threshold
+from learners.algorithms.entropy import entropy_threshold, high_entropy
 from learners.backends.base import to_device
 from learners.batch.micro_batches import Sample, packed_row
 from learners.batch.token_selection import keep_high_entropy
@@ -42,6 +42,7 @@ assert gang and model_dir  # fixtures
 def test_the_share_is_counted_in_whole_tokens(share: float, count: int, kept: int) -> None:
     values = torch.arange(float(count))
     assert entropy_threshold(values, share=share) == count - kept
+    assert int(high_entropy(values, values >= 0, share=share).sum()) == kept
 
 
 class Ranks:

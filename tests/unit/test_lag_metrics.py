@@ -20,13 +20,14 @@ from learners.algorithms.metrics import (
     COLUMNS,
     LAG_BUCKETS,
     correction_table,
+    ess_fraction,
     ess_of_sums,
     ratio_quantile,
     row_metrics,
     step_scale,
     table_metrics,
 )
-from learners.algorithms.staleness import staleness_weights
+from learners.algorithms.staleness import capacity, staleness, staleness_weights
 
 LAGS = [0, 1, 2, 3, 4, 5, 8, 9, 40]
 
@@ -165,8 +166,10 @@ def test_quantile_of_nothing_and_of_the_ends() -> None:
 
 
 def test_effective_sample_size_is_one_for_equal_weights_and_one_nth_for_a_single_one() -> None:
-    assert ess_of_sums(15.0, 45.0, 5) == pytest.approx(1)
-    assert ess_of_sums(7.0, 49.0, 4) == pytest.approx(0.25)
+    assert float(ess_fraction(torch.full((5,), 3.0))) == pytest.approx(1)
+    assert float(ess_fraction(torch.tensor([0.0, 0.0, 7.0, 0.0]))) == pytest.approx(0.25)
+    for nothing in (torch.zeros(3), torch.zeros(0)):
+        assert float(ess_fraction(nothing)) == 0
     assert ess_of_sums(6.0, 18.0, 3) == pytest.approx(36 / 54)
     assert ess_of_sums(0.0, 0.0, 3) == ess_of_sums(0.0, 0.0, 0) == 0
 
@@ -182,10 +185,30 @@ def test_row_weights_of_the_table_are_those_of_the_effective_sample_size() -> No
     correction = tis(*tokens, level="sequence", upper=3.0)
     found = row_metrics(correction_table(*tokens, lags=torch.zeros(3).long(), correction=correction).sum(0))
     of_rows = torch.stack([correction.weights[tokens[2] & (tokens[3] == row)][0] for row in range(3)])
-    assert found["ess_rows"] == pytest.approx(float(of_rows.sum() ** 2 / (3 * (of_rows**2).sum())))
+    assert found["ess_rows"] == pytest.approx(float(ess_fraction(of_rows)))
 
 
 # ---------------------------------------------------------------- ages
+
+
+@given(versions=st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=5), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_ages_are_those_of_the_trained_tokens(versions: list[list[int]], data: st.DataObject) -> None:
+    flat = [version for row in versions for version in row]
+    masks = data.draw(st.lists(st.booleans(), min_size=len(flat), max_size=len(flat)))
+    numbers = [number for number, row in enumerate(versions) for _ in row]
+    found = staleness(
+        torch.tensor(flat).long(),
+        torch.tensor(masks).bool(),
+        torch.tensor(numbers).long(),
+        current_version=9,
+        count=len(versions),
+    )
+    for row in range(len(versions)):
+        ages = [9 - flat[place] for place, number in enumerate(numbers) if number == row and masks[place]] or [0]
+        got = [int(found.newest[row]), int(found.oldest[row]), int(found.span[row])]
+        assert got == [min(ages), max(ages), max(ages) - min(ages)]
+        assert float(found.mean[row]) == pytest.approx(sum(ages) / len(ages))
 
 
 @pytest.mark.parametrize("kind", ["exp", "power"])
@@ -204,3 +227,9 @@ def test_an_unknown_decay_is_refused() -> None:
     for kind, tau in (("linear", 4.0), ("exp", 0.0)):
         with pytest.raises(ConfigError, match=r"config\.type"):
             staleness_weights(torch.zeros(1), kind=kind, tau=tau)  # type: ignore[arg-type]
+
+
+def test_capacity_is_bounded_by_slots_and_by_staleness() -> None:
+    rules = {"version": 3, "batch_size": 8, "max_concurrent": 64, "accepted": 20, "running": 4}
+    found = [capacity(max_staleness=limit, **rules) for limit in (0, 1, 2, 100)]
+    assert found == [8, 16, 24, 60]

@@ -35,6 +35,7 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "value without a clip": lambda x: value_loss(x, OTHER, OTHER + 0.3, MASK, cliprange=None).loss,
     "sft": lambda x: supervised.sft(x, MASK),
     "positive": lambda x: supervised.positive_lm(x, MASK, ROWS < 2, tokens=4),
+    "sppo": lambda x: preference.sppo(x, OTHER, MASK, ROWS, TARGETS, eta=2.0),
     **{
         f"dpo {kind} {smoothing}": lambda x, kind=kind, smoothing=smoothing: (
             preference.dpo(x[:4], x[4:], OTHER[:4], OTHER[4:], beta=0.7, kind=kind, label_smoothing=smoothing).loss
@@ -72,7 +73,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
 
 def test_no_loss_of_these_modules_is_left_out() -> None:
     """Every public function that gives a loss stands in `SMOOTH` by its name, DPO with each of its kinds."""
-    helpers = {"explained_variance"}  # no losses
+    helpers = {"next_token_mask", "explained_variance", "online_pairs", "softmean", "sppo_targets"}  # no losses
     public = {
         name.removesuffix("_loss").removesuffix("_lm")
         for module in (supervised, preference, values)
@@ -149,6 +150,10 @@ def test_order_and_cut_do_not_matter_to_tokens(order: list[int], cut: int) -> No
 # ---------------------------------------------------------------- supervised
 
 
+def test_a_prediction_is_trained_where_the_next_token_is() -> None:
+    assert supervised.next_token_mask(torch.tensor([[0, 1, 0, 1]])).tolist() == [[True, False, True]]
+
+
 def test_sft_and_the_likelihood_of_right_answers_by_hand() -> None:
     log_probs = torch.tensor([-1.0, math.nan, -3.0, -5.0], requires_grad=True)
     mask, right = torch.tensor([True, False, True, True]), torch.tensor([True, True, True, False])
@@ -216,6 +221,29 @@ def test_bradley_terry_by_hand() -> None:
     assert float(found.loss) == pytest.approx(math.log(2) + 0.9) and found.correct.tolist() == [True]
 
 
+def test_online_pairs_and_equal_scores() -> None:
+    found = preference.online_pairs(torch.tensor([1.0, 2.0, 3.0, 3.0]))
+    assert found.chosen.tolist() == [False, True, True, False] and found.distinct.tolist() == [True, False]
+
+
+def test_softmean_lies_between_mean_and_maximum() -> None:
+    scores = torch.tensor([0.0, 1.0, 1.0])
+    assert float(preference.softmean(scores, beta=0.0)) == pytest.approx(2 / 3)
+    assert float(preference.softmean(scores, beta=1.0)) == pytest.approx(math.log((1 + 2 * math.e) / 3))
+    assert float(preference.softmean(scores * 1000, beta=5.0)) == pytest.approx(1000, abs=0.1)
+
+
+def test_sppo_by_hand_and_rows_without_a_token() -> None:
+    current = torch.tensor([-1.0, -2.0, math.nan, -1.0], requires_grad=True)
+    mask, rows = torch.tensor([True, True, False, True]), torch.tensor([0, 0, 1, 2])
+    targets = preference.sppo_targets(torch.tensor([1.0, 0.0, 0.5]))
+    assert targets.tolist() == [0.5, -0.5, 0.0]
+    found = preference.sppo(current, torch.full((4,), -2.0), mask, rows, targets, eta=2.0)
+    assert found.tolist() == [0.0, 0.0, 1.0]  # (1 + 0 - 1)^2, nothing, (1 - 0)^2
+    found.sum().backward()
+    assert current.grad is not None and current.grad.tolist() == [0.0, 0.0, 0.0, 2.0]
+
+
 # ---------------------------------------------------------------- entropy
 
 
@@ -224,7 +252,7 @@ def test_bradley_terry_by_hand() -> None:
 def test_the_tokens_of_highest_entropy_are_kept(seed: int, share: float, valid: float) -> None:
     mask = torch.rand(20, generator=torch.Generator().manual_seed(seed)) < valid
     values = torch.where(mask, drawn(20, seed=seed).abs(), math.nan)
-    kept, count = mask & (values >= entropy.entropy_threshold(values[mask], share=share)), int(mask.sum())
+    kept, count = entropy.high_entropy(values, mask, share=share), int(mask.sum())
     assert int(kept.sum()) == min(max(1, int(count * share + 1e-6)), count) and not (kept & ~mask).any()
     dropped = mask & ~kept
     if kept.any() and dropped.any():

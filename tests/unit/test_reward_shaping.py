@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
-from learners.algorithms.filters import overlong_mask, pf_ppo_draw, pf_ppo_probs
-from learners.algorithms.prime import outcome_losses, prime, token_scores
+from learners.algorithms.filters import accuracy_band, group_std, overlong_mask, pf_ppo_draw, pf_ppo_probs
+from learners.algorithms.prime import ce_loss, prime, token_scores
 from learners.algorithms.rewards import kl_penalty, next_kl_coeff, overlong_penalty
 from learners.algorithms.types import Rollouts
 
@@ -47,6 +47,25 @@ def test_the_controller_moves_towards_its_target_within_its_bounds(measured: flo
 # ---------------------------------------------------------------- filters
 
 
+def test_a_group_is_kept_or_dropped_as_one() -> None:
+    metric = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1, 0.3])
+    groups = torch.tensor([7, 3, 7, 3, 7, 9])
+    assert group_std(metric, groups).tolist() == [False, True, False, True, False, True]
+    assert group_std(metric, groups, keep_singletons=False).tolist() == [False, True, False, True, False, False]
+    assert accuracy_band(metric, groups, low=0.2, high=0.5).tolist() == [False, True, False, True, False, True]
+    assert accuracy_band(metric, groups, low=0.5, high=0.5).tolist() == [False, True, False, True, False, False]
+    assert group_std(torch.zeros(0), torch.zeros(0).long()).tolist() == []
+
+
+def test_nearly_equal_is_not_equal() -> None:
+    """0.1 + 0.2 is not 0.3: the exact comparison keeps what a rounded deviation would call flat, and the reverse."""
+    assert group_std(torch.tensor([0.1 + 0.2, 0.3], dtype=torch.float64), torch.zeros(2).long()).tolist() == [
+        True,
+        True,
+    ]
+    assert group_std(torch.tensor([0.1] * 3, dtype=torch.float64), torch.zeros(3).long()).tolist() == [False] * 3
+
+
 def test_overlong_rows_are_not_trained() -> None:
     mask = torch.tensor([[True, True], [True, False]])
     assert overlong_mask(mask, torch.tensor([1, 0])).tolist() == [[False, False], [True, False]]
@@ -79,12 +98,18 @@ def test_the_last_token_has_no_process_reward_and_garbage_none_either() -> None:
     assert not found.scores.requires_grad
     scaled = token_scores(model, reference, mask, beta=0.1).scores
     assert float(scaled.detach().max()) == pytest.approx(0.1 / (0.1 + 1e-6))
-    sequences = torch.tensor([0, 0, 0, 1, 1, 1])
-    loss = outcome_losses(found.q.flatten(), torch.tensor([1.0, 0.0]), mask.flatten(), sequences, beta=0.1).loss.mean()
+    loss = ce_loss(found.q, torch.tensor([1.0, 0.0]), mask, beta=0.1)
     loss.backward()
     wanted = (math.log1p(math.exp(-0.2)) + math.log1p(math.exp(0.15))) / 2
     assert float(loss.detach()) == pytest.approx(wanted)
     assert model.grad is not None and model.grad[0].tolist() == [pytest.approx(-0.05 / (1 + math.exp(0.2))), 0, 0]
+
+
+def test_no_rows_have_no_loss() -> None:
+    q = torch.zeros(0, 3, requires_grad=True)
+    loss = ce_loss(q, torch.zeros(0), torch.zeros(0, 3).bool())
+    loss.backward()
+    assert float(loss.detach()) == 0 and q.grad is not None
 
 
 def test_both_sources_have_baselines_of_their_own() -> None:
