@@ -39,7 +39,7 @@ import stages  # noqa: E402, RUF100
 from asyncrl import wire  # noqa: E402, RUF100
 from asyncrl.config import Config, dump, parse  # noqa: E402, RUF100
 from asyncrl.engine import GenDelta  # noqa: E402, RUF100
-from asyncrl.monitor.status import ServiceClient
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.net.frames import keep_memory
 from asyncrl.runtime.run_dir import RunDir, endpoint
 from asyncrl.wire.batch_arrays import ClaimedBatch, group_data

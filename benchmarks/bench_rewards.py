@@ -31,7 +31,7 @@ import reports  # noqa: E402, RUF100
 
 from asyncrl.config import Config, dump, parse  # noqa: E402, RUF100
 from asyncrl.engine import GenDelta  # noqa: E402, RUF100
-from asyncrl.monitor.status import ServiceClient
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.runtime.run_dir import RunDir, endpoint
 from buffers.client.producer import ProducerClient
 

@@ -22,7 +22,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.launcher.liveness_watch import process_tree
 from asyncrl.metrics import JsonTail, read_lines
-from asyncrl.monitor.status import service_status
+from asyncrl.monitor.control import service_status
 from asyncrl.monitor.text import QUEUE_STATES
 from asyncrl.runtime.host_facts import descendants, process_state, send
 from asyncrl.runtime.liveness import STOPPED

@@ -24,7 +24,7 @@ import msgspec
 from asyncrl.audit.prove import Log
 from asyncrl.config import load
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
-from asyncrl.monitor.status import ServiceClient
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.net.keys import Keys, read_keys
 from asyncrl.runtime.host_facts import reachable
 from asyncrl.runtime.run_dir import RunDir, endpoint, run_keys

@@ -21,7 +21,7 @@ from asyncrl import wire
 from asyncrl.config import Config, dump
 from asyncrl.engine import GenDelta
 from asyncrl.metrics import read_lines
-from asyncrl.monitor.status import ServiceClient
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.runtime.run_dir import RunDir, endpoint
 from asyncrl.wire.batch_arrays import ClaimedBatch
 from buffers.client.learner import LearnerClient

@@ -27,7 +27,7 @@ from buffer_lab import (
 from asyncrl import wire
 from asyncrl.errors import AsyncRLError, HandshakeError, WireError
 from asyncrl.metrics import read_lines
-from asyncrl.monitor.status import ServiceClient
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.net import async_requester
 from buffers.client.producer import ProducerClient
 from buffers.client.reward import RewardClient

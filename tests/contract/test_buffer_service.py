@@ -30,7 +30,7 @@ from buffer_lab import (
 from asyncrl import wire
 from asyncrl.errors import Fenced
 from asyncrl.metrics import read_lines
-from asyncrl.monitor.status import ServiceClient
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.runtime.run_dir import endpoint
 from asyncrl.wire.batch_arrays import GroupData
 from buffers.client.learner import LearnerClient

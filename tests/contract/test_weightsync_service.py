@@ -21,7 +21,7 @@ from asyncrl.config import Config, DataConfig, ModelConfig, RewardFunctionConfig
 from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError, Fenced, HandshakeError, Unavailable, WorkError
 from asyncrl.metrics import read_lines
-from asyncrl.monitor.status import ServiceClient
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.net.keys import Keys, write_keys
 from asyncrl.net.requester import Requester
 from asyncrl.runtime import role

@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from asyncrl.audit.prove import audit_run
 from asyncrl.config import load
-from asyncrl.monitor.status import ServiceClient
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.runtime.run_dir import endpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

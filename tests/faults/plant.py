@@ -32,7 +32,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from asyncrl.audit.findings import Audit
 from asyncrl.audit.prove import audit_run
 from asyncrl.config import Config, dump, parse
-from asyncrl.monitor.status import ServiceClient
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.net.addresses import ipc_address
 from asyncrl.runtime.run_dir import RunDir
 

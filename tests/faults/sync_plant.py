@@ -18,7 +18,7 @@ from sync_roles import BUCKETS
 
 from asyncrl.config import Config, DataConfig, ModelConfig, RewardFunctionConfig, RunConfig, WeightSyncConfig, dump
 from asyncrl.errors import Unavailable
-from asyncrl.monitor.status import ServiceClient
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.runtime.run_dir import RunDir, endpoint
 
 DEADLINE_S = {"collective": 1.5}  # a quarter of it is for members to appear
