@@ -115,10 +115,10 @@ class StepLog:
         if whole.size == 1:
             return {}
         found = table_metrics(torch.from_numpy(whole).reshape(len(LAG_BUCKETS), -1))
-        told = {name: found[name] for name in BATCH_METRICS} | {
+        values = {name: found[name] for name in BATCH_METRICS} | {
             name: found[name] for name in found if name.startswith("lag/")
         }
-        return told | {"tis_capped_share": found["truncated_share"], "ratio_max": largest["ratio_max"]}
+        return values | {"tis_capped_share": found["truncated_share"], "ratio_max": largest["ratio_max"]}
 
     def weights(self, gang: Gang) -> dict[int, float]:
         """Return the mean weight of every sample over its trained tokens, by place in the batch. Collective."""
