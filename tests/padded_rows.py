@@ -1,21 +1,12 @@
-"""Right-padded rows and their loss in plain torch, to compare supervised training with."""
+"""Right-padded rows for the tests of supervised training."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
-IGNORE = -100  # label of a token that does not count in the loss
-
-
-class Example(NamedTuple):
-    """One row: token ids of the prompt and of the completion."""
-
-    prompt: Sequence[int]
-    completion: Sequence[int]
+from learners.warm_start.sft import IGNORE, Example
 
 
 def collate(examples: Sequence[Example], *, pad_id: int) -> dict[str, torch.Tensor]:
@@ -43,11 +34,3 @@ def collate(examples: Sequence[Example], *, pad_id: int) -> dict[str, torch.Tens
         ids[row, start:end] = torch.as_tensor(completion, dtype=torch.int64)
         labels[row, start:end] = ids[row, start:end]
     return {"input_ids": ids, "labels": labels}
-
-
-def completion_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the mean cross-entropy, in nats per labelled token, of a batch of `collate`."""
-    labels = batch["labels"][:, 1:]
-    counted = labels != IGNORE
-    logits = model(input_ids=batch["input_ids"][:, :-1], use_cache=False).logits
-    return functional.cross_entropy(logits[counted].float(), labels[counted])

@@ -9,56 +9,227 @@ softens the policy, so that reinforcement learning can improve it. Command line:
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from asyncrl.demo import tasks
-from learners.warm_start.training import Recipe, Rows, Stage, build_on_one_core
+from learners.warm_start.sft import Example, OptimizerName, pack, sft
+from learners.warm_start.tiny_model import SPECIAL_TOKENS, make_tiny_qwen3, make_tokenizer, save_model
+
+RECIPE_VERSION = 1
+MARKER = "warm_start.json"
 
 
-def draw_add(stage: Stage, rng: random.Random) -> Rows:
-    """One row of `add`."""
-    return _row("add", stage, rng, terms=2)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage of a warm start.
+
+    Attributes:
+        steps: optimizer steps.
+        lr: highest learning rate.
+        noise: the teacher's mistakes, see `tasks.demonstration`.
+        tokens: about how many tokens a batch holds, prompts included.
+        width: tokens per packed line.
+        terms: smallest and largest number of terms, drawn log-uniformly; None means the task's own law.
+        any_letter: start `running_sum` rows at a random letter, so that every letter is met in short rows too.
+        warmup: see `sft`.
+        decay: see `sft`.
+        optimizer: see `sft`.
+    """
+
+    steps: int
+    lr: float
+    noise: float
+    tokens: int
+    width: int
+    terms: tuple[int, int] | None = None
+    any_letter: bool = False
+    warmup: int = 20
+    decay: float = 0.4
+    optimizer: OptimizerName = "muon"
 
 
-def draw_running_sum(stage: Stage, rng: random.Random) -> Rows:
-    """One row of `running_sum`."""
-    if stage.terms is None:
-        return _row("running_sum", stage, rng, terms=tasks.pareto_terms(rng))
-    low, high = stage.terms
-    terms = min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
-    return _row("running_sum", stage, rng, terms=terms)
+WARM_START_STAGES: Mapping[str, tuple[Stage, ...]] = {
+    "add": (
+        Stage(steps=250, lr=3e-3, noise=0.0, tokens=1280, width=40),
+        Stage(steps=60, lr=5e-4, noise=0.5, tokens=1280, width=40, warmup=5),
+    ),
+    "running_sum": (
+        Stage(steps=150, lr=3e-3, noise=0.0, tokens=1024, width=84, terms=(2, 4), decay=0.2),
+        Stage(
+            steps=180, lr=3e-3, noise=0.0, tokens=1280, width=160, terms=(2, tasks.MAX_TERMS), any_letter=True, warmup=5
+        ),
+        Stage(steps=60, lr=5e-4, noise=0.34, tokens=1536, width=160, warmup=5),
+    ),
+}
+"""Stages per task, in order."""
 
 
-def _row(task: str, stage: Stage, rng: random.Random, *, terms: int) -> Rows:
+def stage_batches(
+    task: str, stage: Stage, *, tokenizer: PreTrainedTokenizerBase, rng: random.Random
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield an endless stream of fresh demonstrations, packed as by `pack`."""
+    eos, pad = int(tokenizer.eos_token_id), int(tokenizer.pad_token_id)
+    while True:
+        prompts: list[str] = []
+        answers: list[str] = []
+        total = 0
+        while total < stage.tokens:
+            prompt, answer = _draw_row(task, stage, rng)
+            prompts.append(prompt)
+            answers.append(answer)
+            total += len(prompt) + len(answer) + 1
+        pairs = zip(_encode(tokenizer, prompts), _encode(tokenizer, answers), strict=True)
+        yield pack([Example(prompt, [*answer, eos]) for prompt, answer in pairs], width=stage.width, pad_id=pad)
+
+
+def _draw_row(task: str, stage: Stage, rng: random.Random) -> tuple[str, str]:
+    terms = _draw_terms(task, stage, rng)
     first = rng.randint(0, tasks.MAX_TERMS - terms) if stage.any_letter else 0
     values = tasks.draw_operands(task, rng, terms=terms)
     answer = tasks.demonstration(task, values, noise=stage.noise, rng=rng, first=first)
-    return [(tasks.prompt_text(task, values, first=first), answer)]
+    return tasks.prompt_text(task, values, first=first), answer
 
 
-RECIPES: Mapping[str, Recipe] = {
-    "add": Recipe(
-        task="add",
-        stages=(Stage(steps=250, lr=3e-3, noise=0.0), Stage(steps=60, lr=5e-4, noise=0.5, warmup=5)),
-        draw=draw_add,
-    ),
-    "running_sum": Recipe(
-        task="running_sum",
-        stages=(
-            Stage(steps=150, lr=3e-3, noise=0.0, tokens=1024, terms=(2, 4)),
-            Stage(steps=180, lr=3e-3, noise=0.0, terms=(2, tasks.MAX_TERMS), any_letter=True, warmup=5),
-            Stage(steps=60, lr=5e-4, noise=0.34, tokens=1536, warmup=5),
-        ),
-        draw=draw_running_sum,
-    ),
-}
-"""Recipe of each task."""
+def _draw_terms(task: str, stage: Stage, rng: random.Random) -> int:
+    if task == "add":
+        return 2
+    if stage.terms is None:
+        return tasks.pareto_terms(rng)
+    low, high = stage.terms
+    return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def recipe_hash(task: str, *, seed: int, stages: Sequence[Stage], model: Mapping[str, Any]) -> str:
+    """Return the SHA-256, in hex, of all that decides a warm start's weights (the version of torch aside)."""
+    recipe = {
+        "version": RECIPE_VERSION,
+        "task": task,
+        "seed": seed,
+        "stages": [asdict(stage) for stage in stages],
+        "model": dict(model),
+        "characters": tasks.CHARACTERS,
+    }
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+
+
+def make_warm_start(
+    task: str,
+    out_dir: str | Path,
+    *,
+    seed: int = 0,
+    stages: Sequence[Stage] | None = None,
+    model_options: Mapping[str, Any] | None = None,
+    report: Callable[[str], None] | None = None,
+    report_every_s: float = 3.0,
+) -> Path:
+    """Build and save a warm-started tiny model of `task`, unless `out_dir` holds the very same one.
+
+    The folder is an ordinary transformers checkpoint: config, safetensors weights, generation config and tokenizer.
+    `warm_start.json` is written last; a folder without it is unfinished and is built anew. One builder at a time.
+    Takes well under a minute on one core; run it with one torch thread to get the same weights each time.
+
+    Args:
+        task: `add` or `running_sum`.
+        out_dir: folder to write to; created if missing.
+        seed: seed of weights and demonstrations.
+        stages: None means the task's own `WARM_START_STAGES`.
+        model_options: further arguments of `make_tiny_qwen3`.
+        report: called with one line of text now and then.
+        report_every_s: seconds between two lines.
+
+    Returns:
+        `out_dir` as a path.
+
+    Raises:
+        ValueError: unknown task.
+        OSError: the folder cannot be written.
+    """
+    if task not in WARM_START_STAGES:
+        raise ValueError(f"unknown task {task!r}; known: {', '.join(WARM_START_STAGES)}")
+    say = report if report is not None else _silent
+    plan = tuple(WARM_START_STAGES[task] if stages is None else stages)
+    options = dict(model_options or {})
+    digest = recipe_hash(task, seed=seed, stages=plan, model=options)
+    target = Path(out_dir)
+    if is_current(target, digest):
+        say(f"{task}: {target} is up to date")
+        return target
+    (target / MARKER).unlink(missing_ok=True)
+    started = time.monotonic()
+    tokenizer = make_tokenizer(target)
+    model = make_tiny_qwen3(len(tasks.CHARACTERS) + len(SPECIAL_TOKENS), seed=seed, **options)
+    losses: list[float] = []
+    for number, stage in enumerate(plan, start=1):
+        rng = random.Random(f"learners.sft/{task}/{seed}/{number}")
+        progress = _Printer(say, f"{task} stage {number}/{len(plan)}", stage.steps, report_every_s)
+        batches = stage_batches(task, stage, tokenizer=tokenizer, rng=rng)
+        losses += sft(
+            model,
+            batches,
+            lr=stage.lr,
+            steps=stage.steps,
+            warmup=stage.warmup,
+            decay=stage.decay,
+            optimizer=stage.optimizer,
+            progress=progress,
+        )
+    save_model(target, model)
+    seconds = time.monotonic() - started
+    write_marker(target, {"hash": digest, "task": task, "seed": seed, "seconds": round(seconds, 2), "losses": losses})
+    say(f"{task}: saved to {target} after {seconds:.1f} s")
+    return target
+
+
+class _Printer:
+    """Say a line at most every few seconds, and one at the end."""
+
+    def __init__(self, say: Callable[[str], None], label: str, steps: int, every_s: float) -> None:
+        self._say, self._label, self._steps, self._every_s = say, label, steps, every_s
+        self._last = time.monotonic()
+
+    def __call__(self, step: int, loss: float) -> None:
+        now = time.monotonic()
+        if step == self._steps or now - self._last >= self._every_s:
+            self._last = now
+            self._say(f"{self._label}: step {step}/{self._steps} loss {loss:.3f}")
+
+
+def _silent(line: str) -> None:
+    return None
+
+
+def is_current(target: Path, digest: str) -> bool:
+    """Whether a folder holds the whole checkpoint that this recipe makes."""
+    try:
+        marker = json.loads((target / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    files = ("model.safetensors", "config.json", "tokenizer.json")
+    return marker.get("hash") == digest and all((target / name).is_file() for name in files)
+
+
+def write_marker(target: Path, content: Mapping[str, Any]) -> None:
+    """Say that a folder is finished."""
+    partial = target / (MARKER + ".partial")
+    partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    partial.replace(target / MARKER)
 
 
 def sampled_accuracy(
@@ -111,18 +282,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m learners.warm_start.arithmetic", description="Build a warm start on one core."
     )
-    parser.add_argument("--task", choices=sorted(RECIPES), required=True)
+    parser.add_argument("--task", choices=sorted(WARM_START_STAGES), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--measure", type=int, default=0, metavar="N", help="sample N held-out prompts at the end")
     options = parser.parse_args(arguments)
-    build_on_one_core(RECIPES[options.task], options.out, seed=options.seed)
+    torch.set_num_threads(1)
+    quiet: Any = transformers_logging
+    quiet.disable_progress_bar()  # its bar for one small file would stand in the middle of our lines
+    target = make_warm_start(options.task, options.out, seed=options.seed, report=lambda line: print(line, flush=True))
     if options.measure > 0:
-        model = AutoModelForCausalLM.from_pretrained(str(options.out), local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(str(options.out), local_files_only=True)
-        accuracy = sampled_accuracy(model, tokenizer, task=options.task, size=options.measure)
+        accuracy = _measure(target, task=options.task, size=options.measure)
         print(f"{options.task}: sampled accuracy {accuracy:.3f} on {options.measure} held-out prompts", flush=True)
     return 0
+
+
+def _measure(target: Path, *, task: str, size: int) -> float:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(str(target), local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(str(target), local_files_only=True)
+    return sampled_accuracy(model, tokenizer, task=task, size=size)
 
 
 if __name__ == "__main__":

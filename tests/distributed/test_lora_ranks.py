@@ -13,7 +13,7 @@ import pytest
 import ranks
 import supervised_cases
 import torch
-from padded_rows import Example, collate, completion_loss
+from padded_rows import collate
 from test_backend_contract import compare
 
 from asyncrl.errors import AsyncRLError, ConfigError
@@ -22,6 +22,7 @@ from learners.gang.gang import Gang
 from learners.step.supervised import minibatch
 from learners.step.supervised import train_step as supervised_step
 from learners.step.update import train_step
+from learners.warm_start.sft import Example, completion_loss
 
 peft = pytest.importorskip("peft", exc_type=ImportError)
 pytestmark = pytest.mark.timeout(1200)  # the first one waits for the launch of all case modules

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import supervised_cases as cases
 import torch
-from padded_rows import Example, collate, completion_loss
+from padded_rows import collate
 
 from learners.backends.fsdp2.backend import FSDP2Backend
 from learners.gang.gang import Gang
 from learners.step.supervised import minibatch, train_step
+from learners.warm_start.sft import Example, completion_loss
 
 pytestmark = pytest.mark.timeout(600)  # the first one waits for the launch of all case modules
 
@@ -53,7 +54,7 @@ def test_dpo_starts_at_log_2_and_its_reference_does_not_move(one: Any) -> None:
     assert last["chosen_score"] != 0.0
 
 
-def test_sft_loss_is_the_cross_entropy_of_plain_torch(model: Path, gang: Gang) -> None:
+def test_sft_loss_is_the_cross_entropy_of_the_warm_start(model: Path, gang: Gang) -> None:
     rows = cases.units(5, seed=3, size=1)
     config = cases.make_config(model, "sft")
     share = minibatch(rows, ranks=1, max_tokens=96, packing=True)[0]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from padded_rows import Example, collate, completion_loss
+from padded_rows import collate
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -19,10 +17,10 @@ from tokenizers import Tokenizer  # noqa: E402, RUF100
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402, RUF100
 
 from asyncrl.demo import tasks
-from learners.warm_start import arithmetic, calculator, code
-from learners.warm_start.arithmetic import main, sampled_accuracy
+from learners.warm_start import arithmetic
+from learners.warm_start.arithmetic import Stage, main, make_warm_start, sampled_accuracy, stage_batches
+from learners.warm_start.sft import IGNORE, Example, completion_loss, learning_rate_factor, pack, sft
 from learners.warm_start.tiny_model import count_parameters, make_tiny_qwen3, make_tokenizer, save_model
-from learners.warm_start.training import Recipe, Stage, batches, build, demonstration, train
 
 SMALL = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp_size": 64}
 TEXT = "a3b5c2= a3:3b5:8c2:0#0  12+07=-19"
@@ -38,6 +36,15 @@ def one_thread() -> Iterator[None]:
 
 def small_model(seed: int = 0) -> torch.nn.Module:
     return make_tiny_qwen3(len(tasks.CHARACTERS) + 3, seed=seed, **SMALL)
+
+
+def examples(count: int, *, seed: int = 0) -> list[Example]:
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        width = rng.randint(2, 9)
+        rows.append(Example([rng.randint(3, 20) for _ in range(width)], [rng.randint(3, 20), 2]))
+    return rows
 
 
 def test_tokenizer_round_trips_exactly(tmp_path: Path) -> None:
@@ -87,43 +94,73 @@ def test_saved_model_loads_as_an_ordinary_checkpoint(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.bin"))
 
 
-RECIPES = [*arithmetic.RECIPES.values(), calculator.RECIPE, code.RECIPE]
+def test_collate_labels_completion_tokens_only() -> None:
+    batch = collate([Example([5, 6, 7], [8, 2]), Example([9], [10, 11, 2])], pad_id=0)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 2], [9, 10, 11, 2, 0]]
+    assert batch["labels"].tolist() == [[IGNORE, IGNORE, IGNORE, 8, 2], [IGNORE, 10, 11, 2, IGNORE]]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.task)
-def test_a_batch_holds_prompts_and_answers_of_the_task(recipe: Recipe, tmp_path: Path) -> None:
-    tokenizer = recipe.tokenizer(tmp_path)
-    stage = recipe.stages[-1]
-    rows = next(batches(recipe, stage, tokenizer, random.Random(0)))
-    sizes = [row.tokens.size for row in rows]
-    assert sum(sizes) >= stage.tokens > sum(sizes) - 2 * max(sizes)
-    rng, texts = random.Random(0), []
-    while len(texts) < len(rows):
-        texts += recipe.draw(stage, rng)
-    for row, (prompt, answer) in zip(rows, texts, strict=True):
-        assert tokenizer.decode(row.tokens[: row.prompt_tokens]) == prompt
-        assert tokenizer.decode(row.tokens[row.prompt_tokens : -1]) == answer
-        assert row.tokens[-1] == 2
-        assert row.mask.tolist() == [1] * (row.tokens.size - row.prompt_tokens)
+def test_pack_labels_completion_tokens_only_and_restarts_positions() -> None:
+    batch = pack([Example([9], [10, 2]), Example([5, 6], [8, 2]), Example([], [7, 2])], width=8, pad_id=0)
+    assert batch["input_ids"].tolist() == [[5, 6, 8, 2, 9, 10, 2, 0], [7, 2, 0, 0, 0, 0, 0, 0]]
+    skip = IGNORE
+    assert batch["labels"].tolist() == [[skip, skip, 8, 2, skip, 10, 2, skip], [skip, 2] + [skip] * 6]
+    assert batch["position_ids"].tolist()[0] == [0, 1, 2, 3, 0, 1, 2, 0]
 
 
-def test_the_loss_is_the_cross_entropy_of_the_answers_in_plain_torch(tmp_path: Path) -> None:
+def test_prompt_tokens_do_not_enter_the_loss() -> None:
+    model = small_model()
+    batch = collate([Example([5, 6, 7], [8, 2])], pad_id=0)
+    logits = model(input_ids=batch["input_ids"]).logits[0].log_softmax(-1)
+    expected = -(logits[2, 8] + logits[3, 2]) / 2
+    assert completion_loss(model, batch).item() == pytest.approx(expected.item(), abs=1e-5)
+    with pytest.raises(ValueError, match="label"):
+        completion_loss(model, {**batch, "labels": torch.full_like(batch["labels"], IGNORE)})
+
+
+def test_packed_and_padded_batches_have_the_same_loss_and_gradient() -> None:
+    rows = examples(12)
+    gradients, losses = [], []
+    for batch in (collate(rows, pad_id=0), pack(rows, width=24, pad_id=0)):
+        model = small_model()
+        loss = completion_loss(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("make", [lambda rows: collate(rows, pad_id=0), lambda rows: pack(rows, width=4, pad_id=0)])
+def test_rows_without_completion_are_refused(make: object) -> None:
+    assert callable(make)
+    for rows in ([], [Example([3], [])]):
+        with pytest.raises(ValueError, match="completion"):
+            make(rows)
+
+
+def test_a_row_wider_than_a_line_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        pack([Example([3, 4, 5], [6, 2])], width=4, pad_id=0)
+
+
+def test_learning_rate_rises_stays_and_falls() -> None:
+    factors = [learning_rate_factor(step, steps=100, warmup=10, decay=0.4) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[10:60] == [1.0] * 50
+    assert factors[99] == pytest.approx(1 / 40)
+    assert factors[60:] == sorted(factors[60:], reverse=True)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_sft_lowers_the_loss_and_is_deterministic(optimizer: str, tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path)
-    rows = [demonstration(tokenizer, *texts) for texts in (("12+07=", "19"), ("3+4=", "7"), ("1+", "100"))]
-    plain = [Example(row.tokens[: row.prompt_tokens], row.tokens[row.prompt_tokens :]) for row in rows]
-    expected = completion_loss(small_model(), collate(plain, pad_id=0)).item()
-    stage = Stage(steps=1, lr=1e-3, noise=0.0)
-    assert next(train(small_model(), iter([rows]), stage)) == pytest.approx(expected, abs=1e-5)
-
-
-def test_training_lowers_the_loss_and_is_deterministic(tmp_path: Path) -> None:
-    stage = Stage(steps=60, lr=5e-3, noise=0.0, tokens=256, terms=(2, 3), warmup=5)
-    recipe = arithmetic.RECIPES["running_sum"]
-    tokenizer = make_tokenizer(tmp_path)
+    stage = Stage(steps=60, lr=5e-3, noise=0.0, tokens=256, width=28, terms=(2, 3))
 
     def run() -> tuple[list[float], list[torch.Tensor]]:
         model = small_model()
-        history = list(train(model, batches(recipe, stage, tokenizer, random.Random(0)), stage))
+        batches = stage_batches("running_sum", stage, tokenizer=tokenizer, rng=random.Random(0))
+        history = sft(model, batches, lr=stage.lr, steps=stage.steps, warmup=5, optimizer=optimizer)  # type: ignore[arg-type]
         return history, [parameter.detach() for parameter in model.parameters()]
 
     first, second = run(), run()
@@ -133,32 +170,38 @@ def test_training_lowers_the_loss_and_is_deterministic(tmp_path: Path) -> None:
     assert sum(first[0][-3:]) / 3 < 0.6 * first[0][0]
 
 
-def test_a_loss_that_is_not_finite_ends_the_training(tmp_path: Path) -> None:
+def test_sft_refuses_bad_input() -> None:
     model = small_model()
+    with pytest.raises(ValueError, match="ran out after 1 of 2"):
+        sft(model, [collate(examples(2), pad_id=0)], lr=1e-3, steps=2)
+    with pytest.raises(ValueError, match="negative"):
+        sft(model, [], lr=1e-3, steps=-1)
+    with pytest.raises(ValueError, match="optimizer"):
+        sft(model, [], lr=1e-3, steps=0, optimizer="sgd")  # type: ignore[arg-type]
     with torch.no_grad():
         next(model.parameters()).fill_(float("nan"))
-    rows = [demonstration(make_tokenizer(tmp_path), "1+2=", "3")]
     with pytest.raises(FloatingPointError):
-        next(train(model, itertools.repeat(rows), Stage(steps=1, lr=1e-3, noise=0.0)))
+        sft(model, [collate(examples(2), pad_id=0)], lr=1e-3, steps=1)
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_warm_start_is_a_checkpoint_and_is_built_once(task: str, tmp_path: Path) -> None:
-    stages = [Stage(steps=2, lr=1e-3, noise=0.1, tokens=200)]
-    recipe = replace(arithmetic.RECIPES[task], stages=stages)
+    stages = [Stage(steps=2, lr=1e-3, noise=0.1, tokens=200, width=160)]
     lines: list[str] = []
 
-    def made(seed: int) -> float:
-        build(recipe, tmp_path, seed=seed, sizes=SMALL, report=lines.append, report_every_s=0.0)
+    def build(seed: int) -> float:
+        make_warm_start(
+            task, tmp_path, seed=seed, stages=stages, model_options=SMALL, report=lines.append, report_every_s=0.0
+        )
         return (tmp_path / "model.safetensors").stat().st_mtime_ns
 
-    first = made(0)
+    first = build(0)
     assert any("step 2/2" in line for line in lines)
-    assert made(0) == first
+    assert build(0) == first
     assert "up to date" in lines[-1]
-    assert made(1) > first
+    assert build(1) > first
     (tmp_path / "warm_start.json").write_text("torn {", encoding="utf-8")
-    made(1)
+    build(1)
     marker = json.loads((tmp_path / "warm_start.json").read_text(encoding="utf-8"))
     assert marker["task"] == task
     assert len(marker["losses"]) == 2
@@ -167,9 +210,14 @@ def test_warm_start_is_a_checkpoint_and_is_built_once(task: str, tmp_path: Path)
     assert 0.0 <= sampled_accuracy(model, tokenizer, task=task, size=4) <= 1.0
 
 
+def test_an_unknown_task_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown task"):
+        make_warm_start("multiply", tmp_path)
+
+
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    short = replace(arithmetic.RECIPES["add"], stages=[Stage(steps=1, lr=1e-3, noise=0.0, tokens=100)])
-    monkeypatch.setattr(arithmetic, "RECIPES", {"add": short})
+    stages = {"add": (Stage(steps=1, lr=1e-3, noise=0.0, tokens=100, width=40),)}
+    monkeypatch.setattr(arithmetic, "WARM_START_STAGES", stages)
     assert main(["--task", "add", "--out", str(tmp_path), "--measure", "2"]) == 0
     shown = capsys.readouterr().out
     assert "saved to" in shown
