@@ -419,8 +419,8 @@ def test_a_pause_stands_still_and_loses_nothing(bench: Bench) -> None:
 
 
 async def left_running(engine: Engine) -> int:
-    """Samples under way, once they are none or five seconds have passed: of a server the last answer may still come."""
-    for _ in range(100):
+    """Samples under way, once they are none or 30 s have passed: of a server the last answer may still come."""
+    for _ in range(600):
         if engine.health().running == 0:
             break
         await asyncio.sleep(0.05)
@@ -508,12 +508,15 @@ test_an_agent_plays_a_session = session_promises.test_an_agent_plays_a_session
 
 def test_a_broken_engine_says_so_to_everybody(bench: Bench, case: tuple[Rig, str]) -> None:
     async def burst() -> list[str]:
-        wanted = [request(bench.name(), PROMPTS[0], (0, 1), max_new_tokens=MAX_NEW) for _ in range(3)]
+        # More than can be done when it breaks: a server may end some before.
+        wanted = [request(bench.name(), PROMPTS[0], (0, 1), max_new_tokens=MAX_NEW) for _ in range(3 * SLOTS)]
         going = [asyncio.create_task(all_of(bench.engine, item)) for item in wanted]
         await tokens_made(bench.engine, 6)
         case[0].break_it(bench.engine)
         ended = await asyncio.wait_for(asyncio.gather(*going, return_exceptions=True), 40)
-        codes = [error.code if isinstance(error, AsyncRLError) else repr(error) for error in ended]
+        errors = [error for error in ended if isinstance(error, BaseException)]
+        codes = [error.code if isinstance(error, AsyncRLError) else repr(error) for error in errors]
+        assert codes
         for call in (all_of(bench.engine, request("later", [3])), stage(bench.engine, 2, bench.version + 1)):
             with pytest.raises(AsyncRLError) as caught:
                 await asyncio.wait_for(call, 20)
