@@ -219,9 +219,10 @@ def to_device(micro: MicroBatch, device: torch.device) -> Micro:
 
 
 def add_sums(sums: dict[str, Tensor], value: Tensor, parts: Mapping[str, Tensor]) -> None:
-    """Add the loss of a micro-batch and its sums for metrics."""
+    """Add the loss of a micro-batch and its sums for metrics; of a name that ends in `_max` the largest is kept."""
     for name, part in (("loss", value.detach()), *parts.items()):
-        sums[name] = sums[name] + part if name in sums else part
+        join = torch.maximum if name.endswith("_max") else torch.add
+        sums[name] = join(sums[name], part) if name in sums else part
 
 
 def check_packing(together: Tensor, singles: Sequence[Tensor], dtype: str, what: str) -> None:
