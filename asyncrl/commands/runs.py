@@ -52,7 +52,7 @@ def _add_trace(commands: Commands) -> None:
         "--perfetto",
         type=Path,
         metavar="FILE",
-        help="instead: the whole run as a timeline for ui.perfetto.dev (.json.gz)",
+        help="instead: the whole run as a timeline for ui.perfetto.dev (.pftrace.gz)",
     )
     one.add_argument("--json", action="store_true", help="as JSON")
     one.set_defaults(run=_trace)

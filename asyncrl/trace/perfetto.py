@@ -1,7 +1,7 @@
 """`asyncrl trace RUN --perfetto FILE`: a run as a timeline for ui.perfetto.dev, from its logs.
 
-Writes the trace event format: a process per role, in it a track for what it holds; what overlaps lies in lanes below
-one another. Guarantees:
+Writes Perfetto's own format: a track per role process, in it one for what it holds; what
+overlaps lies in lanes below one another. Guarantees:
 1. it only reads, line by line: a run of any length needs memory for what was under way at one time, and it may go on;
 2. slices of one lane nest; times are microseconds since the run's first event, none is negative;
 3. a group is one flow, from its lease over its scores and its wait in the queue into the step that trained it; weights
@@ -104,11 +104,9 @@ class RunDrawing:
         parts = {name: (Slice(lane, first, name, {}, []), last) for name, first, last in step_parts(line, start, end)}
         if "publish" in parts:
             parts["publish"][0].flows = [weights_flow(step)]
-            parts["publish"][0].source = step not in self._published  # a restarted learner publishes it again
             self._published[step] = parts["publish"][0].start
         self._groups.lead_into_step(step, parts["train"][0] if "train" in parts else whole)
-        for one, last in [(whole, end), *parts.values()]:
-            self._draw.slice(one, last)
+        self._draw.slice(whole, end, inside=parts.values())
         self._curves("learner", line, CURVES)
         self._rounds_until(step)
 

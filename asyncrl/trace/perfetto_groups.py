@@ -73,7 +73,6 @@ class GroupDrawing:
             event["t"],
             f"group {event['g']}{again}",
             flows=(group_flow(event["g"]),),
-            source=way.attempts == 1,
             group=event["g"],
             engine_version=event["w"],
             deadline=event["deadline"],

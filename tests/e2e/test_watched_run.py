@@ -181,12 +181,10 @@ def ended(going: Run) -> Run:
     return going
 
 
-SLICES = """select count(*) from slice join thread_track t on slice.track_id = t.id join thread using (utid)
-            where thread.name = '{}' and slice.name glob '{}'"""
+SLICES = "select count(*) from slice join track on track_id = track.id where track.name = '{}' and slice.name glob '{}'"
 ARROWS = """select count(*) from flow join slice a on a.id = slice_out join slice b on b.id = slice_in
-            join thread_track ta on ta.id = a.track_id join thread na on na.utid = ta.utid
-            join thread_track tb on tb.id = b.track_id join thread nb on nb.utid = tb.utid
-            where na.name = '{}' and nb.name = '{}' and a.ts <= b.ts"""
+            join track ta on ta.id = a.track_id join track tb on tb.id = b.track_id
+            where ta.name = '{}' and tb.name = '{}' and a.ts <= b.ts"""
 BACKWARDS = (
     "select count(*) from flow join slice a on a.id = slice_out join slice b on b.id = slice_in where b.ts < a.ts"
 )
@@ -196,7 +194,7 @@ def test_perfetto_reads_all_of_it(ended: Run) -> None:
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("a Chromium is not installed (Debian: apt-get install chromium)")
-    trace = ended.folder / "run.json.gz"
+    trace = ended.folder / "run.pftrace.gz"
     assert ended.command("trace", str(ended.dir), "--perfetto", str(trace), timeout=60).returncode == 0
     history = list(history_events(RunDir(ended.dir)))
     of_kind = Counter(event["e"] for event in history)

@@ -1,6 +1,6 @@
 """The timeline of a run: the format that ui.perfetto.dev reads, and what it says of groups, weights and faults.
 
-What Perfetto's own trace processor makes of it is asked in tests/e2e/test_watched_run.py.
+What Perfetto's own trace processor makes of it is asked in tests/trackers/test_perfetto_ui.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import gzip
 import itertools
 import json
 import re
+import struct
 import subprocess
 import sys
 from collections import defaultdict
@@ -24,64 +25,99 @@ from asyncrl.errors import ConfigError
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.trace.perfetto import step_parts, weights_flow, write_trace
 from asyncrl.trace.perfetto_groups import group_flow
-from asyncrl.trace.perfetto_writer import Drawing, Lanes, Out
+from asyncrl.trace.perfetto_writer import Drawing, Lanes, Out, note
 
 ROOT = Path(__file__).parents[2]
+Fields = dict[int, list[Any]]
 Event = dict[str, Any]
-KINDS = {"X": "begin", "i": "mark", "C": "count", "s": "flow", "t": "flow"}
+
+
+def fields(data: bytes) -> Fields:
+    """A protobuf message: the values of its fields, bytes where a text or another message stands."""
+    found: Fields = defaultdict(list)
+    place = 0
+
+    def varint() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = data[place]
+            place, value, shift = place + 1, value | (byte & 0x7F) << shift, shift + 7
+            if byte < 0x80:
+                return value
+
+    while place < len(data):
+        key = varint()
+        if key & 7 == 0:
+            found[key >> 3].append(varint())
+        else:
+            size = 8 if key & 7 == 1 else varint()
+            assert key & 7 in (1, 2) and place + size <= len(data)
+            found[key >> 3].append(data[place : place + size])
+            place += size
+    return found
+
+
+def held(data: bytes) -> tuple[str, Any]:
+    """An annotation: its name and its value."""
+    one = fields(data)
+    name = one.pop(10)[0].decode()
+    if 11 in one:
+        return name, dict(held(entry) for entry in one[11])
+    [(number, [value])] = one.items() or [(11, [{}])]
+    signed = value - 2**64 if number == 4 and value >= 2**63 else value
+    return name, {2: bool, 4: lambda _: signed, 5: lambda raw: struct.unpack("<d", raw)[0], 6: bytes.decode, 11: dict}[
+        number
+    ](value)
 
 
 def read(path: Path) -> list[Event]:
-    """Events in the order of the file: kind, time (us), role, track, lane, name, flows, args, value."""
+    """Events in the order of their packets: kind, time (us), role, track, lane, name, flows, args, value."""
     with gzip.open(path) as file:
-        lines = json.load(file)["traceEvents"]
-    roles: dict[int, str] = {}
-    tracks: dict[int, str] = {}
-    ranks: dict[int, int] = {}
-    begun: set[int] = set()
+        packets = [fields(data) for data in fields(file.read())[1]]
+    tracks: dict[int, tuple[str, str]] = {}
     events: list[Event] = []
-    for line in lines:
-        if line["ph"] == "M":
-            known, key = {
-                "process_name": (roles, line["pid"]), "thread_name": (tracks, line["tid"]),
-                "thread_sort_index": (ranks, line["tid"]),
-            }[line["name"]]  # fmt: skip
-            assert key not in known and key > 0
-            known[key] = next(iter(line["args"].values()))
+    for packet in packets:
+        assert packet.keys() in ({8, 10, 60}, {8, 10, 11}) and packet[10] == [1]
+        if 60 in packet:
+            about = fields(packet[60][0])
+            [uuid], [name] = about[1], about[2]
+            assert uuid not in tracks and uuid > 0 and (5 in about) == (12 in about) != (11 in about)
+            tracks[uuid] = (tracks[about[5][0]][0], name.decode()) if 5 in about else (name.decode(), "")
             continue
-        kind, lane = KINDS[line["ph"]], line.get("tid", 0)
-        event = {"kind": kind, "at": line["ts"], "lane": lane, "role": roles[line["pid"]], "flows": [], "value": None}
-        if kind == "flow":
-            assert (line["id"] in begun) == (line["ph"] == "t") and line["bp"] == "e"
-            assert (events[-1]["kind"], events[-1]["lane"], events[-1]["at"]) == ("begin", lane, line["ts"])
-            begun.add(line["id"])
-            events[-1]["flows"].append(line["id"])
-        elif kind == "count":
-            [value] = line["args"].values()
-            events.append({**event, "track": line["name"], "name": "", "args": {}, "value": value})
-        else:
-            assert lane in ranks
-            end = line["ts"] + line["dur"] if kind == "begin" else None
-            names = {"track": tracks[lane], "name": line["name"], "args": line["args"]}
-            events.append({**event, **names, "end": end})
+        event = fields(packet[11][0])
+        [kind], [uuid] = event[9], event[11]
+        events.append(
+            {
+                "kind": {1: "begin", 2: "end", 3: "mark", 4: "count"}[kind],
+                "at": packet[8][0] // 1000,
+                "lane": uuid,
+                "role": tracks[uuid][0],
+                "track": tracks[uuid][1],
+                "name": b"".join(event[23]).decode(),
+                "flows": [int.from_bytes(flow, "little") for flow in event[47]],
+                "args": dict(held(data) for data in event[4]),
+                "value": struct.unpack("<d", event[44][0])[0] if 44 in event else None,
+            }
+        )
     return events
 
 
 def check_format(events: Iterable[Event]) -> None:
     """That slices of a lane nest, in the order in which the trace processor takes them (by time, then as they stand),
-    that curves have numbers, and that flows stand at slices alone."""
+    that curves have numbers, and that no flow stands at an end or a mark."""
     lanes: dict[int, list[int]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event["at"]):
         assert event["at"] >= 0 and event["track"]
         assert (event["value"] is not None) == (event["kind"] == "count")
-        assert bool(event["name"]) == (event["kind"] != "count")
+        assert bool(event["name"]) == (event["kind"] in ("begin", "mark"))
         assert event["kind"] == "begin" or not event["flows"]
         if event["kind"] == "begin":
-            around = lanes[event["lane"]]
-            while around and around[-1] <= event["at"]:
-                around.pop()
-            assert event["at"] < event["end"] <= min(around, default=event["end"])
-            around.append(event["end"])
+            lanes[event["lane"]].append(event["at"])
+        elif event["kind"] == "end":
+            assert lanes[event["lane"]], f"an end without a beginning in {event['role']} {event['track']}"
+            assert lanes[event["lane"]].pop() < event["at"]
+    assert not any(lanes.values()), "a slice without an end"
 
 
 def slices(events: list[Event], track: str) -> list[Event]:
@@ -115,7 +151,7 @@ def with_history(folder: Path, events: list[Event], *, steps: int) -> RunDir:
 
 def test_a_whole_run(tmp_path: Path) -> None:
     run = with_history(tmp_path / "run", good_history(steps=6), steps=6)
-    target = tmp_path / "t.json.gz"
+    target = tmp_path / "t.pftrace.gz"
     write_trace(run, target)
     events = read(target)
     check_format(events)
@@ -173,7 +209,7 @@ def test_faults_leave_the_format_whole(tmp_path: Path) -> None:
     run = with_history(tmp_path / "run", [event for event in history if event != "torn"], steps=1)
     with run.history.open("ab") as file:
         file.write(b'{"e":"sample","g":"x"}\n{"t":1,"e":"lease"}\n{"e": "rea')
-    target = tmp_path / "t.json.gz"
+    target = tmp_path / "t.pftrace.gz"
     write_trace(run, target)
     events = read(target)
     check_format(events)
@@ -210,13 +246,14 @@ def test_no_flow_goes_back_in_time(tmp_path: Path) -> None:
     assert not [event for event in slices(events, "steps") if event["name"] == "train" and event["flows"]]
 
 
-def test_arguments_are_what_was_given(tmp_path: Path) -> None:
-    given = {"a": True, "b": -3, "c": 0.25, "d": "text", "e": {"x": [1, "y"]}, "f": None}
-    with Out(tmp_path / "x.gz") as out:
-        drawing = Drawing(out, zero=START)
-        drawing.end(drawing.begin("learner", "steps", START, "one", **given), START + 1)
-    [event] = read(tmp_path / "x.gz")
-    assert event["args"] == {name: value for name, value in given.items() if value is not None}
+@pytest.mark.parametrize("value", [True, 0, -3, 2**62, 0.25, "text", "", {"a": 1, "b": {"c": "x"}}, {}])
+def test_annotations_are_what_was_told(value: object) -> None:
+    assert held(fields(note("name", value))[4][0]) == ("name", value)
+
+
+def test_annotations_of_other_kinds_are_json() -> None:
+    assert held(fields(note("name", [1, "x"]))[4][0]) == ("name", '[1,"x"]')
+    assert held(fields(note("name", 2**70))[4][0]) == ("name", str(2**70))
 
 
 def test_lanes_are_used_again_and_never_shared(tmp_path: Path) -> None:
@@ -231,7 +268,7 @@ def test_lanes_are_used_again_and_never_shared(tmp_path: Path) -> None:
         assert drawing.end(one, START - 6) == 1
     events = read(tmp_path / "x.gz")
     check_format(events)
-    assert [(event["at"], event["end"]) for event in events] == [(0, 1)]
+    assert [event["at"] for event in events] == [0, 1]
 
 
 def test_parts_fill_their_step_in_order() -> None:
@@ -243,23 +280,20 @@ def test_parts_fill_their_step_in_order() -> None:
 
 
 def test_the_format_is_really_checked() -> None:
-    one = {"kind": "begin", "at": 0, "end": 9, "lane": 1, "track": "x", "role": "r", "name": "n", "flows": []}
-    one |= {"value": None}
-    inside = {**one, "at": 5, "end": 7}
-    for wrong in ([{**one, "end": 0}], [one, {**inside, "end": 10}], [{**one, "value": 1.0}], [{**one, "name": ""}]):
+    one = {"kind": "begin", "at": 0, "lane": 1, "track": "x", "role": "r", "name": "n", "flows": [], "value": None}
+    end = {**one, "kind": "end", "name": ""}
+    for wrong in ([one], [end], [one, end], [{**one, "value": 1.0}], [one, {**end, "at": 5, "flows": [1]}]):
         with pytest.raises(AssertionError):
             check_format(wrong)
-    with pytest.raises(AssertionError):
-        check_format([{**one, "kind": "mark", "flows": [1]}])
-    check_format([one, inside, {**inside, "at": 7, "end": 9}])
+    check_format([one, {**end, "at": 5}])
 
 
 def test_the_command_and_a_folder_without_a_history(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=3)
-    command = [sys.executable, "-m", "asyncrl", "trace", str(run.root), "--perfetto", str(tmp_path / "trace.json")]
+    command = [sys.executable, "-m", "asyncrl", "trace", str(run.root), "--perfetto", str(tmp_path / "trace.pftrace")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert re.match(r".*trace\.json\.gz: \d+ events", done.stdout)
-    check_format(read(tmp_path / "trace.json.gz"))
+    assert re.match(r".*trace\.pftrace\.gz: \d+ events", done.stdout)
+    check_format(read(tmp_path / "trace.pftrace.gz"))
     run.history.unlink()
     with pytest.raises(ConfigError) as found:
         write_trace(run, tmp_path / "other.gz")
