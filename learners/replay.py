@@ -141,7 +141,7 @@ class Replay:
         before = self._runner  # its coefficients continue
         if self._backend is None:
             self._backend = self._build(config, self._plan.checkpoint)
-        elif _backend_settings(config) != _backend_settings(self._in_force):
+        elif _backend_settings(config) != _backend_settings(self._settings_in_force):
             self._backend = self._rebuild(config)
         if self._runner is None or config is not self._config:
             from learners.checkpoints.checkpoint import read_state
@@ -167,7 +167,7 @@ class Replay:
         self._runner.retune(drop_overrides(order.tuning, self._plan.overrides if changed else ()))
 
     @property
-    def _in_force(self) -> Config:
+    def _settings_in_force(self) -> Config:
         assert self._config is not None
         return self._config
 
@@ -231,7 +231,7 @@ class Replay:
         from learners.main import publish_plans
 
         backend, adapters = self._backend, self._backend.adapters
-        whole, adapter = publish_plans(backend, bucket_bytes=self._in_force.weightsync.bucket_bytes)
+        whole, adapter = publish_plans(backend, bucket_bytes=self._settings_in_force.weightsync.bucket_bytes)
         if adapter is None:
             return self._layout_digest(whole, backend.iter_hf_weights())
         base = self._layout_digest(whole, adapters.iter_base())
