@@ -14,7 +14,7 @@ from asyncrl.plugins import find
 
 def make(folder: Path, kv: str) -> Engine:
     """An engine with its server; closing it ends both."""
-    server = Server(folder, longest=MAX_PROMPT + MAX_NEW, slots=SLOTS)
+    server = Server(folder, longest=MAX_PROMPT + MAX_NEW, slots=SLOTS, slow=True)
     server.wait()
     lines = f'url = ["{server.url}"]'
     engine: Any = find("asyncrl.engines", "vllm_http")(config_of(folder, engine="vllm_http", kv=kv, more=lines))

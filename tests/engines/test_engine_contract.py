@@ -254,16 +254,16 @@ def test_a_swap_in_mid_request_has_exact_runs(bench: Bench, case: tuple[Rig, str
     """Every token's log-prob is that of the weights that its run names: under `recompute` on K/V of these weights,
     under `keep` on the K/V of before. No token is lost or made twice."""
     mixed = 0
-    for _ in range(SWAPS):  # a server far away may be done before it hears of the new weights
-        mixed += _swap_in_mid_request(bench, case[1])
+    for tries in range(SWAPS):  # a server far away may be done before it hears of the new weights
+        mixed += _swap_in_mid_request(bench, case[1], after=48 // (tries + 1))
         if mixed >= 4:
             return
         bench.push(1)
     pytest.fail("the swaps came after the samples had ended")
 
 
-def _swap_in_mid_request(bench: Bench, kv: str) -> int:
-    """From weights 1 to 2; how many samples have tokens of both."""
+def _swap_in_mid_request(bench: Bench, kv: str, *, after: int) -> int:
+    """From weights 1 to 2 once `after` tokens are seen; how many samples have tokens of both."""
     old = bench.version
     asked = ((0, PROMPTS[2]), (1, PROMPTS[0]))
 
@@ -271,7 +271,7 @@ def _swap_in_mid_request(bench: Bench, kv: str) -> int:
         await stage(bench.engine, 2, old + 1)
         names = [request(bench.name(), prompt, (0, 1, 2, 3), max_new_tokens=MAX_NEW) for _, prompt in asked]
         going = [asyncio.create_task(all_of(bench.engine, wanted)) for wanted in names]
-        await tokens_made(bench.engine, 8 * 6)
+        await tokens_made(bench.engine, after)
         assert await bench.engine.commit_update() == manifest_of(2, old + 1).digest
         return list(await asyncio.gather(*going))
 
@@ -363,19 +363,23 @@ def test_the_engine_says_what_it_holds(bench: Bench) -> None:
 
 
 def test_an_abort_ends_the_iterator_and_frees_the_place(bench: Bench) -> None:
-    async def give_up() -> tuple[list[GenDelta], float]:
+    async def give_up() -> tuple[int, list[GenDelta]]:
         wanted = request("gone", PROMPTS[0], tuple(range(SLOTS)), max_new_tokens=MAX_NEW, temperature=1.5)
         going = asyncio.create_task(deltas_of(bench.engine, wanted))
         await tokens_made(bench.engine, 2 * SLOTS)
-        assert await bench.engine.abort(["gone"]) >= 1
+        aborted = await bench.engine.abort(["gone"])
         ended = await asyncio.wait_for(going, 10)
         started = time.monotonic()
         while bench.engine.health().running:
             await asyncio.sleep(0.01)
             assert time.monotonic() - started < 10
-        return ended, time.monotonic() - started
+        return aborted, ended
 
-    ended, _ = bench.run(give_up())
+    for _ in range(SWAPS):  # a server far away may be done before it hears of the abort
+        aborted, ended = bench.run(give_up())
+        if aborted:
+            break
+    assert aborted >= 1
     assert len([delta for delta in ended if delta.finish not in ("", "abort")]) < SLOTS
     for item in bench.ask(PROMPTS[1], tuple(range(SLOTS))).values():
         check_sample(item, version=bench.version, seed=1, prompt=PROMPTS[1])
@@ -407,11 +411,14 @@ def test_a_pause_stands_still_and_loses_nothing(bench: Bench) -> None:
         made = [bench.engine.health().generated_tokens]
         await asyncio.sleep(0.3)
         made.append(bench.engine.health().generated_tokens)
-        assert not going.done()
+        done = going.done()
         await bench.engine.resume()
-        return made, await going
+        return [] if done else made, await going
 
-    made, group = bench.run(stand())
+    for _ in range(SWAPS):  # a server far away may be done before it hears of the pause
+        made, group = bench.run(stand())
+        if made:
+            break
     assert made[0] == made[1]
     for item in group.values():
         assert len(item.token_ids) == MAX_NEW
@@ -472,9 +479,13 @@ def test_the_urgent_are_seated_first(bench: Bench) -> None:
             await all_of(bench.engine, wanted)
             ended.append(name)
 
+        await bench.engine.pause()  # all of them stand in the queue before the first is served
         tasks = [asyncio.create_task(one(f"late{n}", 5)) for n in range(12)]
-        await tokens_made(bench.engine, 8)
-        await asyncio.gather(*tasks, one("urgent", 0))
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(one("urgent", 0)))
+        await asyncio.sleep(0.5)  # a server receives them
+        await bench.engine.resume()
+        await asyncio.gather(*tasks)
         return ended
 
     assert bench.run(crowd()).index("urgent") < 9  # first come, first served: it would be the last of 13
@@ -490,7 +501,10 @@ def test_health_counts(bench: Bench) -> None:
         await going
         return before, health, bench.engine.health()
 
-    before, during, after = bench.run(look())
+    for _ in range(SWAPS):  # a server far away may be done before its tokens are seen
+        before, during, after = bench.run(look())
+        if during.running:
+            break
     assert 1 <= during.running <= SLOTS + 2 and 0.0 <= during.kv_used <= 1.0
     assert during.running + during.waiting <= SLOTS + 2
     assert after.generated_tokens - before == (SLOTS + 2) * MAX_NEW
@@ -507,21 +521,24 @@ test_an_agent_plays_a_session = session_promises.test_an_agent_plays_a_session
 
 
 def test_a_broken_engine_says_so_to_everybody(bench: Bench, case: tuple[Rig, str]) -> None:
+    async def use() -> str:
+        """Samples for as long as there are any; the code of the error that ended it."""
+        while True:
+            try:
+                await all_of(bench.engine, request(bench.name(), PROMPTS[0], (0, 1), max_new_tokens=MAX_NEW))
+            except AsyncRLError as error:
+                return error.code
+
     async def burst() -> list[str]:
-        # More than can be done when it breaks: a server may end some before.
-        wanted = [request(bench.name(), PROMPTS[0], (0, 1), max_new_tokens=MAX_NEW) for _ in range(3 * SLOTS)]
-        going = [asyncio.create_task(all_of(bench.engine, item)) for item in wanted]
+        users = [asyncio.create_task(use()) for _ in range(SLOTS)]
         await tokens_made(bench.engine, 6)
         case[0].break_it(bench.engine)
-        ended = await asyncio.wait_for(asyncio.gather(*going, return_exceptions=True), 40)
-        errors = [error for error in ended if isinstance(error, BaseException)]
-        codes = [error.code if isinstance(error, AsyncRLError) else repr(error) for error in errors]
-        assert codes
+        codes = await asyncio.wait_for(asyncio.gather(*users), 40)
         for call in (all_of(bench.engine, request("later", [3])), stage(bench.engine, 2, bench.version + 1)):
             with pytest.raises(AsyncRLError) as caught:
                 await asyncio.wait_for(call, 20)
             codes.append(caught.value.code)
         return codes
 
-    assert set(bench.run(burst(), limit_s=90)) == {"engine.broken"}
+    assert bench.run(burst(), limit_s=90) == ["engine.broken"] * (SLOTS + 2)
     assert not bench.engine.health().alive and bench.engine.health().detail

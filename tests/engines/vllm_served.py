@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CHAT = "{% for message in messages %}{{ message.content }} {% endfor %}"  # for who asks it as an OpenAI server
+HELD, SLOW = "producers.engines.vllm.weight_transfer.HeldWeights", "slow_worker.SlowHeldWeights"
 START_S = 600.0  # on a busy machine; an idle one needs 40
 
 
@@ -28,21 +29,21 @@ def free_port() -> int:
 class Server:
     """`python -m vllm.entrypoints.openai.api_server` as the documentation says it is to be started."""
 
-    def __init__(self, folder: Path, *, longest: int, slots: int, dev: bool = True, more: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, *, longest: int, slots: int, slow: bool = False) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"server-{self.port}.log"
         command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--host", "127.0.0.1",
             "--port", str(self.port), "--enable-scale-out", "--worker-extension-cls",
-            "producers.engines.vllm.weight_transfer.HeldWeights", "--weight-transfer-config", '{"backend": "asyncrl"}',
+            SLOW if slow else HELD, "--weight-transfer-config", '{"backend": "asyncrl"}',
             "--dtype", "float32", "--max-model-len", str(longest), "--max-num-seqs", str(slots), "--enforce-eager",
             "--kv-cache-memory-bytes", str(64 << 20), "--scheduling-policy", "priority", "--generation-config", "vllm",
-            "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(2 * longest), "--chat-template", CHAT, *more,
+            "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(2 * longest), "--chat-template", CHAT,
         ]  # fmt: skip
         env = os.environ | {
-            "PYTHONPATH": str(ROOT),
-            "VLLM_SERVER_DEV_MODE": "1" if dev else "0",
+            "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}",
+            "VLLM_SERVER_DEV_MODE": "1",
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_LOGGING_LEVEL": "WARNING",
