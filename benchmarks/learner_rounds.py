@@ -174,11 +174,41 @@ def serve(given: dict[str, Any], answers: Answers) -> None:
         )
 
 
+def trl_settings(given: dict[str, Any], out: str) -> Any:
+    """TRL's configuration for the loss and the update of the other ways."""
+    from trl import GRPOConfig
+
+    samples = given["groups"] * given["samples"]
+    return GRPOConfig(
+        out,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        learning_rate=1e-6,
+        beta=0.0,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        loss_type="dapo",
+        epsilon_high=0.28,
+        per_device_train_batch_size=given["trl_rows"],
+        num_generations=given["samples"],
+        gradient_accumulation_steps=samples // given["trl_rows"],
+        max_completion_length=given["cap"],
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        max_steps=1000,
+        model_init_kwargs={"dtype": "float32"},
+    )
+
+
 def serve_trl(given: dict[str, Any], answers: Answers) -> None:
     """The trainer's own loop; it asks for the next batch as it would for generation."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer, __version__
+    from trl import GRPOTrainer, __version__
 
     now: dict[str, Any] = {}
 
@@ -217,7 +247,6 @@ def serve_trl(given: dict[str, Any], answers: Answers) -> None:
         def on_log(self, *given: Any, logs: dict[str, Any], **_: Any) -> None:
             now["grad_norm"] = logs.get("grad_norm")
 
-    samples = given["groups"] * given["samples"]
     with tempfile.TemporaryDirectory() as out:
         trainer = Timed(
             given["model"],
@@ -226,29 +255,7 @@ def serve_trl(given: dict[str, Any], answers: Answers) -> None:
             train_dataset=Dataset.from_dict({"prompt": ["1"] * 10_000}),
             rollout_func=rollout,
             callbacks=[Stop()],
-            args=GRPOConfig(
-                out,
-                use_cpu=True,
-                bf16=False,
-                gradient_checkpointing=False,
-                learning_rate=1e-6,
-                beta=0.0,
-                lr_scheduler_type="constant",
-                weight_decay=0.0,
-                max_grad_norm=1.0,
-                loss_type="dapo",
-                epsilon_high=0.28,
-                per_device_train_batch_size=given["trl_rows"],
-                num_generations=given["samples"],
-                gradient_accumulation_steps=samples // given["trl_rows"],
-                max_completion_length=given["cap"],
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-                max_steps=1000,
-                model_init_kwargs={"dtype": "float32"},
-            ),
+            args=trl_settings(given, out),
         )
         answers.say({"ready": resident("VmRSS"), "version": __version__})
         try:

@@ -22,7 +22,6 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.launcher.liveness_watch import process_tree
 from asyncrl.metrics import JsonTail, read_lines
-from asyncrl.monitor.control import service_status
 from asyncrl.monitor.text import QUEUE_STATES
 from asyncrl.runtime.host_facts import descendants, process_state, send
 from asyncrl.runtime.liveness import STOPPED
@@ -35,6 +34,8 @@ DUMP_S = 0.5  # time for the stacks to reach the logs
 
 def ask_buffer(config: Config) -> dict[str, Any]:
     """The buffer's status, or `{"error": ...}`."""
+    from asyncrl.monitor.control import service_status  # sockets and NumPy: only a run that hangs needs them
+
     return service_status(endpoint(config, "buffer"), run_keys(config))
 
 

@@ -96,6 +96,17 @@ def test_sums_count_once_per_share_and_maxima_over_all() -> None:
         assert found["x"] == 4.0 and math.isnan(found["y_max"])
 
 
+def test_sums_of_micro_batches_are_added_and_maxima_kept() -> None:
+    import torch
+
+    from learners.backends.base import add_sums
+
+    sums: dict[str, torch.Tensor] = {}
+    for loss, most in ((1.0, 5.0), (2.0, 3.0)):
+        add_sums(sums, torch.tensor(loss), {"tokens": torch.tensor(4.0), "ratio_max": torch.tensor(most)})
+    assert {name: float(value) for name, value in sums.items()} == {"loss": 3.0, "tokens": 8.0, "ratio_max": 5.0}
+
+
 def test_what_shares_say_is_said_once() -> None:
     for gang, word in zip(gangs([b"a", b"b", b"c", b"d"], bytes, tensor=2), [b"a", b"b", b"c", b"d"], strict=True):
         assert gang.gather_shares(word) == [b"a", b"c"]
