@@ -36,7 +36,7 @@ EXAMPLES = """examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
-    from asyncrl.errors import EXIT_INTERNAL, AsyncRLError, refused
+    from asyncrl.errors import EXIT_INTERNAL, AsyncRLError, file_error
 
     try:
         args = parser().parse_args(argv)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _stop_output()
         return 141
     except OSError as error:
-        return _print_error(refused(error))
+        return _print_error(file_error(error))
     except Exception:
         import traceback
 

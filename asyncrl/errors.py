@@ -269,7 +269,7 @@ def error_for(code: str, message: str, *, where: str = "", remedy: str = "", sug
 UNREADABLE = (ValueError, RecursionError)
 
 
-def refused(error: OSError) -> AsyncRLError:
+def file_error(error: OSError) -> AsyncRLError:
     """The error for a refusal of the operating system, with the file: `disk.full`, else `file.refused`."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     where = ", ".join(str(name) for name in (error.filename, error.filename2) if name is not None)

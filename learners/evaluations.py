@@ -66,7 +66,7 @@ class LastEvaluations:
         except AsyncRLError as error:
             print(f"learner: warning: cannot ask for evaluations: {error.message}", flush=True)
 
-    def pending(self) -> str:
+    def describe_pending(self) -> str:
         """At the end of the run: wait half a second and describe what still runs; empty if nothing does."""
         if not self.enabled:
             return ""

@@ -180,7 +180,7 @@ class Learner:
         if order.coefficients is not None:
             self._runner.coefficients = order.coefficients
         self._runner.critic_warm = order.critic_warm
-        self._saver.restored(order.step)
+        self._saver.resume_from(order.step)
         if order.publish:
             self._publish(order.step)
         return order.step
@@ -203,7 +203,7 @@ class Learner:
         order, shares = None, None
         if self._services is not None:
             order, batch, shares = self._decide(self._services, done)
-            order = msgspec.structs.replace(order, settle=self._saver.ended())
+            order = msgspec.structs.replace(order, settle=self._saver.has_ended())
         order = self._share(order)
         if order.settle:
             self._saver.settle()
@@ -250,13 +250,15 @@ class Learner:
         services, adapters = self._services, self._backend.adapters
         settle = services.settle if services is not None else None
         if adapters is None:
-            _out(self._backend.iter_hf_weights(settle), partial(services.publish, version) if services else None)
+            _send_weights(
+                self._backend.iter_hf_weights(settle), partial(services.publish, version) if services else None
+            )
             return
         if not self._based:
-            _out(adapters.iter_base(settle), partial(services.stage_base, version) if services else None)
+            _send_weights(adapters.iter_base(settle), partial(services.stage_base, version) if services else None)
             self._based = True
         if version:
-            _out(adapters.iter_weights(), partial(services.publish_adapter, version) if services else None)
+            _send_weights(adapters.iter_weights(), partial(services.publish_adapter, version) if services else None)
 
     def _quarantine(self, step: int, group: int, reason: str) -> None:
         if self._services is not None:
@@ -325,7 +327,7 @@ class Learner:
         """On rank 0: a checkpoint is durable, so the buffer may retire its groups."""
         failpoint("learner.before_checkpointed")
         if self._services is not None:
-            self._services.checkpointed(state.step, state.ledger)
+            self._services.report_checkpoint(state.step, state.ledger)
         failpoint("learner.after_checkpointed")
 
     def _await_evaluation(self) -> None:
@@ -354,7 +356,7 @@ class Learner:
         self._services.end(step, done=not reason, reason=reason or "all steps are done")
 
 
-def _out(weights: Weights, send: Callable[[Weights], object] | None) -> None:
+def _send_weights(weights: Weights, send: Callable[[Weights], object] | None) -> None:
     """Send the weights on rank 0. Collective: the other ranks exhaust the iterator."""
     if send is not None:
         send(weights)

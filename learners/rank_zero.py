@@ -155,7 +155,7 @@ class Services:
     def awaits_evaluation(self) -> bool:
         """At the end of the run: whether an evaluation is in progress. Returns within a second."""
         try:
-            waits = "" if self._stop.is_set() or self.trouble is not None else self._evaluations.pending()
+            waits = "" if self._stop.is_set() or self.trouble is not None else self._evaluations.describe_pending()
         except (StateLost, Unavailable) as error:
             self.trouble, waits = error, ""
         self._set_waiting(waits)
@@ -236,28 +236,28 @@ class Services:
 
     def publish(self, version: int, weights: Weights) -> str:
         """Stage the weights of a version and return their digest. `weights` is collective and always exhausted."""
-        with _exhausted(weights) as rest:
+        with _exhaust(weights) as rest:
             manifest = self.publisher.publish(version, self._plan, rest)
-        return self._published(version, manifest)
+        return self._record_digest(version, manifest)
 
     def stage_base(self, version: int, weights: Weights) -> None:
         """Stage the base weights of the adapters (version 0); after a restart without making them the target."""
         if not version:
             self._base = self.publish(0, weights)
             return
-        with _exhausted(weights) as rest:
+        with _exhaust(weights) as rest:
             self._base = str(self.publisher.stage_base(0, self._plan, rest).digest)
 
     def publish_adapter(self, version: int, weights: Weights) -> str:
         """Stage a version as an adapter of the base and return its digest."""
         assert self._adapter is not None
-        with _exhausted(weights) as rest:
+        with _exhaust(weights) as rest:
             manifest = self.publisher.publish(
                 version, self._adapter.plan, rest, base=self._base, adapter=self._adapter.text
             )
-        return self._published(version, manifest)
+        return self._record_digest(version, manifest)
 
-    def _published(self, version: int, manifest: Any) -> str:
+    def _record_digest(self, version: int, manifest: Any) -> str:
         self.digests[version] = manifest.digest
         for old in sorted(self.digests)[: -2 * self._config.buffer.max_staleness - 4]:
             del self.digests[old]
@@ -274,7 +274,7 @@ class Services:
             return answer[0]
         return self.account.text(step=step, epoch=self.mark.epoch)
 
-    def checkpointed(self, step: int, ledger: str) -> None:
+    def report_checkpoint(self, step: int, ledger: str) -> None:
         """Report that a checkpoint of `step` with this ledger is durable."""
         self.account.renew(step, ledger)
         self._send(lambda: self.buffer.checkpointed(step=step))
@@ -307,7 +307,7 @@ class Services:
 
 
 @contextmanager
-def _exhausted(weights: Weights) -> Iterator[Iterator[tuple[str, npt.NDArray[np.uint8]]]]:
+def _exhaust(weights: Weights) -> Iterator[Iterator[tuple[str, npt.NDArray[np.uint8]]]]:
     """Yield an iterator that is exhausted even if its reader fails: the other ranks run through it too."""
     rest = iter(weights)
     try:

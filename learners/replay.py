@@ -104,7 +104,7 @@ class Replay:
             from learners.batch.archive import read_step
 
             batch, meta = read_step(self._archive, step.step)
-            batch = self._rescored(self._select_trained(batch, step))
+            batch = self._replace_rewards(self._select_trained(batch, step))
             text = msgspec.msgpack.encode(Order(meta.config, batch.tuning))
         return msgspec.msgpack.decode(self._gang.share(text), type=Order), batch
 
@@ -121,7 +121,7 @@ class Replay:
             )
         return msgspec.structs.replace(batch, groups=groups)
 
-    def _rescored(self, batch: ClaimedBatch) -> ClaimedBatch:
+    def _replace_rewards(self, batch: ClaimedBatch) -> ClaimedBatch:
         """Replace rewards by those of the score file."""
         wanted = self._plan.rescored.get(batch.step, ())
         if not wanted:
@@ -257,14 +257,14 @@ class Replay:
         self._backend.export_hf(export)
         final = Path(self._plan.final)
         if final.is_file():
-            return (distance(_saved(export), _saved(final.parent)) if self._gang.lead else {}), ()
+            return (distance(_read_saved(export), _read_saved(final.parent)) if self._gang.lead else {}), ()
         self._backend.load(final)
         with tempfile.TemporaryDirectory(
             dir=self._out
         ) as folder:  # export it too, so that both have the names of the export
             other = Path(self._gang.share(folder.encode()).decode())
             self._backend.export_hf(other)
-            return (distance(_saved(export), _saved(other)) if self._gang.lead else {}), ()
+            return (distance(_read_saved(export), _read_saved(other)) if self._gang.lead else {}), ()
 
 
 def _replace_rewards(group: GroupData, scores: GroupScores) -> GroupData:
@@ -281,7 +281,7 @@ def _replace_rewards(group: GroupData, scores: GroupScores) -> GroupData:
     return msgspec.structs.replace(group, samples=samples)
 
 
-def _saved(folder: Path) -> Iterator[tuple[str, Any]]:
+def _read_saved(folder: Path) -> Iterator[tuple[str, Any]]:
     from safetensors import safe_open
 
     for path in sorted(folder.glob("*.safetensors")):

@@ -69,7 +69,7 @@ def list_judges(config: Config) -> tuple[Judge, ...]:
     for name, table in tables.items():
         rewards = tuple(reward for reward in config.reward if reward.judge == name)
         if rewards:
-            found.append(_filled(table, rewards, config))
+            found.append(_fill_judge(table, rewards, config))
     return tuple(found)
 
 
@@ -78,7 +78,7 @@ def find_judge(config: Config, name: str) -> Judge | None:
     return next((judge for judge in list_judges(config) if judge.name == name), None)
 
 
-def _filled(table: JudgeConfig, rewards: tuple[RewardFunctionConfig, ...], config: Config) -> Judge:
+def _fill_judge(table: JudgeConfig, rewards: tuple[RewardFunctionConfig, ...], config: Config) -> Judge:
     own = config.reward_workers
     everywhere = any(not reward.data_sources for reward in rewards)
     sources = {} if everywhere else dict.fromkeys(source for reward in rewards for source in reward.data_sources)

@@ -40,7 +40,7 @@ class Places:
 
     def where(self, path: Sequence[str]) -> str:
         """The place of the key, or of the nearest table above it."""
-        name = dotted(path)
+        name = format_path(path)
         if name in self.overridden:
             return f"--set {name}"
         first = self.files[0] if self.files else "<config>"
@@ -85,13 +85,13 @@ def keys_in(text: str) -> Iterator[tuple[str, int]]:
             inside = _opens(key[2])
 
 
-def dotted(path: Sequence[str]) -> str:
+def format_path(path: Sequence[str]) -> str:
     """`("reward", "[0]", "function")` -> `reward[0].function`."""
     return ".".join(path).replace(".[", "[")
 
 
 def parse_dotted(name: str) -> tuple[str, ...]:
-    """Inverse of `dotted`."""
+    """Inverse of `format_path`."""
     return tuple(name.replace("[", ".[").split("."))
 
 

@@ -21,7 +21,7 @@ import msgspec
 
 from asyncrl.config import presets
 from asyncrl.config import suggestions as config_names
-from asyncrl.config.locations import Places, dotted
+from asyncrl.config.locations import Places, format_path
 from asyncrl.config.sections.base import Section
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 
@@ -131,13 +131,13 @@ class _Look:
                 tree[key] = [value]  # a single value stands for a list of one: --set producers.url=http://host:port
             elif not self._value(hints[key], value, here):
                 del tree[key]
-                self.doubtful.add(dotted(here))
+                self.doubtful.add(format_path(here))
         for name, item in known.items():
             if (item.required or name in kind.also_required(tree)) and name not in tree:
-                self._missing((*path, name), hints[name], tree)
+                self._report_missing((*path, name), hints[name], tree)
 
-    def _missing(self, here: tuple[str, ...], hint: Any, tree: dict[str, Any]) -> None:
-        name = dotted(here)
+    def _report_missing(self, here: tuple[str, ...], hint: Any, tree: dict[str, Any]) -> None:
+        name = format_path(here)
         section = config_names.section_type(hint)
         if section is not None:  # its required settings say more than its own name
             self.walk(section, tree.setdefault(here[-1], {}), here)
@@ -165,11 +165,11 @@ class _Look:
         return True
 
     def _wrong(self, hint: Any, value: Any, here: tuple[str, ...], said: str = "") -> Literal[False]:
-        section, name = config_names.section_type(hint), dotted(here)
+        section, name = config_names.section_type(hint), format_path(here)
         if section is not None:
             header = f"[[{name}]]" if get_origin(hint) is tuple else f"[{name}]"
             said = f"it is a section: write {header} and its settings below"
-        near = _near_choice(hint, value)
+        near = _suggest_choice(hint, value)
         self.errors.append(
             ConfigError(
                 "config.type",
@@ -184,12 +184,12 @@ class _Look:
         table = isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], dict))
         first, second = config_names.suggest_key, config_names.suggest_section
         found = (second(here, self.root) or first(here, self.root)) if table else first(here, self.root)
-        hint, name = "", dotted(here)
+        hint, name = "", format_path(here)
         if found is not None:
             section = found.key if table else found.key.rpartition(".")[0]
             stands = f" it stands in [{section}]" if found.elsewhere and section and not table else ""
             hint = f"; did you mean {f'[{found.key}]' if table else found.key}?{stands}"
-            self._doubt(found.key if found.elsewhere else dotted((*here[:-1], found.key.rpartition(".")[2])))
+            self._doubt(found.key if found.elsewhere else format_path((*here[:-1], found.key.rpartition(".")[2])))
         self.doubtful.add(name)
         what = "section" if table else "setting"
         hint += _translations(name, value) if table else ""
@@ -218,7 +218,7 @@ def _translations(name: str, value: Any) -> str:
     return f"; {', '.join(known[:SHOWN])}{more}; `asyncrl init --from FILE` translates a whole file"
 
 
-def _near_choice(hint: Any, value: Any) -> str:
+def _suggest_choice(hint: Any, value: Any) -> str:
     options = [option for option in _literals(hint) if isinstance(option, str)]
     if not isinstance(value, str):
         return ""

@@ -33,7 +33,7 @@ def url_password(url: str) -> str:
 
 def hide_password(url: str) -> str:
     """The URL for logs and files."""
-    return _replaced(url, HIDDEN) if url_password(url) else url
+    return _set_password(url, HIDDEN) if url_password(url) else url
 
 
 def restore_password(url: str, folder: Path, environment: Mapping[str, str] | None = None) -> str:
@@ -56,7 +56,7 @@ def restore_password(url: str, folder: Path, environment: Mapping[str, str] | No
                 where="buffer.redis_url",
                 remedy=f"set {VARIABLE} for the buffer, or launch it once with the password in the URL",
             ) from None
-    return _replaced(url, quote(given, safe=""))
+    return _set_password(url, quote(given, safe=""))
 
 
 def keep(url: str, folder: Path) -> None:
@@ -69,7 +69,7 @@ def keep(url: str, folder: Path) -> None:
         file.write(password)
 
 
-def _replaced(url: str, password: str) -> str:
+def _set_password(url: str, password: str) -> str:
     parts = urlsplit(url)
     if "password=" in parts.query:
         pairs = [(name, HIDDEN if name == "password" else value) for name, value in parse_qsl(parts.query)]

@@ -90,10 +90,10 @@ def suggest_key(path: Sequence[str], kind: type[Section]) -> Meant | None:
         return Meant(nearest(section, same), elsewhere=True)
     if known_as := synonyms("settings").get(name):
         return Meant(known_as, elsewhere=known_as.rpartition(".")[0] != section)
-    if near := _near(name, here | subsections, LIKE_HERE):
+    if near := _find_similar(name, here | subsections, LIKE_HERE):
         return Meant(near, elsewhere=False)
     known = {key.rpartition(".")[2]: nearest(section, (key,)) for key in keys}
-    near = _near(name, known, LIKE_ELSEWHERE)
+    near = _find_similar(name, known, LIKE_ELSEWHERE)
     return Meant(near, elsewhere=True) if near else None
 
 
@@ -103,16 +103,16 @@ def suggest_section(path: Sequence[str], kind: type[Section]) -> Meant | None:
     above, name = ".".join(path[:-1]), _plain(path[-1])
     here = {key: value for key, value in known.items() if value.rpartition(".")[0] == above}
     found = here.get(name) or known.get(name) or synonyms("sections").get(name)
-    found = found or _near(name, here, LIKE_HERE) or _near(name, known, LIKE_ELSEWHERE)
+    found = found or _find_similar(name, here, LIKE_HERE) or _find_similar(name, known, LIKE_ELSEWHERE)
     return Meant(found, elsewhere=found.rpartition(".")[0] != above) if found else None
 
 
 def nearest(section: str, keys: Iterable[str]) -> str:
     """The key whose section shares the longest prefix with `section`; the first of several."""
-    return max(keys, key=lambda key: _shared(section.split("."), key.split(".")))
+    return max(keys, key=lambda key: _count_shared(section.split("."), key.split(".")))
 
 
-def _shared(one: Sequence[str], other: Sequence[str]) -> int:
+def _count_shared(one: Sequence[str], other: Sequence[str]) -> int:
     count = 0
     for left, right in zip(one, other, strict=False):
         if left != right:
@@ -125,7 +125,7 @@ def _plain(name: str) -> str:
     return name.strip().lower().replace("-", "_")
 
 
-def _near(name: str, known: Mapping[str, str], cutoff: float) -> str:
+def _find_similar(name: str, known: Mapping[str, str], cutoff: float) -> str:
     """The value of the most similar name in `known`; empty below the cutoff."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return known[found[0]] if found else ""

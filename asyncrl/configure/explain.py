@@ -83,7 +83,7 @@ def _error(code: str) -> str:
     text = error_texts().get(code)
     if text is None:  # of a plugin
         return "\n".join([*lines, f"  what to do: {info.remedy}"])
-    lines += ["", _wrapped(text.cause), "", "For example", f"  {text.example}", "", "What to do", _wrapped(text.do)]
+    lines += ["", _wrap(text.cause), "", "For example", f"  {text.example}", "", "What to do", _wrap(text.do)]
     return "\n".join(lines)
 
 
@@ -92,7 +92,7 @@ def ending(exit_code: int) -> str:
     return "final: it is not started again" if exit_code in FINAL_EXIT_CODES else "restarted within a budget"
 
 
-def _wrapped(text: str) -> str:
+def _wrap(text: str) -> str:
     return textwrap.fill(
         text, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
     )
@@ -102,7 +102,7 @@ def _setting(key: str) -> str:
     if key not in list_keys(Config):
         return ""
     setting = describe(Config, key)
-    lines = [f"{key} = {setting.default or 'required'}    ({setting.kind})", _wrapped(setting.meaning)]
+    lines = [f"{key} = {setting.default or 'required'}    ({setting.kind})", _wrap(setting.meaning)]
     others = sorted(theirs for theirs, ours in synonyms("settings").items() if ours == key)
     if others:
         lines.append(f"  elsewhere called: {', '.join(others)}")
@@ -123,6 +123,6 @@ def _section(name: str) -> str:
 def _metric(name: str) -> str:
     metric = METRICS.get(name)
     if metric is not None:
-        return f"{name} [{metric.unit}], written by {metric.role}\n{_wrapped(metric.meaning)}"
+        return f"{name} [{metric.unit}], written by {metric.role}\n{_wrap(metric.meaning)}"
     family = next((one for one in OPEN if name.startswith(one)), "")
     return f"{name}: of the family {family}*, see docs/metrics.md" if family else ""

@@ -165,13 +165,13 @@ def translate_settings(trainer: str, given: Mapping[str, Any]) -> tuple[dict[str
         if value is None or (isinstance(value, int | float) and value == -1):  # unset, in their notation
             continue
         if key in names:
-            settings.setdefault(names[key], _valued(names[key], value))
+            settings.setdefault(names[key], _convert_value(names[key], value))
         else:
             notes.append(f"{key} = {value!r}: {nothing.get(key, 'not translated')}")
-    return _agreed(settings), notes
+    return _derive_settings(settings), notes
 
 
-def _agreed(settings: dict[str, Any]) -> dict[str, Any]:
+def _derive_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings that follow from several others, for any trainer."""
     if settings.get("data.epochs") and settings.get("learner.steps"):
         del settings["data.epochs"]  # if both are set, the steps count, as in the other trainers
@@ -181,7 +181,7 @@ def _agreed(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if not (off and key.startswith("learner.algorithm.kl."))}
 
 
-def _valued(key: str, value: Any) -> Any:
+def _convert_value(key: str, value: Any) -> Any:
     """The value in the type of our setting."""
     if key.endswith(".path") and isinstance(value, list):
         return ", ".join(map(str, value))
@@ -358,7 +358,7 @@ def _openrlhf(given: _Given, notes: list[str]) -> dict[str, Any]:
     if both is not None:
         settings |= {"learner.algorithm.clip_low": both, "learner.algorithm.clip_high": both}
     estimator = given.take("advantage_estimator", "gae")
-    settings["learner.algorithm.advantage"] = _valued("learner.algorithm.advantage", estimator)
+    settings["learner.algorithm.advantage"] = _convert_value("learner.algorithm.advantage", estimator)
     options = {
         ours: value
         for ours, theirs in (("gamma", "gamma"), ("lam", "lambd"))

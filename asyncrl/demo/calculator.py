@@ -73,12 +73,12 @@ def demonstration(one: int, other: int, *, noise: float, rng: random.Random) -> 
     """
     if rng.random() < noise:
         return str(rng.randint(121, 9801)), "", ""
-    left, right = (_copied(number, noise / 2, rng) for number in (one, other))
+    left, right = (_miscopy(number, noise / 2, rng) for number in (one, other))
     found = str(int(left) * int(right))
-    return tool_call(f"{left}*{right}"), found, _copied(int(found), noise / 2, rng)
+    return tool_call(f"{left}*{right}"), found, _miscopy(int(found), noise / 2, rng)
 
 
-def _copied(number: int, noise: float, rng: random.Random) -> str:
+def _miscopy(number: int, noise: float, rng: random.Random) -> str:
     """A number with wrong digits; the first one is never 0, so that it stays a Python number."""
     digits = [
         str(rng.randint(0 if place else 1, 9)) if noise and rng.random() < noise else digit

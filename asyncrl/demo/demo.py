@@ -221,7 +221,7 @@ def _ledger_promise(audit: Audit) -> Promise:
 def _weights_promise(data: RunData) -> Promise:
     """Every generator took a version, and every returned digest was the published one."""
     names = sorted({str(line.get("name")) for line in data.processes if line.get("role") == "producer"})
-    taken = {name: data.acknowledged(name) for name in names}
+    taken = {name: data.count_acknowledged(name) for name in names}
     wrong = data.deliveries().wrong
     shown = ", ".join(f"{name} {count}" for name, count in taken.items()) or "no generator"
     return Promise(

@@ -79,10 +79,10 @@ def prompt_text(task: str, values: Sequence[int], *, first: int = 0) -> str:
     _check(task)
     if task == "add":
         return "+".join(f"{value:02d}" for value in values) + "="
-    return "".join(f"{letter}{value}" for letter, value in _lettered(values, first)) + "="
+    return "".join(f"{letter}{value}" for letter, value in _pair_letters(values, first)) + "="
 
 
-def _lettered(values: Sequence[int], first: int) -> Iterable[tuple[str, int]]:
+def _pair_letters(values: Sequence[int], first: int) -> Iterable[tuple[str, int]]:
     if first < 0 or first + len(values) > len(LETTERS):
         raise ValueError(f"{len(values)} terms from letter {first} on do not fit {len(LETTERS)} letters")
     return zip(LETTERS[first : first + len(values)], values, strict=True)
@@ -113,7 +113,7 @@ def demonstration(task: str, values: Sequence[int], *, noise: float, rng: random
         return "".join(_noisy_digit(int(digit), noise, rng) for digit in str(sum(values)))
     total = "0"
     steps = []
-    for letter, value in _lettered(values, first):
+    for letter, value in _pair_letters(values, first):
         total = _noisy_digit((int(total) + value) % 10, noise, rng)
         steps.append(f"{letter}{value}:{total}")
     return "".join(steps) + f"#{total}"

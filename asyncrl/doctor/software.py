@@ -78,7 +78,7 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
-def installed(package: str) -> str:
+def installed_version(package: str) -> str:
     """The installed version; empty without one."""
     try:
         return importlib.metadata.version(package)
@@ -118,14 +118,16 @@ def torch(nodes: Path = Path("/dev")) -> Found:
 def broken_torch(error: Exception) -> Found:
     """Why `import torch` fails. torch_npu registers itself with torch: without CANN the import fails."""
     said = f"import torch: {type(error).__name__}: {error}".splitlines()[0][:300]
-    if installed("torch_npu") and re.search(r"libhccl|libascendcl|libge_runner|torch_npu|npu", str(error)):
+    if installed_version("torch_npu") and re.search(r"libhccl|libascendcl|libge_runner|torch_npu|npu", str(error)):
         remedy = "source /usr/local/Ascend/ascend-toolkit/set_env.sh, or pip uninstall torch_npu where no NPU is"
-        return Found(WRONG, f"{said} (torch_npu {installed('torch_npu')} is installed, CANN is not found)", remedy)
+        return Found(
+            WRONG, f"{said} (torch_npu {installed_version('torch_npu')} is installed, CANN is not found)", remedy
+        )
     return Found(WRONG, said, "install torch anew: pip install --force-reinstall --no-deps torch")
 
 
 def ascend(root: Path = Path("/usr/local/Ascend")) -> Found:
-    version = installed("torch_npu")
+    version = installed_version("torch_npu")
     home = os.environ.get("ASCEND_HOME_PATH", "") or (str(root) if root.exists() else "")
     if not version:
         return Found(
@@ -143,7 +145,7 @@ def ascend(root: Path = Path("/usr/local/Ascend")) -> Found:
         importlib.import_module("torch_npu")
     except Exception as error:  # see torch
         return broken_torch(error)
-    have = installed("torch")
+    have = installed_version("torch")
     if numbers(have)[:2] != numbers(version)[:2]:
         return Found(WRONG, f"torch_npu {version} does not match torch {have}", f"pip install torch=={version}")
     return Found(OK, f"torch_npu {version}, CANN at {home}")
@@ -196,7 +198,7 @@ def engine(name: str, prefix: str = sys.prefix) -> Found:
 
 def extras() -> Found:
     """Optional packages, by their metadata, without importing them."""
-    have = {package: installed(package) for package in EXTRAS}
+    have = {package: installed_version(package) for package in EXTRAS}
     broken = [package for package, version in have.items() if version and not importable(EXTRAS[package][2])]
     shown = ", ".join(f"{package} {version}" for package, version in have.items() if version)
     if broken:

@@ -40,14 +40,14 @@ def dry_run(paths: Sequence[Path], options: LaunchOptions, *, as_json: bool = Fa
         "resumes": run.config.exists(),
         "writes": list_outputs(run, roles),
         "changed": changes(run.config, config) if run.config.exists() else [],
-        "processes": [described(one) for one in plans],
+        "processes": [describe_process(one) for one in plans],
         "notes": [*checked.missing, *checked.notes],
     }
     print(json.dumps(said, indent=2) if as_json else format_dry_run(said))
     return 0
 
 
-def described(one: ProcessPlan) -> dict[str, Any]:
+def describe_process(one: ProcessPlan) -> dict[str, Any]:
     return {
         "name": one.name,
         "role": one.role,

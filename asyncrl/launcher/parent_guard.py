@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 
-def guarded(words: Sequence[str]) -> list[str]:
+def guard_command(words: Sequence[str]) -> list[str]:
     """The command of a child that dies with this process."""
     return [sys.executable, "-m", "asyncrl.launcher.parent_guard", "--parent", str(os.getpid()), "--", *words]
 

@@ -16,7 +16,7 @@ from collections import deque
 from pathlib import Path
 
 from asyncrl.errors import EXIT_FAILED
-from asyncrl.launcher.parent_guard import guarded
+from asyncrl.launcher.parent_guard import guard_command
 from asyncrl.process_plan.plan import ProcessPlan
 from asyncrl.runtime.host_facts import descendants, kill_group, send
 
@@ -80,7 +80,7 @@ class Child:
         self._dying = False
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                guarded(self.plan.argv),
+                guard_command(self.plan.argv),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

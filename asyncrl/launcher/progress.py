@@ -54,7 +54,7 @@ class RunView:
             self.workers[str(line.get("name"))] = line
         return new
 
-    def waiting(self, *, now: float) -> list[str]:
+    def list_waiting(self, *, now: float) -> list[str]:
         """`producer-0: a newer version` of every worker that waits now."""
         return [
             f"{name}: {line['waiting_for']}"
@@ -160,7 +160,7 @@ class Progress:
                 number(line, "loss", "+.4f"),
                 number(line, "grad_norm", ".3f"),
             )
-        waiting = "; ".join(self.view.waiting(now=time.time())) or "no worker"
+        waiting = "; ".join(self.view.list_waiting(now=time.time())) or "no worker"
         return Group(
             table,
             Text(f"queue    {self.view.queue_text()}"),

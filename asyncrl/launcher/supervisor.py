@@ -115,7 +115,7 @@ class Supervisor:
         previous = self._install_signals()
         try:
             self._start_all()
-            while not self._finished():
+            while not self._is_finished():
                 self._step()
                 time.sleep(POLL_S)
         finally:
@@ -257,11 +257,11 @@ class Supervisor:
     def _look_for_silence(self) -> None:
         if self._silence is None or self._stages is not None:
             return
-        for kind, text in self._silence.look(self._started()):
+        for kind, text in self._silence.look(self._running_children()):
             self._say("launch", f"warning: {text}" if kind == "silent" else text)
             self._event(kind, text=text)
 
-    def _started(self) -> dict[int, str]:
+    def _running_children(self) -> dict[int, str]:
         """pid -> name of the running children."""
         return {child.process.pid: child.plan.name for child in self.children if child.process is not None}
 
@@ -314,7 +314,7 @@ class Supervisor:
                 self._event("kill", name=child.plan.name, role=child.plan.role)
                 child.kill()
 
-    def _finished(self) -> bool:
+    def _is_finished(self) -> bool:
         return self._stages is not None and not any(child.running for child in self.children)
 
     def _kill_rest(self) -> None:

@@ -121,7 +121,7 @@ class JsonTail:
         self._position = position or Position()
         self._partial = b""
         if last_bytes:
-            self._position = _near_end_of(path, last_bytes)
+            self._position = _find_last_lines(path, last_bytes)
         elif from_end and position is None:
             self._position = _end_of(path)
 
@@ -213,7 +213,7 @@ def _end_of(path: Path) -> Position:
     return Position(found.st_ino, start + data.rfind(b"\n") + 1)
 
 
-def _near_end_of(path: Path, count: int) -> Position:
+def _find_last_lines(path: Path, count: int) -> Position:
     """The first line that begins in the last `count` bytes."""
     try:
         with path.open("rb") as file:

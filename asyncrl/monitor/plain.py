@@ -97,7 +97,7 @@ def time_words(s: Snapshot) -> str:
     )
 
 
-def doing(s: Snapshot, one: Row) -> str:
+def format_activity(s: Snapshot, one: Row) -> str:
     """`works`, `waits 3 s for a lease`, `silent for 40 s`."""
     if s.ended or one.state == "ended":
         return "has ended"
@@ -164,7 +164,7 @@ def plain(s: Snapshot) -> list[str]:
         lines.append(
             f"{one.name:<14}{one.host:<10} lag {behind(s, one):<4}{count(one.rate):>6} tok/s  in flight "
             f"{format_in_flight(one):<5}busy {share(one.busy):<6}seen {ago(one.seen_s):<7}"
-            f"{doing(s, one)}"
+            f"{format_activity(s, one)}"
         )
     for one in s.rewards:
         call = one.stat("reward_call_s")
@@ -172,7 +172,7 @@ def plain(s: Snapshot) -> list[str]:
         who = f" for {clean(one.judge)}" if one.judge and len(s.judges) > 1 else ""
         lines.append(
             f"{one.name:<14}{one.host:<10}{who} {count(one.rate):>6} samples/s  call {took}  failed "
-            f"{count(one.stat('failed_rewards'))}  seen {ago(one.seen_s):<7}{doing(s, one)}"
+            f"{count(one.stat('failed_rewards'))}  seen {ago(one.seen_s):<7}{format_activity(s, one)}"
         )
     lines += [f"{'judge':<10}{judge_words(one)}" for one in s.judges]
     if s.parts:

@@ -117,10 +117,10 @@ def _type(metric: Metric) -> str:
 
 
 def _labels(labels: Labels) -> str:
-    return ",".join(f'{key}="{_escaped(value)}"' for key, value in labels)
+    return ",".join(f'{key}="{_escape(value)}"' for key, value in labels)
 
 
-def _escaped(value: str) -> str:
+def _escape(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

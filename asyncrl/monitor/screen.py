@@ -126,7 +126,7 @@ def _rewards(s: Snapshot) -> Table:
 
 
 def _does(s: Snapshot, one: Row) -> Text:
-    words = render.doing(s, one)
+    words = render.format_activity(s, one)
     bad = words.startswith(("silent", "is stopped", "has ended"))
     return Text(words, style="" if not bad or s.ended else "red")
 

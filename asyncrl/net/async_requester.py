@@ -57,7 +57,7 @@ class AsyncRequester:
         self._context: SocketContext = SocketContext()
         self._socket, connections = connect(self._context, address, keys, max_bytes)
         self._pump = Pump(self._socket, self._take)
-        self._connections = Pump(connections, self._reconnected)
+        self._connections = Pump(connections, self._resend_pending)
         self._connected = 0  # number of connections
         self._heard = 0.0  # time of the last complete message
         self._loop = asyncio.get_running_loop()
@@ -117,7 +117,7 @@ class AsyncRequester:
         if due and (self._timer is None or self._timer.when() > min(due)):
             self._arm(min(due))
 
-    def _reconnected(self, events: list[list[Buffer]]) -> None:
+    def _resend_pending(self, events: list[list[Buffer]]) -> None:
         """Resend: the service, or its successor, never got the pending requests, or could not answer them."""
         self._connected += len(events)
         for asked in list(self._waiting.values()) if self._connected > 1 else ():

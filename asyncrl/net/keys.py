@@ -76,7 +76,7 @@ class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()
 
-    def signed(self, signature: str, purpose: str, *parts: bytes) -> bool:
+    def verify(self, signature: str, purpose: str, *parts: bytes) -> bool:
         """Whether the signature belongs to this run; compared in constant time."""
         return hmac.compare_digest(signature.encode(), self.sign(purpose, *parts).encode())
 

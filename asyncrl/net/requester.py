@@ -108,7 +108,7 @@ class Requester:
     def _await(self, number: int, until: float, *, due: float) -> Packet | None:
         while (left := until - time.monotonic()) > 0:
             ready = dict(self._poller.poll(int(min(left, LOOK_S) * 1000) + 1))
-            if self._connections in ready and self._reconnected():
+            if self._connections in ready and self._has_reconnected():
                 return None  # it is sent again
             if self._socket not in ready:
                 if self._give_up(due):
@@ -122,7 +122,7 @@ class Requester:
                 return packet
         return None
 
-    def _reconnected(self) -> bool:
+    def _has_reconnected(self) -> bool:
         """Whether the connection was established again, not for the first time."""
         before = self._connected
         with suppress(zmq.Again):

@@ -32,7 +32,7 @@ from asyncrl.planner.search import (
     buffers_for,
     build_scenario,
     choices,
-    played,
+    play_all,
     splits,
     suggestion,
 )
@@ -115,7 +115,7 @@ def plan_for(options: Options) -> Planned:
         for number in options.devices
         for split in splits(config, plant, devices=number, scale_batch=options.scale_batch)
     ]
-    [forecast, *rest] = played(plant, [scenario, *around], play)
+    [forecast, *rest] = play_all(plant, [scenario, *around], play)
     found = [
         Choice(one.producers, one.depth, one.max_groups_in_flight, got) for one, got in zip(around, rest, strict=True)
     ]
@@ -138,7 +138,7 @@ def _devices(plant: Plant, ways: Sequence[Split]) -> list[tuple[Split, Forecast]
     got: list[tuple[Split, Forecast]] = []
     for machines, some in ((one, alone), (many, several)):
         if some:
-            got += zip(some, played(machines, [way.scenario for way in some], play), strict=True)
+            got += zip(some, play_all(machines, [way.scenario for way in some], play), strict=True)
     best: dict[int, tuple[Split, Forecast]] = {}
     for way, forecast in got:
         if way.devices not in best or forecast.tokens_s > 1.005 * best[way.devices][1].tokens_s:
@@ -150,7 +150,7 @@ def _devices(plant: Plant, ways: Sequence[Split]) -> list[tuple[Split, Forecast]
 
 
 def _plant(config: Config, options: Options) -> tuple[Plant, tuple[Observed, Forecast] | None, list[str]]:
-    given = dict(_assumed(options.assume))
+    given = dict(_list_assumptions(options.assume))
     if options.run is None:
         return _given_plant(config, given, options.cores), None, ["nothing was measured: every number is assumed"]
     plant, did, of_run = measure(RunDir(options.run), cores=options.cores)
@@ -166,7 +166,7 @@ def _plant(config: Config, options: Options) -> tuple[Plant, tuple[Observed, For
     return _override(plant, given, config), checked, notes
 
 
-def _assumed(words: Sequence[str]) -> Iterator[tuple[str, float]]:
+def _list_assumptions(words: Sequence[str]) -> Iterator[tuple[str, float]]:
     known = [item.name for item in msgspec.structs.fields(Plant) if item.type in (int, float)] + list(LENGTHS)
     for word in words:
         key, _, text = word.partition("=")

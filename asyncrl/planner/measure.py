@@ -71,7 +71,7 @@ class Curve:
             self._values.append(value)
             self._sums.append(total)
 
-    def until(self, t: float) -> float:
+    def integral_until(self, t: float) -> float:
         """The integral up to `t`."""
         place = bisect.bisect_right(self._times, t) - 1
         return self._sums[place] + self._values[place] * (t - self._times[place]) if place >= 0 else 0.0
@@ -81,7 +81,7 @@ class Curve:
         return zip(self._times, self._values, strict=True)
 
     def mean(self, start: float, end: float) -> float:
-        return (self.until(end) - self.until(start)) / max(1e-9, end - start)
+        return (self.integral_until(end) - self.integral_until(start)) / max(1e-9, end - start)
 
 
 # ---------------------------------------------------------------- decoding over time
@@ -157,7 +157,7 @@ class Work:
         self._pace = Curve([(t, pace - last) for (t, pace), last in zip(paces, before, strict=False)])
 
     def work_between(self, start: float, end: float) -> float:
-        return end - start if self._pace is None else self._pace.until(end) - self._pace.until(start)
+        return end - start if self._pace is None else self._pace.integral_until(end) - self._pace.integral_until(start)
 
 
 def training_interval(line: Event) -> tuple[float, float]:
@@ -170,7 +170,7 @@ def training_interval(line: Event) -> tuple[float, float]:
 # ---------------------------------------------------------------- fits
 
 
-def fitted(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+def fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
     """Least squares of `y = a + b * x` with a, b >= 0, without outliers.
 
     >>> fitted([1, 2, 3, 4], [3, 5, 7, 9], [1, 1, 1, 1])
@@ -217,10 +217,10 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
     work = Work(config, live, lines, cores=shared)
     per_token = [work.work_between(sample.start, sample.end) / sample.length for sample in samples if sample.length]
     concurrent = [live[sample.producer].mean(sample.start, sample.end) for sample in samples if sample.length]
-    decode_s, decode_sample_s = fitted(concurrent, per_token, [sample.length for sample in samples if sample.length])
+    decode_s, decode_sample_s = fit_line(concurrent, per_token, [sample.length for sample in samples if sample.length])
     spent = [_train_work(line, work) for line in lines]
     tokens = [float(line["tokens"]) for line in lines]
-    train_s, train_token_s = fitted(tokens[1:], spent[1:], [1.0] * (len(lines) - 1))
+    train_s, train_token_s = fit_line(tokens[1:], spent[1:], [1.0] * (len(lines) - 1))
     noise = [a / max(1e-9, train_s + train_token_s * b) for a, b in zip(spent[1:], tokens[1:], strict=True)]
     rounds = [float(line["round_s"]) for line in read_lines(run.metrics / "weightsync.jsonl") if "round_s" in line]
     plant = Plant(
@@ -244,7 +244,7 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
         group_bytes=_group_bytes(run, events),
         members=max(1, len(live)),
     )
-    return plant, observed(lines), config
+    return plant, measure_rates(lines), config
 
 
 def unique_steps(lines: Iterable[Event]) -> list[Event]:
@@ -253,7 +253,7 @@ def unique_steps(lines: Iterable[Event]) -> list[Event]:
     return [found[step] for step in sorted(found)]
 
 
-def observed(lines: Sequence[Event]) -> Observed:
+def measure_rates(lines: Sequence[Event]) -> Observed:
     """Rates after the first steps, during which the pipeline fills."""
     skipped = min(SKIPPED, len(lines) // 3)
     counted = lines[skipped:]

@@ -60,7 +60,7 @@ def build_scenario(config: Config, *, steps: int = 0, name: str = "") -> Scenari
 # ---------------------------------------------------------------- small stands for large
 
 
-def reduced(scenario: Scenario, *, most_samples: int = MOST_SAMPLES) -> tuple[Scenario, float]:
+def reduce_scenario(scenario: Scenario, *, most_samples: int = MOST_SAMPLES) -> tuple[Scenario, float]:
     """A scenario of a size that is played in a second, and the factor for its rates."""
     samples = scenario.steps * scenario.batch_groups * scenario.asked_samples
     groups = max(min(LEAST_GROUPS, scenario.batch_groups), scenario.batch_groups * most_samples // max(1, samples))
@@ -79,7 +79,7 @@ def reduced(scenario: Scenario, *, most_samples: int = MOST_SAMPLES) -> tuple[Sc
     return small, factor
 
 
-def restored(forecast: Forecast, factor: float) -> Forecast:
+def restore_rates(forecast: Forecast, factor: float) -> Forecast:
     """The forecast of the original scenario."""
     return msgspec.structs.replace(
         forecast,
@@ -89,11 +89,11 @@ def restored(forecast: Forecast, factor: float) -> Forecast:
     )
 
 
-def played(plant: Plant, scenarios: Sequence[Scenario], play: Play) -> list[Forecast]:
+def play_all(plant: Plant, scenarios: Sequence[Scenario], play: Play) -> list[Forecast]:
     """Forecasts of scenarios of any size. With shared cores nothing is reduced: engines are few, and compete."""
-    small = [reduced(one) if not plant.cores else (one, 1.0) for one in scenarios]
+    small = [reduce_scenario(one) if not plant.cores else (one, 1.0) for one in scenarios]
     found = play(plant, [one for one, _ in small])
-    return [restored(forecast, factor) for forecast, (_, factor) in zip(found, small, strict=True)]
+    return [restore_rates(forecast, factor) for forecast, (_, factor) in zip(found, small, strict=True)]
 
 
 # ---------------------------------------------------------------- what to play

@@ -25,9 +25,9 @@ from asyncrl.config.mode import present_roles
 from asyncrl.config.reader import independent_errors
 from asyncrl.errors import AsyncRLError, ConfigErrors, error_for
 from asyncrl.preflight.code import check_algorithm, check_plugins, check_rewards, environment, model_json
-from asyncrl.preflight.derived import Finding, Starting, derive_findings, notes_on, starting
+from asyncrl.preflight.derived import Finding, Starting, derive_findings, list_processes, notes_on
 from asyncrl.preflight.files import check_data, check_keys, check_model, data_notes, settle_steps
-from asyncrl.preflight.machine import Machine, check_ports, check_store, check_trackers, look_at_machine, missing
+from asyncrl.preflight.machine import Machine, check_ports, check_store, check_trackers, find_missing, look_at_machine
 from asyncrl.preflight.memory import RoleMemory, estimate, format_bytes
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan import interpreters as engine_env
@@ -90,9 +90,9 @@ def check(
         [locate_error(error, places) for error in errors] if places else errors,
         findings,
         [*notes_on(config, roles, cores=here.cores), *notes],
-        starting(config, roles),
+        list_processes(config, roles),
         memory,
-        list(missing(config, roles, here, memory)),
+        list(find_missing(config, roles, here, memory)),
     )
 
 

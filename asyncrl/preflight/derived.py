@@ -134,7 +134,7 @@ def _many(count: int, word: str, ending: str = "s") -> str:
     return f"{count} {word}{'' if count == 1 else ending}"
 
 
-def starting(config: Config, roles: Sequence[str]) -> list[Starting]:
+def list_processes(config: Config, roles: Sequence[str]) -> list[Starting]:
     """The table of processes, in the order of their start."""
     producers, rows = config.producers, []
     devices = {"producer": "" if streams(config) else producers.device, "learner": config.learner.device}
@@ -163,7 +163,7 @@ def starting(config: Config, roles: Sequence[str]) -> list[Starting]:
 def notes_on(config: Config, roles: Sequence[str], *, cores: int) -> list[str]:
     """Settings that work and may surprise."""
     found = []
-    threads = sum(row.count * row.threads for row in starting(config, roles) if row.role not in SERVICES)
+    threads = sum(row.count * row.threads for row in list_processes(config, roles) if row.role not in SERVICES)
     if threads > 2 * cores:
         found.append(f"{threads} busy threads on {cores} CPU cores: lower producers.threads or learner.threads")
     found += notes(config)

@@ -77,7 +77,7 @@ def _free(path: Path) -> int:
         return 0
 
 
-def missing(config: Config, roles: Sequence[str], machine: Machine, memory: Sequence[RoleMemory]) -> Iterator[str]:
+def find_missing(config: Config, roles: Sequence[str], machine: Machine, memory: Sequence[RoleMemory]) -> Iterator[str]:
     """Resources that the configuration needs and this machine lacks."""
     wants = {
         "learner": ("learner.device", config.learner.device, config.learner.ranks),

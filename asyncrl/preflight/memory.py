@@ -183,7 +183,7 @@ def _learner(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMem
     learner = config.learner
     on_device = accelerator and learner.device != "cpu"
     states = [*_states(config, shape), *_companion_parts(config, shape)]
-    working = _working(config, shape)
+    working = _step_memory(config, shape)
     sent = BYTES[config.model.dtype if config.weightsync.dtype == "auto" else config.weightsync.dtype]
     staged: list[Part] = []
     if not mode.streams(config):
@@ -255,7 +255,7 @@ def _companion_parts(config: Config, shape: Shape) -> list[Part]:
     return parts
 
 
-def _working(config: Config, shape: Shape) -> list[Part]:
+def _step_memory(config: Config, shape: Shape) -> list[Part]:
     """Memory within a step, on one rank."""
     learner, width = config.learner, BYTES[config.model.dtype]
     split = learner.parallel.sequence * learner.parallel.tensor

@@ -17,7 +17,7 @@ from asyncrl.report.data import ENDS, RunData
 from asyncrl.report.html import card, seconds, table
 from asyncrl.report.learning import figure_value, list_sources, newest
 from asyncrl.report.page import frame, grade, heading
-from asyncrl.report.settings import listed, plain_keys
+from asyncrl.report.settings import list_repeated, plain_keys
 from asyncrl.report.svg import Line, legend, line_chart, short
 
 COLOURS = ("s1", "s2", "s3", "s5", "s4", "s6", "s8", "s7")
@@ -81,7 +81,7 @@ def _mean(data: RunData, name: str) -> str:
     return short(sum(values) / len(values)) if values else "-"
 
 
-def _waited(data: RunData) -> str:
+def _format_waiting(data: RunData) -> str:
     whole = sum(value for _, value in data.values("step_s"))
     return f"{sum(value for _, value in data.values('wait_s')) / whole:.1%}" if whole else "-"
 
@@ -94,7 +94,7 @@ ENDS_OF: tuple[tuple[str, Callable[[RunData], str]], ...] = (
     ("steps", lambda data: str(data.last_step)),
     ("wall time", lambda data: seconds(data.wall_s)),
     ("tokens/s trained, mean", lambda data: _mean(data, "tokens_per_s")),
-    ("learner waited, share", _waited),
+    ("learner waited, share", _format_waiting),
     ("lag, mean", lambda data: f"{data.audit.lag_mean:.2f}"),
     ("lag, largest (bound)", lambda data: f"{data.audit.lag_max} ({data.audit.bound_max})"),
     ("groups trained", lambda data: str(data.audit.trained)),
@@ -155,7 +155,7 @@ def _settings(runs: Sequence[RunData], names: Sequence[str]) -> str:
         values = [repr(value_at(data.config, key)) for data in runs]
         if len(set(values)) > 1:
             rows.append((escape(key), *(escape(value) for value in values)))
-    several = [listed(data.config) for data in known if data.config]
+    several = [list_repeated(data.config) for data in known if data.config]
     for key in sorted({key for one in several for key in one}):
         texts = [one.get(key, "-") for one in several]
         if len(set(texts)) > 1:

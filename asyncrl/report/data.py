@@ -96,7 +96,7 @@ class RunData(msgspec.Struct):
                     left_out += 1
         return Deliveries(matched, wrong, left_out)
 
-    def acknowledged(self, name: str) -> int:
+    def count_acknowledged(self, name: str) -> int:
         """Versions that this generator acknowledged with the right digest."""
         answers = [(dict(line.get("members") or {}).get(name), line.get("digest")) for line in self.rounds]
         return sum(bool(answer) and answer == digest for answer, digest in answers)
@@ -123,7 +123,7 @@ def load_run(run: RunDir) -> RunData:
         run=run,
         config=config,
         audit=audit_run(run.root),
-        steps=surviving(learner),
+        steps=drop_repeated_steps(learner),
         every_step=learner,
         roles=dict(roles),
         buffer=read_lines(run.metrics / "buffer.jsonl"),
@@ -139,7 +139,7 @@ def load_run(run: RunDir) -> RunData:
     )
 
 
-def surviving(lines: list[Line]) -> list[Line]:
+def drop_repeated_steps(lines: list[Line]) -> list[Line]:
     """One line per step: a repeated step removes its earlier line and all later steps.
 
     >>> [line["x"] for line in surviving([{"step": s, "x": x} for s, x in ((1, 1), (2, 2), (3, 3), (2, 4))])]

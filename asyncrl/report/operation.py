@@ -102,7 +102,7 @@ def _members(data: RunData) -> str:
     rows = [
         (
             escape(name),
-            str(data.acknowledged(name)),
+            str(data.count_acknowledged(name)),
             f"{short(float(carried[name]))}B" if carried[name] else "-",
             escape(", ".join(f"{way} {count}" for way, count in ways.get(name, Counter()).most_common())),
         )

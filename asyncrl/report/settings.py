@@ -43,7 +43,7 @@ def configuration(data: RunData) -> str:
         value, usual = value_at(data.config, key), value_at(default, key)
         row = (escape(key), escape(repr(value)), escape(repr(usual)))
         (same if value == usual else rows).append(row)
-    rows += [(escape(name), escape(words), "-") for name, words in listed(data.config).items()]
+    rows += [(escape(name), escape(words), "-") for name, words in list_repeated(data.config).items()]
     changed = table(("changed setting", "value", "default"), rows, classes=("changed", "changed", "usual"))
     rest = table(("setting", "value (default)"), [row[:2] for row in same])
     return card(
@@ -59,7 +59,7 @@ def plain_keys() -> list[str]:
     return [key for key in all_keys() if "." in key and not key.startswith(several)]
 
 
-def listed(config: Config) -> dict[str, str]:
+def list_repeated(config: Config) -> dict[str, str]:
     """Sections that may repeat: `reward[0]` and its changed settings."""
     found = {}
     for item in msgspec.structs.fields(Config):

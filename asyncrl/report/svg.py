@@ -235,7 +235,7 @@ def _name(frame: Frame, x_label: str) -> str:
     return f'<text class="tick mid" x="{middle:g}" y="{frame.height - 4}">{escape(x_label)}</text>' if x_label else ""
 
 
-def smoothed(points: Points, weight: float = SMOOTHING) -> list[tuple[float, float]]:
+def smooth(points: Points, weight: float = SMOOTHING) -> list[tuple[float, float]]:
     """An exponential mean of earlier values, without the bias of its start.
 
     >>> smoothed([(1, 1.0), (2, 1.0), (3, 1.0)])[-1]
@@ -265,7 +265,7 @@ def _line(frame: Frame, line: Line, *, bars: bool, number: int | None = None) ->
         raw = "" if number is None else " raw"
         parts.append(f'<polyline class="line {line.colour}{dashed}{raw}" points="{_path(frame, points)}"/>')
         if number is not None:
-            over = _path(frame, smoothed(points))
+            over = _path(frame, smooth(points))
             parts.append(f'<polyline class="line {line.colour}" data-line="{number}" points="{over}"/>')
     return "".join(parts)
 

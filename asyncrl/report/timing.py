@@ -141,9 +141,9 @@ def throughput(data: RunData) -> str:
     ]
     speed = line_chart([Line("tokens/s", data.values("tokens_per_s"), "s1")], floor=0.0, smooth=True)
     times = _time_bar(data) + stacked_chart(areas, x_label="step")
-    return card("Throughput", speed, note="response tokens trained per second of the step" + _computed(data)) + card(
-        "Where the learner's time went", times, note="share of all steps, and seconds of each"
-    )
+    return card(
+        "Throughput", speed, note="response tokens trained per second of the step" + _format_compute(data)
+    ) + card("Where the learner's time went", times, note="share of all steps, and seconds of each")
 
 
 def _time_bar(data: RunData) -> str:
@@ -164,7 +164,7 @@ def _time_bar(data: RunData) -> str:
     return f'<p class="legend">{"".join(words)}</p>{bar}' if pieces else ""
 
 
-def _computed(data: RunData) -> str:
+def _format_compute(data: RunData) -> str:
     """`; 212 TFLOP/s per device while it computes, MFU 0.21 (0.18 of the whole step)`, if it was measured."""
     speeds, used, whole = (data.values(key) for key in ("tflops_per_device", "mfu", "mfu_step"))
     if not speeds:

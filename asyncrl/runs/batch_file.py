@@ -128,7 +128,7 @@ def read(path: Path) -> BatchFile:
     return BatchFile(meta, batch, tuple(frames[2:]))
 
 
-def quarantined(folder: Path) -> dict[int, dict[int, str]]:
+def read_quarantine(folder: Path) -> dict[int, dict[int, str]]:
     """step -> group -> reason, of removed groups. Incomplete lines are skipped."""
     found: dict[int, dict[int, str]] = {}
     path = folder / NOTES

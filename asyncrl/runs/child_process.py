@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.launcher.parent_guard import guarded
+from asyncrl.launcher.parent_guard import guard_command
 from asyncrl.process_plan.interpreters import python_path
 from asyncrl.process_plan.plan import environment
 from asyncrl.runtime.host_facts import kill_group
@@ -27,7 +27,7 @@ def run_child(
     """
     with log.open("ab") as output:
         process = subprocess.Popen(
-            guarded(words),
+            guard_command(words),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

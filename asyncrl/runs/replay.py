@@ -65,7 +65,7 @@ def replay_command(
 ) -> int:
     """Replay and report; 0 if every version that should be equal is."""
     run = RunDir(folder).require()
-    todo = planned(run, begin=begin, end=end, overrides=overrides, rewards=rewards)
+    todo = plan_replay(run, begin=begin, end=end, overrides=overrides, rewards=rewards)
     target = _folder(run, out)
     say: Callable[[str], None] = (lambda _: None) if as_json else _print
     started = time.monotonic()
@@ -82,7 +82,9 @@ def replay_command(
 # ---------------------------------------------------------------- the plan
 
 
-def planned(run: RunDir, *, begin: int, end: int | None, overrides: Sequence[str], rewards: Path | None = None) -> Plan:
+def plan_replay(
+    run: RunDir, *, begin: int, end: int | None, overrides: Sequence[str], rewards: Path | None = None
+) -> Plan:
     """What to replay, from the logs. Raises `replay.missing` if something needed was not recorded."""
     _check_overrides(run, overrides)
     reader = Reader()

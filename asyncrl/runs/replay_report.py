@@ -170,7 +170,7 @@ def render(found: Replayed) -> str:
     if found.unknown:
         lines.append(f"{found.unknown} versions have no digest in the run's log")
     if found.rewards:
-        lines += _rescored(found)
+        lines += _format_rescored(found)
     if not found.checked and not found.overrides and not found.rescored:
         lines.append("nothing could be compared: this proves nothing")
     if found.overrides or found.rescored:
@@ -178,7 +178,7 @@ def render(found: Replayed) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
 
 
-def _rescored(found: Replayed) -> list[str]:
+def _format_rescored(found: Replayed) -> list[str]:
     groups = sum(len(numbers) for numbers in found.rescored.values())
     lines = [f"rewards of {found.rewards}: {groups} groups have others than the run, in {len(found.rescored)} steps"]
     for step, numbers in list(found.rescored.items())[:SHOWN_STEPS]:

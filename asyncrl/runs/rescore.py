@@ -71,7 +71,7 @@ def rescore_command(folder: Path, *, rewards: Sequence[str], judge: str, out: Pa
     """Score again and report; 0 if every sample could be scored."""
     started = time.monotonic()
     run = RunDir(folder).require()
-    config, plan = planned(run, rewards=rewards, judge=judge)
+    config, plan = plan_rescore(run, rewards=rewards, judge=judge)
     path = (out or run.root.with_name(f"{run.root.name}-scores.jsonl")).resolve()
     if run.root in path.parents:
         raise ConfigError("usage", "scores go outside of the run that they are of", where=str(path))
@@ -95,7 +95,7 @@ def rescore_command(folder: Path, *, rewards: Sequence[str], judge: str, out: Pa
 # ---------------------------------------------------------------- the plan
 
 
-def planned(run: RunDir, *, rewards: Sequence[str], judge: str) -> tuple[Config, Plan]:
+def plan_rescore(run: RunDir, *, rewards: Sequence[str], judge: str) -> tuple[Config, Plan]:
     """The configuration to score with, and the steps and judges to score."""
     config = load(run.config)
     steps = tuple(batch_file.steps_in(run.archive))

@@ -136,7 +136,7 @@ def load_words(run: RunDir, config: Config, *, group: int, steps: Sequence[int])
             problem = problem or f"the archived batch of step {step} cannot be read: {error}"
             continue
         if found is not None:
-            found.quarantined = batch_file.quarantined(run.archive).get(step, {}).get(group, "")
+            found.quarantined = batch_file.read_quarantine(run.archive).get(step, {}).get(group, "")
             return found
     return Words(problem=problem) if problem else None
 

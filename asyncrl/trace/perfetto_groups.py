@@ -44,11 +44,11 @@ class GroupDrawing:
             "lease": self._lease,
             "sample": self._sample,
             "score": self._score,
-            "unscored": self._unscored,
+            "unscored": self._await_scores,
             "ready": self._ready,
-            "lost": self._lost,
-            "drop": self._gone,
-            "dead": self._gone,
+            "lost": self._lose_lease,
+            "drop": self._end_group,
+            "dead": self._end_group,
             "claim": self._claim,
             "register": self._register,
             "service": self._service,
@@ -100,7 +100,7 @@ class GroupDrawing:
             way.scores[event["worker"]] = one
         one.args[f"#{event['i']}"] = event["reward"]
 
-    def _unscored(self, event: Event) -> None:
+    def _await_scores(self, event: Event) -> None:
         way = self._ways.get(event["g"])
         if way is not None:
             self._end_lease(way, event["t"])
@@ -131,12 +131,12 @@ class GroupDrawing:
             self._pass(way, one, t, **args)
         way.scores, way.waits, way.arrived = {}, None, 0.0
 
-    def _lost(self, event: Event) -> None:
+    def _lose_lease(self, event: Event) -> None:
         self._draw.mark(event["producer"] or "buffer", event["t"], f"group {event['g']} lost: {event['why']}")
         if event["g"] in self._ways:
             self._close(self._ways[event["g"]], event["t"], ended=event["why"])
 
-    def _gone(self, event: Event) -> None:
+    def _end_group(self, event: Event) -> None:
         name = f"group {event['g']} {event['e']}: {event['reason']}"
         self._draw.mark("buffer", event["t"], name, detail=event.get("detail", ""))
         way = self._ways.pop(event["g"], None)

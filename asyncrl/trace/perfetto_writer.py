@@ -52,12 +52,12 @@ def real(number: int, value: float) -> bytes:
     return _varint(number << 3 | 1) + struct.pack("<d", value)
 
 
-def fixed(number: int, value: int) -> bytes:
+def fixed64_field(number: int, value: int) -> bytes:
     """A field with 8 bytes."""
     return _varint(number << 3 | 1) + struct.pack("<Q", value)
 
 
-def sized(number: int, value: bytes | str) -> bytes:
+def bytes_field(number: int, value: bytes | str) -> bytes:
     """A field with a text or a message."""
     data = value.encode(errors="replace") if isinstance(value, str) else value
     return _varint(number << 3 | 2) + _varint(len(data)) + data
@@ -83,8 +83,8 @@ def note(name: str, value: object, *, number: int = NOTE) -> bytes:
     elif isinstance(value, dict):
         held = b"".join(note(str(key), one, number=NOTE_ENTRIES) for key, one in value.items())
     else:
-        held = sized(NOTE_TEXT, value if isinstance(value, str) else msgspec.json.encode(value))
-    return sized(number, sized(NOTE_NAME, name) + held)
+        held = bytes_field(NOTE_TEXT, value if isinstance(value, str) else msgspec.json.encode(value))
+    return bytes_field(number, bytes_field(NOTE_NAME, name) + held)
 
 
 class Out:
@@ -97,7 +97,7 @@ class Out:
         self.events = 0
 
     def put(self, packet: bytes) -> None:
-        self._file.write(sized(PACKET, packet))
+        self._file.write(bytes_field(PACKET, packet))
         self.events += 1
 
     def __enter__(self) -> Out:
@@ -168,12 +168,12 @@ class Drawing:
         return max(0, round((t - self._zero) * 1e6))
 
     def _put(self, at: int, kind: int, message: bytes) -> None:
-        self._out.put(whole(TIMESTAMP, 1000 * at) + whole(SEQUENCE, 1) + sized(kind, message))
+        self._out.put(whole(TIMESTAMP, 1000 * at) + whole(SEQUENCE, 1) + bytes_field(kind, message))
 
     def _new(self, key: tuple[str, str, int], name: str, more: bytes) -> int:
         """Introduce a track."""
         uuid = self._uuids[key] = len(self._uuids) + 1
-        self._put(0, DESCRIPTOR, whole(UUID, uuid) + sized(NAME, name) + more)
+        self._put(0, DESCRIPTOR, whole(UUID, uuid) + bytes_field(NAME, name) + more)
         return uuid
 
     def _role(self, process: str) -> int:
@@ -212,8 +212,10 @@ class Drawing:
         rank = STEPS_RANK if one.lane.number == ALONE else LANES_RANK
         track = self._track(one.lane, rank)
         notes = [note(name, value) for name, value in one.args.items() if value is not None]
-        flows = [fixed(FLOW, flow) for flow in one.flows]
-        self._event(one.start, BEGIN, track, sized(CATEGORY, "run"), sized(EVENT_NAME, one.name), *flows, *notes)
+        flows = [fixed64_field(FLOW, flow) for flow in one.flows]
+        self._event(
+            one.start, BEGIN, track, bytes_field(CATEGORY, "run"), bytes_field(EVENT_NAME, one.name), *flows, *notes
+        )
         for part, part_end in inside:
             self.slice(part, part_end)
         self._event(end, END, track)
@@ -222,10 +224,12 @@ class Drawing:
         """An event at one time."""
         track = self._track(Lane(process, "events"), EVENTS_RANK)
         notes = [note(key, value) for key, value in args.items() if value not in (None, "")]
-        self._event(self.microseconds(t), INSTANT, track, sized(CATEGORY, "event"), sized(EVENT_NAME, name), *notes)
+        self._event(
+            self.microseconds(t), INSTANT, track, bytes_field(CATEGORY, "event"), bytes_field(EVENT_NAME, name), *notes
+        )
 
     def count(self, process: str, t: float, name: str, value: float, *, unit: str = "") -> None:
         """A number as a curve."""
-        curve = sized(CURVE, sized(UNIT_NAME, unit) if unit else b"")
+        curve = bytes_field(CURVE, bytes_field(UNIT_NAME, unit) if unit else b"")
         track = self._track(Lane(process, name), CURVES_RANK, curve)
         self._event(self.microseconds(t), COUNT, track, real(NUMBER, float(value)))

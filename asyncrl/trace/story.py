@@ -133,7 +133,7 @@ def load_stories(run: RunDir, groups: Iterable[int]) -> list[Story]:
     stories = {group: Story(group, engine=config.producers.engine, sampling=sampling) for group in groups}
     for event in group_events(run, stories):
         handler = _HANDLERS.get(str(event.get("e")))
-        for story in _concerned(event, stories):
+        for story in _find_concerned(event, stories):
             story.last_at = max(story.last_at, float(event.get("t", 0.0)))
             if handler is not None:
                 handler(story, event)
@@ -145,7 +145,7 @@ def load_stories(run: RunDir, groups: Iterable[int]) -> list[Story]:
     return list(stories.values())
 
 
-def _concerned(event: Event, stories: dict[int, Story]) -> list[Story]:
+def _find_concerned(event: Event, stories: dict[int, Story]) -> list[Story]:
     if "g" in event:
         return [stories[event["g"]]] if event["g"] in stories else []
     if "groups" in event:
@@ -173,7 +173,7 @@ def _discard(story: Story, event: Event) -> None:
         lease.discarded.append(f"#{event['i']} after {event['tokens']} tokens: {event['why']}")
 
 
-def _lost(story: Story, event: Event) -> None:
+def _lose_lease(story: Story, event: Event) -> None:
     for lease in story.leases:
         if lease.token == event["token"] and not lease.lost:
             lease.lost, lease.lost_at = event["why"], event["t"]
@@ -207,7 +207,7 @@ def _add_judgement(story: Story, event: Event) -> None:
             sample.judged = [*sample.judged, answer]
 
 
-def _unscored(story: Story, event: Event) -> None:
+def _await_scores(story: Story, event: Event) -> None:
     story.state, story.unscored_at = "unscored", event["t"]
 
 
@@ -263,10 +263,10 @@ def _dead(story: Story, event: Event) -> None:
 _HANDLERS = {
     "issue": _issue,
     "lease": _lease,
-    "lost": _lost,
+    "lost": _lose_lease,
     "sample": _sample,
     "score": _score,
-    "unscored": _unscored,
+    "unscored": _await_scores,
     "ready": _ready,
     "cancel": _cancel,
     "claim": _claim,

@@ -64,11 +64,11 @@ class PlaceWriter:
         self._offset = end
         return place
 
-    def accepted(self) -> None:
+    def confirm(self) -> None:
         """The service has read a record."""
         self._failures = 0
 
-    def refused(self, place: Place) -> None:
+    def reject(self, place: Place) -> None:
         """The service cannot read the record: use a new file. All records in flight count as one refusal."""
         if place.segment == self._number and self._file >= 0:
             self._give_up()

@@ -166,9 +166,9 @@ class ProducerClient(AsyncClient):
         except WireError as error:
             if error.code != "wire.place":
                 raise
-            writer.refused(place)
+            writer.reject(place)
             return None
-        writer.accepted()
+        writer.confirm()
         return reply
 
     async def give_back(self, leases: Sequence[wire.Lease], *, reason: str, dead: bool = False) -> None:

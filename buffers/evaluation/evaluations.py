@@ -211,7 +211,7 @@ class Evaluations:
     def _line(self, current: Round, why: str) -> dict[str, Any]:
         """The line of an evaluation in metrics and history: labels and metrics by name."""
         failed = Counter(prompt.failed for prompt in self.table.prompts.values() if prompt.failed)
-        missing = self._missing(current)
+        missing = self._count_missing(current)
         scored = [prompt for prompt in self.table.prompts.values() if prompt.scored]
         samples = [sample for prompt in scored for sample in prompt.samples.values()]
         correct_above = self.run_config.learner.algorithm.shaping.correct_above
@@ -235,7 +235,7 @@ class Evaluations:
             }
         return line | metric_names(found, k=self.config.samples)
 
-    def _missing(self, current: Round) -> Counter[str]:
+    def _count_missing(self, current: Round) -> Counter[str]:
         """The number of prompts without a result by what they waited for."""
         waited = Counter({"waits for a producer": current.rows - current.cursor})
         for prompt in self.table.prompts.values():
@@ -266,7 +266,7 @@ class Evaluations:
             return {}
         found: dict[str, Any] = {"running": self.progress(), "ended": len(self.table.ended), "last": {}}
         if self.table.meta.round is not None:
-            missing = self._missing(self.table.meta.round)
+            missing = self._count_missing(self.table.meta.round)
             failed = sum(bool(prompt.failed) for prompt in self.table.prompts.values())
             found |= {
                 "step": self.table.meta.round.step,

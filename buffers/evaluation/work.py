@@ -45,10 +45,10 @@ class PromptOutcome:
     def __init__(self, table: PromptTable) -> None:
         self.table = table
 
-    def lost(self, prompt: Prompt) -> None:
+    def requeue(self, prompt: Prompt) -> None:
         """The prompt waits for another producer as it is."""
 
-    def exhausted(self, prompt: Prompt, why: str) -> None:
+    def give_up(self, prompt: Prompt, why: str) -> None:
         self.table.fail(prompt, "max_reissue", f"attempt {prompt.attempt}: {why}")
 
     def returned_dead(self, prompt: Prompt, why: str) -> None:
@@ -193,7 +193,7 @@ class PromptWork:
     def edit(self, prompt: Prompt) -> Edit:
         return self.table.edit(prompt)
 
-    def unscored(self) -> Iterable[Prompt]:
+    def list_unscored(self) -> Iterable[Prompt]:
         return [prompt for prompt in self.table.prompts.values() if not (prompt.scored or prompt.failed)]
 
     def settle_source(self, prompt: Prompt) -> bool:
@@ -241,7 +241,7 @@ class PromptWork:
             }
         )
 
-    def scored(self, prompt: Prompt) -> Prompt:
+    def accept_score(self, prompt: Prompt) -> Prompt:
         return prompt
 
     def finish(self, prompt: Prompt, verdict: Prompt) -> None:

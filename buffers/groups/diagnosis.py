@@ -33,7 +33,7 @@ class Diagnosis:
         late = self.batches.late_groups(step)
         wanted = max(missing, len(late))
         head = f"step {step} waits {waited:.1f} s for {wanted} group{'s' * (wanted != 1)}"
-        parts = [*self._holders(), *self._waiting()] or [self._idle()]
+        parts = [*self._holders(), *self._describe_waiting()] or [self._idle()]
         tail = f"; late: group{'s' * (len(late) != 1)} {', '.join(map(str, late[:8]))}" if late else ""
         return f"{head}: {', '.join(parts)}{tail}"
 
@@ -44,7 +44,7 @@ class Diagnosis:
     def _last_seen(self, role: str, name: str) -> str:
         return self.workers.last_seen(role, name, self.tx.now)
 
-    def _waiting(self) -> list[str]:
+    def _describe_waiting(self) -> list[str]:
         parts = []
         if self.indexes.pending:
             parts.append(f"{len(self.indexes.pending)} waiting for a producer")

@@ -73,7 +73,7 @@ class FairShare:
         worker.others = ""
         if worker.capacity != most:
             worker.capacity, self._standing = most, (-1, math.nan, {})
-        standing = self.standing()
+        standing = self.standings()
         ready = self.schedule.count_ready(engine_version) if len(standing) > 1 and worker.name in standing else 0
         if not ready:
             return math.inf
@@ -86,7 +86,7 @@ class FairShare:
         worker.others = ", ".join(sorted(others)[:4])
         return room if others else math.inf
 
-    def standing(self) -> dict[str, Standing]:
+    def standings(self) -> dict[str, Standing]:
         """The living producers that have asked for work; computed once while nothing changes.
 
         A producer is expected to ask if it was heard from and is not barred, for `RESERVED_S` from the time groups are

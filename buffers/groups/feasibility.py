@@ -17,7 +17,7 @@ import msgspec
 class Plan(msgspec.Struct, frozen=True):
     """The number of groups in the batch of each step, as pairs (first step, size) in the order of the steps.
 
-    >>> plan = Plan(((1, 4),)).changed(3, 2); plan.changes, plan.size(2), plan.size(3), plan.capacity(0, 3)
+    >>> plan = Plan(((1, 4),)).resize(3, 2); plan.changes, plan.size(2), plan.size(3), plan.capacity(0, 3)
     (((1, 4), (3, 2)), 4, 2, 12)
     """
 
@@ -38,7 +38,7 @@ class Plan(msgspec.Struct, frozen=True):
             for (_, size), start, end in zip(self.changes, starts, ends, strict=True)
         )
 
-    def changed(self, step: int, size: int) -> Plan:
+    def resize(self, step: int, size: int) -> Plan:
         """The plan with another size from `step` on."""
         kept = tuple(change for change in self.changes if change[0] < step)
         return Plan(kept if kept and kept[-1][1] == size else (*kept, (step, size)))
@@ -96,12 +96,12 @@ def depth_allows(outstanding: int, *, depth: int, producer_lag: int, batch: int 
     return outstanding < capacity(batch, v, v + depth - max(0, producer_lag))
 
 
-def required(due: Mapping[int, int], *, v: int, batch: int | Plan) -> list[tuple[int, int]]:
+def list_requirements(due: Mapping[int, int], *, v: int, batch: int | Plan) -> list[tuple[int, int]]:
     """`(u, r(u))` where the batch of the claim from `v` must hold r(u) > 0 groups due at u or before.
 
     Only u = v and deadlines are listed: between two deadlines r falls, so it asks for nothing new there.
 
-    >>> required({2: 2, 4: 1}, v=2, batch=1)
+    >>> list_requirements({2: 2, 4: 1}, v=2, batch=1)
     [(2, 2), (4, 1)]
     """
     wanted = ((u, count - capacity(batch, v + 1, u)) for u, count in levels(due, v))

@@ -82,10 +82,10 @@ class LeaseTable(Protocol):
 class LeaseOutcome(Protocol):
     """What the end of a lease means for its item."""
 
-    def lost(self, item: Any) -> None:
+    def requeue(self, item: Any) -> None:
         """The item is being edited: it waits for another producer."""
 
-    def exhausted(self, item: Any, why: str) -> None:
+    def give_up(self, item: Any, why: str) -> None:
         """No attempts are left."""
 
     def returned_dead(self, item: Any, why: str) -> None:
@@ -119,14 +119,14 @@ class Leases:
             f"{self.table.event_prefix}lost", g=item.id, token=item.token, producer=item.holder, why=why[:REASON_CHARS]
         )
         if counts and item.attempt >= self.live.current.max_reissue:
-            self.outcome.exhausted(item, why)
+            self.outcome.give_up(item, why)
             return
         if why in UNKNOWN_TO_HOLDER:
             self.workers.cancel(item.holder, item.id, item.token, self.tx.now)
         with self.table.edit(item):
             item.attempt += counts
             item.token, item.holder, item.pid, item.request = 0, "", 0, 0
-            self.outcome.lost(item)
+            self.outcome.requeue(item)
 
     def lose_all(self, producer: str, why: str) -> None:
         """The producer holds nothing any more."""
@@ -176,11 +176,11 @@ class GroupOutcome:
         self.table = table
         self.budget = budget
 
-    def lost(self, group: Group) -> None:
+    def requeue(self, group: Group) -> None:
         if not group.samples:
             group.deadline = None
 
-    def exhausted(self, group: Group, why: str) -> None:
+    def give_up(self, group: Group, why: str) -> None:
         reason = ENVIRONMENT_FAILED if why.startswith(ENVIRONMENT) else "max_reissue"
         detail = f"attempt {group.attempt}: {why}"
         self.table.end(group, State.DEAD, reason, detail, cancel=why in UNKNOWN_TO_HOLDER)

@@ -180,7 +180,7 @@ class LiveSettings:
         v, due = self.table.frontier, self.table.indexes.due
         first, last = v + 1, max((v, *due)) + 2
         for step in range(first, last + 1):
-            plan = self.plan.changed(step, size)
+            plan = self.plan.resize(step, size)
             if all(
                 n <= max(capacity(plan, v, u), 0) or plan.capacity(v, u) >= self.plan.capacity(v, u)
                 for u, n in levels(due, v)

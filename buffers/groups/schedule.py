@@ -17,7 +17,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from buffers.groups.feasibility import capacity, depth_allows, feasible, levels, required
+from buffers.groups.feasibility import capacity, depth_allows, feasible, levels, list_requirements
 from buffers.groups.group_table import Entry, GroupTable
 from buffers.groups.live_settings import LiveSettings
 from buffers.groups.records import Group, Settings, State
@@ -183,7 +183,7 @@ class Schedule:
     def mix(self, step: int, size: int, used: list[Entry]) -> list[int]:
         """A batch of fresh groups, at least r(u) of them, and of groups that were trained before."""
         settings, groups = self.live.current, self.table.groups
-        wanted = required(self.table.indexes.due, v=step - 1, batch=self.live.plan)
+        wanted = list_requirements(self.table.indexes.due, v=step - 1, batch=self.live.plan)
         needed = max((number for _, number in wanted), default=0)
 
         def draw(entries: Sequence[Entry], count: int) -> list[Entry]:
@@ -206,7 +206,7 @@ class Schedule:
     def shortage(self, v: int, size: int) -> tuple[int, int, int] | None:
         """The first u for which the batch cannot hold r(u): u, groups missing, groups beyond any batch of this size."""
         ready = self.table.indexes.ready
-        for u, wanted in required(self.table.indexes.due, v=v, batch=self.live.plan):
+        for u, wanted in list_requirements(self.table.indexes.due, v=v, batch=self.live.plan):
             available = min(size, bisect.bisect_right(ready, (u, math.inf)))
             if available < wanted:
                 return u, wanted - available, max(0, wanted - size)

@@ -78,7 +78,7 @@ class ScoringTarget(Protocol):
 
     def edit(self, item: Any) -> Edit: ...
 
-    def unscored(self) -> Iterable[Any]:
+    def list_unscored(self) -> Iterable[Any]:
         """The items that may wait for scores."""
 
     def settle_source(self, item: Any) -> bool:
@@ -90,7 +90,7 @@ class ScoringTarget(Protocol):
     def record_sum(self, item: Any, index: int) -> None:
         """A sample has its reward because the judges that it waited for are no longer asked."""
 
-    def scored(self, item: Any) -> Any:
+    def accept_score(self, item: Any) -> Any:
         """A sample of the item, which is being edited, has its reward; a verdict for `finish` or None."""
 
     def finish(self, item: Any, verdict: Any) -> None:
@@ -233,7 +233,7 @@ class Scoring:
             complete = take_answer(sample, self.target.judges_for(item), judge, answer)
             self.target.record(item, Answer(score.index, score, answer, message, answers if complete else None))
             if complete:
-                verdict = self.target.scored(item)
+                verdict = self.target.accept_score(item)
         if verdict is not None:
             self.target.finish(item, verdict)
         return ""
@@ -257,7 +257,7 @@ class Scoring:
 
     def settle_judges(self) -> None:
         """The service starts, maybe with other judges: samples do not wait for judges that are no longer asked."""
-        for item in list(self.target.unscored()):
+        for item in list(self.target.list_unscored()):
             changed = self.target.settle_source(item)
             for index, sample in item.samples.items():
                 if sum_up(sample, self.target.judges_for(item)):
@@ -266,7 +266,7 @@ class Scoring:
             if not changed:
                 continue
             with self.target.edit(item):
-                verdict = self.target.scored(item)
+                verdict = self.target.accept_score(item)
             if verdict is not None:
                 self.target.finish(item, verdict)
 
@@ -324,7 +324,7 @@ class GroupScores:
     def edit(self, group: Group) -> Edit:
         return self.table.edit(group)
 
-    def unscored(self) -> Iterable[Group]:
+    def list_unscored(self) -> Iterable[Group]:
         return [group for group in self.table.groups.values() if group.state in (State.LEASED, State.UNSCORED)]
 
     def settle_source(self, group: Group) -> bool:
@@ -358,7 +358,7 @@ class GroupScores:
             more["version"] = answer.version
         self.tx.event(name, g=group.id, i=index, reward=answer.reward, **more)
 
-    def scored(self, group: Group) -> Verdict | None:
+    def accept_score(self, group: Group) -> Verdict | None:
         return self.samples.become_ready(group)
 
     def finish(self, group: Group, verdict: Verdict) -> None:

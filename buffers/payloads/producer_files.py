@@ -163,19 +163,19 @@ class Guests:
         last = self._newest.pop(writer, 0)
         if last:
             self._settle(last)
-        for number, path in self._listed():
+        for number, path in self._list_files():
             if segment_writer(number) == writer and self._live[number] <= 0:
                 self._remove(number, path)
 
     def _sweep(self, *, older_s: float) -> None:
         """Remove files of unknown writers without needed records."""
-        for number, path in self._listed():
+        for number, path in self._list_files():
             if segment_writer(number) not in self._newest and self._live[number] <= 0:
                 with suppress(FileNotFoundError):
                     if time.time() - path.stat().st_mtime > older_s:
                         self._remove(number, path)
 
-    def _listed(self) -> Iterator[tuple[int, Path]]:
+    def _list_files(self) -> Iterator[tuple[int, Path]]:
         for path in list(self._folder.iterdir()):
             found = _NAME.fullmatch(path.name)
             if found and is_guest(int(found[1])):

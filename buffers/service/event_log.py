@@ -54,7 +54,7 @@ class History:
         self.went_back = self._holds(last)
         if not self.went_back:
             # After a torn line some lines of the row may be there already: append only what is missing.
-            write_all(self._file, last[_done(tail, last) :])
+            write_all(self._file, last[_count_present(tail, last) :])
 
     def _holds(self, lines: bytes) -> bool:
         """Whether the lines stand further up: the store came back as it was earlier, and must not repeat itself."""
@@ -78,7 +78,7 @@ class History:
         os.close(self._file)
 
 
-def _done(tail: bytes, lines: bytes) -> int:
+def _count_present(tail: bytes, lines: bytes) -> int:
     """How many bytes of the lines the tail ends with."""
     first = lines[: lines.find(b"\n") + 1]
     place = tail.rfind(first)

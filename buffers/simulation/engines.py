@@ -89,7 +89,7 @@ class Engine:
         groups = -(-room // self._scenario.asked_samples)
         return max(0 if self._open else 1, groups)
 
-    def answered(self, leases: tuple[Lease, ...]) -> None:
+    def take_answer(self, leases: tuple[Lease, ...]) -> None:
         """The buffer's answer: start what was leased, and look again."""
         self._asked = False
         for lease in leases:
@@ -178,9 +178,9 @@ class Engine:
         self._advance()
         self._still += 1
         self._plan += 1
-        self._clock.schedule(self._plant.swap_s, lambda: self._swapped(version))
+        self._clock.schedule(self._plant.swap_s, lambda: self._finish_swap(version))
 
-    def _swapped(self, version: int) -> None:
+    def _finish_swap(self, version: int) -> None:
         self._advance()
         self._still -= 1
         first = self.version < 0

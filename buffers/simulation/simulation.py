@@ -160,7 +160,7 @@ class Simulation:
     def _answer(self, name: str, leases: tuple[Lease, ...]) -> None:
         *_, request, engine = self._polls.pop(name)
         self.machine.workers.known["producer", name].answered = request
-        engine.answered(leases)
+        engine.take_answer(leases)
 
     def _samples(self, name: str, sample: Decoding) -> bool:
         """A finished sample arrives; whether its lease still stands."""
@@ -193,14 +193,14 @@ class Simulation:
             self._idle_rewards.append(name)
             return
 
-        def done() -> None:
+        def finish() -> None:
             scores = tuple(Score(item.group, item.index, item.token, float(self._rng.random() < 0.5)) for item in items)
             self.machine.scores(Scores(name, scores), now=self.clock.now)
             self.machine.workers.known["reward", name].answered = request
             self._idle_rewards.append(name)
             self._soon()
 
-        self.clock.schedule(2 * self.plant.request_s + len(items) * self.plant.reward_s, done)
+        self.clock.schedule(2 * self.plant.request_s + len(items) * self.plant.reward_s, finish)
 
     # ------------------------------------------------------------ the learner
 

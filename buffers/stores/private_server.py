@@ -84,7 +84,7 @@ class PrivateServer:
         self._pid_file.write_text(str(self._process.pid))
         deadline = time.monotonic() + READY_S
         while not self._answers():
-            if self.ended() or time.monotonic() > deadline:
+            if self.has_ended() or time.monotonic() > deadline:
                 tail = self._log.read_text(errors="replace")[-400:]
                 raise Unavailable("store.unreachable", f"{self._program} did not get ready: {tail}", where=self._socket)
             time.sleep(0.01)
@@ -114,7 +114,7 @@ class PrivateServer:
 
     def _wait_for_the_last_one(self) -> None:
         """A server that an earlier service left dies with it; two must not write one append-only file."""
-        if not self._pid_file.exists() or self.ended():
+        if not self._pid_file.exists() or self.has_ended():
             return
         text = self._pid_file.read_text().strip()
         command = Path(f"/proc/{text}/cmdline")
@@ -147,7 +147,7 @@ class PrivateServer:
             finally:
                 os.close(descriptor)
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the server that was started has ended."""
         return self._process is not None and self._process.poll() is not None
 

@@ -139,7 +139,7 @@ class RedisStore:
                     reported = True
             except redis.exceptions.ResponseError as error:
                 raise Unavailable("store.refused", f"Redis: {error}", where=self.where) from None
-            if self._server is not None and self._server.ended():
+            if self._server is not None and self._server.has_ended():
                 self._server.start()
             time.sleep(pause)
             pause = min(2.0, pause * 2)

@@ -1,13 +1,13 @@
-"""Advantages without a critic: from the rewards of a prompt's group, or of the whole batch.
+"""Advantages without a critic, from the rewards of a prompt's group or of the whole batch.
 
 Guarantees:
-1. a group with equal rewards gives exactly 0 (except before whitening, or if a group of one keeps its score);
-2. the standard deviation of a group is unbiased, and `epsilon` is added outside the root;
+1. a group with equal rewards gets exactly 0 (before any whitening), except a group of one that keeps its score;
+2. the standard deviation of a group is unbiased, and `epsilon` is added outside the square root;
 3. rows of a group need not be adjacent, and a mask may have holes; results are 0 outside the mask;
 4. no gradient flows; NaN outside the mask has no effect.
 
 The score `R` of a row is the sum of its token rewards inside the mask.
-Example: scores 1, 0, 0.5 of one group: GRPO 0.999998, -0.999998, 0; RLOO 0.75, -0.75, 0.
+Example: for one group with the scores 1, 0, 0.5, GRPO gives 0.999998, -0.999998, 0 and RLOO gives 0.75, -0.75, 0.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ def grpo(
 ) -> Estimate:
     """GRPO (arXiv 2402.03300, section 4.1.2): `(R - mean) / (std + epsilon)`.
 
-    A group of one has no baseline: 0, or with `singleton="score"` its own score (mean 0, std 1).
+    A group of one has no baseline: it gets 0, or with `singleton="score"` its own score (mean 0, std 1).
     """
     scores = outcome_scores(rollouts.rewards, rollouts.mask)
-    found = _normalised(scores, grouped(rollouts.groups), norm_by_std=norm_by_std, epsilon=epsilon, singleton=singleton)
+    found = _normalise(scores, grouped(rollouts.groups), norm_by_std=norm_by_std, epsilon=epsilon, singleton=singleton)
     return Estimate(spread(found, rollouts.mask))
 
 
 @torch.no_grad()
 def dr_grpo(rollouts: Rollouts, *, singleton: Singleton = "zero") -> Estimate:
-    """Dr.GRPO (arXiv 2503.20783): GRPO without the standard deviation; its loss is `seq-mean-token-sum-norm`."""
+    """Dr.GRPO (arXiv 2503.20783): GRPO without the standard deviation; aggregate with `seq-mean-token-sum-norm`."""
     return grpo(rollouts, norm_by_std=False, singleton=singleton)
 
 
 @torch.no_grad()
 def rloo(rollouts: Rollouts) -> Estimate:
-    """RLOO (arXiv 2402.14740): score minus the mean of the others; a group of one keeps its score."""
+    """RLOO (arXiv 2402.14740): score minus the mean score of the group's other rows; a group of one keeps its score."""
     scores, rows = outcome_scores(rollouts.rewards, rollouts.mask), grouped(rollouts.groups)
     sizes = rows.sizes[rows.of]
     found = rows.centred(scores) * sizes / (sizes - 1).clamp(min=1)
@@ -71,7 +71,7 @@ def rloo(rollouts: Rollouts) -> Estimate:
 
 @torch.no_grad()
 def opo(rollouts: Rollouts) -> Estimate:
-    """OPO (arXiv 2505.23585): the baseline is the mean score of the group weighted by the trained tokens.
+    """OPO (arXiv 2505.23585): the baseline is the group's mean score, weighted by the number of trained tokens.
 
     The baseline is 0 for a group of one and for a group without trained tokens.
     """
@@ -86,9 +86,9 @@ def opo(rollouts: Rollouts) -> Estimate:
 
 @torch.no_grad()
 def gpg(rollouts: Rollouts, *, f_norm: float = 1.0) -> Estimate:
-    """GPG (arXiv 2504.02546): `alpha (R - mean) / f_norm`, alpha = rows of the batch / rows with a score not 0.
+    """GPG (arXiv 2504.02546): `alpha (R - mean) / f_norm`, alpha = rows of the batch / rows with a nonzero score.
 
-    A group of one keeps its score. Its loss is `reinforce`.
+    A group of one keeps its score. Use it with the loss `reinforce`.
     """
     scores, rows = outcome_scores(rollouts.rewards, rollouts.mask), grouped(rollouts.groups)
     alpha = scores.numel() / max(int((scores != 0).sum()), 1)
@@ -106,15 +106,15 @@ def grpo_passk(
 ) -> Estimate:
     """Best minus second best (arXiv 2503.19595): the best row of a group gets the margin, all others 0.
 
-    Divided by `std + epsilon` if `norm_by_std`. With a tie the margin is 0. A group of one is `config.conflict`, or 0
-    with `singleton="zero"`.
+    The margin is divided by `std + epsilon` if `norm_by_std`, and is 0 for a tie. A group of one raises
+    `config.conflict`, or gets 0 with `singleton="zero"`.
     """
     scores, rows = outcome_scores(rollouts.rewards, rollouts.mask), grouped(rollouts.groups)
     if singleton == "error" and bool((rows.sizes < 2).any()):
         raise ConfigError(
             "config.conflict",
             "advantage 'grpo_passk': a group of one has no second best sample",
-            remedy="set advantage_options.singleton = 'zero', or more samples per prompt",
+            remedy="set advantage_options.singleton = 'zero' or use more samples per prompt",
         )
     _, high = rows.extremes(scores)
     best = scores == high[rows.of]
@@ -130,7 +130,8 @@ def grpo_passk(
 def passk_training(rollouts: Rollouts, *, k: int = 4, correct_above: float = 0.5) -> Estimate:
     """Analytic advantages of pass@k training (arXiv 2508.10751).
 
-    A sample is right if its score is above `correct_above`. In a group smaller than k (failed members) k is its size.
+    A sample is correct if its score is above `correct_above`. If a group has fewer than k samples (some failed), k is
+    the group's size.
     """
     scores = outcome_scores(rollouts.rewards, rollouts.mask)
     found = passk_advantages(scores > correct_above, rollouts.groups, k=k)
@@ -144,7 +145,7 @@ def passk_training(rollouts: Rollouts, *, k: int = 4, correct_above: float = 0.5
 def reinforce_plus_plus(rollouts: Rollouts, *, gamma: float = 1.0) -> Estimate:
     """REINFORCE++ (arXiv 2501.03262): discounted returns `G_t = r_t + gamma G_next`, whitened over the batch.
 
-    Tokens outside the mask are skipped. Usually with the KL penalty inside the reward.
+    Tokens outside the mask are skipped. Usually combined with a KL penalty in the reward.
     """
     returns = scan_back(rollouts.rewards, gamma, rollouts.mask)
     return Estimate(masked_whiten(returns, rollouts.mask), returns)
@@ -170,9 +171,9 @@ def gdpo(
     norm_by_std: bool = True,
     singleton: Singleton = "zero",
 ) -> Estimate:
-    """GDPO (arXiv 2601.05242): GRPO of each component of the reward on its own, weighted sum, whitened over the batch.
+    """GDPO (arXiv 2601.05242): weighted sum of the GRPO advantages of each reward component, whitened over the batch.
 
-    Needs `Rollouts.parts` `[D, S]`; `weights`, one per component in the same order, are 1 without the option.
+    Needs `Rollouts.parts` `[D, S]`. `weights` has one value per component, in the same order; None: all are 1.
     """
     parts = required(rollouts, "parts", "gdpo")
     shares = [1.0] * len(parts) if weights is None else list(weights)
@@ -181,7 +182,7 @@ def gdpo(
     rows = grouped(rollouts.groups)
     found = parts.new_zeros(parts.shape[1])
     for part, share in zip(parts, shares, strict=True):
-        found = found + share * _normalised(part, rows, norm_by_std=norm_by_std, epsilon=epsilon, singleton=singleton)
+        found = found + share * _normalise(part, rows, norm_by_std=norm_by_std, epsilon=epsilon, singleton=singleton)
     return Estimate(masked_whiten(spread(found, rollouts.mask), rollouts.mask))
 
 
@@ -190,7 +191,7 @@ def gdpo(
 
 @torch.no_grad()
 def remax(rollouts: Rollouts) -> Estimate:
-    """ReMax (arXiv 2310.10505): sum of the later rewards minus the score of the greedy response.
+    """ReMax (arXiv 2310.10505): undiscounted return minus the score of the greedy response.
 
     Needs `Rollouts.baselines` `[S]`: one extra greedy rollout per prompt.
     """
@@ -203,13 +204,13 @@ def remax(rollouts: Rollouts) -> Estimate:
 def optimal_token_baseline(
     rollouts: Rollouts, *, handle_zero_tail: bool = True, epsilon: float = 1e-8, off_policy: bool = False
 ) -> Estimate:
-    """The baseline of least variance for each place of a response, `A = G - b` with G the sum of the later rewards.
+    """Minimum-variance baseline for each token position: `A = G - b` with the undiscounted return G.
 
-    `b_k = sum_i G W / (sum_i W + epsilon)` over the rows of a group that have a k-th trained token; W is the running
-    sum of `w = 1 - 2 pi + sum over the vocabulary of pi^2`, the squared norm of the score function at a softmax.
-    `handle_zero_tail`: no baseline where only the one longest row of a group still has tokens. `off_policy`: w times
-    the squared ratio of proximal over behaviour policy (arXiv 2602.17616). A group of one has the baseline 0.
-    Needs `Rollouts.proximal` and `square_sums`, `off_policy` also `behaviour`.
+    `b_k = sum_i G W / (sum_i W + epsilon)` over the rows of a group that have a k-th trained token. W is the running
+    sum of `w = 1 - 2 pi + sum over the vocabulary of pi^2`, the squared norm of the score function of a softmax.
+    `handle_zero_tail` sets the baseline to 0 where only the single longest row of a group has tokens left. `off_policy`
+    multiplies w by the squared ratio of proximal to behaviour policy (arXiv 2602.17616). A group of one has the
+    baseline 0. Needs `Rollouts.proximal` and `square_sums`; `off_policy` also needs `behaviour`.
     """
     mask = rollouts.mask
     name = "optimal_token_baseline"
@@ -227,10 +228,10 @@ def optimal_token_baseline(
     return Estimate(masked(returns - baselines, mask), returns)
 
 
-# ---------------------------------------------------------------- parts
+# ---------------------------------------------------------------- helpers
 
 
-def _normalised(scores: Tensor, rows: Groups, *, norm_by_std: bool, epsilon: float, singleton: Singleton) -> Tensor:
+def _normalise(scores: Tensor, rows: Groups, *, norm_by_std: bool, epsilon: float, singleton: Singleton) -> Tensor:
     """Return GRPO's advantage of each row, `[S]`."""
     alone = rows.alone()
     centred = rows.centred(scores)
@@ -243,9 +244,7 @@ def _normalised(scores: Tensor, rows: Groups, *, norm_by_std: bool, epsilon: flo
 
 
 def _place_baseline(returns: Tensor, weights: Tensor, mask: Tensor, rows: Groups, epsilon: float) -> Tensor:
-    """Return the weighted mean return of the group at the k-th trained token of a row, at every such token,
-    `[S, T]`.
-    """
+    """Return the group's weighted mean return at the k-th trained token, for every such token of a row, `[S, T]`."""
     places = (mask.long().cumsum(-1) - 1).clamp(min=0)
     slots = rows.of[:, None] * mask.shape[1] + places
     start = returns.new_zeros(rows.sizes.numel() * mask.shape[1])
@@ -255,7 +254,7 @@ def _place_baseline(returns: Tensor, weights: Tensor, mask: Tensor, rows: Groups
 
 
 def _alone_at_the_end(mask: Tensor, rows: Groups) -> Tensor:
-    """Return tokens of the longest row of a group after the length of its second longest, bool `[S, T]`."""
+    """Mark tokens of a group's single longest row beyond the length of its second longest, bool `[S, T]`."""
     lengths = mask.sum(-1)
     longest = rows.extremes(lengths)[1][rows.of]
     ties = rows.sums((lengths == longest).long())[rows.of]

@@ -1,13 +1,13 @@
-"""Advantages from a critic: GAE, its decoupled and length-adaptive forms, V-trace.
+"""Advantages from a critic: GAE, its decoupled and length-adaptive forms, and V-trace.
 
 Guarantees:
-1. tokens outside the mask are skipped: the recursion from right to left passes them unchanged;
-2. `Rollouts.bootstrap` is the value after the last token of a cut response; without it that value is 0;
+1. the recursion from right to left skips tokens outside the mask;
+2. `Rollouts.bootstrap` is the value after the last token of a truncated response; if it is None, that value is 0;
 3. returns are the critic's targets and are never whitened;
 4. no gradient flows; NaN outside the mask has no effect.
 
-They need `Rollouts.values`, V-trace also `proximal` and `behaviour`.
-Example: rewards 0, 1, values 0.5, 0.5, gamma = lam = 1: advantages 0.5, 0.5, returns 1, 1.
+All of them need `Rollouts.values`; V-trace also needs `proximal` and `behaviour`.
+Example: rewards 0, 1 and values 0.5, 0.5 with gamma = lam = 1 give advantages 0.5, 0.5 and returns 1, 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOG_RATIO_LIMIT = 20.0
 def gae(rollouts: Rollouts, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> Estimate:
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16).
 
-    `delta_t = r_t + gamma V_next - V_t`, `A_t = delta_t + gamma lam A_next`; returns `A + V` before whitening.
+    `delta_t = r_t + gamma V_next - V_t`, `A_t = delta_t + gamma lam A_next`; returns are `A + V` before whitening.
     """
     return gae_decoupled(rollouts, gamma=gamma, lam_actor=lam, lam_critic=lam, whiten=whiten)
 
@@ -34,7 +34,7 @@ def gae(rollouts: Rollouts, *, gamma: float = 1.0, lam: float = 1.0, whiten: boo
 def gae_decoupled(
     rollouts: Rollouts, *, gamma: float = 1.0, lam_actor: float = 0.95, lam_critic: float = 1.0, whiten: bool = True
 ) -> Estimate:
-    """GAE with a lambda for the advantages and another for the critic's targets (VC-PPO, arXiv 2503.01491)."""
+    """GAE with separate lambdas for the advantages and for the critic's targets (VC-PPO, arXiv 2503.01491)."""
     actor = torch.full((rollouts.mask.shape[0],), lam_actor, dtype=wide(rollouts.rewards).dtype)
     return _two_lambdas(rollouts, actor, gamma=gamma, lam_critic=lam_critic, whiten=whiten, name="gae")
 
@@ -52,7 +52,7 @@ def gae_length_adaptive(
 
 
 def adaptive_lambdas(mask: Tensor, *, alpha: float) -> Tensor:
-    """`clip(1 - 1 / (alpha L), 0, 1)` of each row with L trained tokens, float64 `[S]`; 0 for an empty row."""
+    """Return `clip(1 - 1 / (alpha L), 0, 1)` for each row with L trained tokens, float64 `[S]`; 0 for an empty row."""
     lengths = mask.sum(-1).double()
     return torch.where(lengths > 0, (1 - 1 / (alpha * lengths.clamp(min=1))).clamp(0, 1), 0.0)
 
@@ -67,9 +67,9 @@ def vtrace(
     c_bar: float = 1.0,
     pg_rho_bar: float = 1.0,
 ) -> Estimate:
-    """V-trace (IMPALA, arXiv 1802.01561, eq. 1); the ratio is of the proximal over the behaviour policy.
+    """V-trace (IMPALA, arXiv 1802.01561, eq. 1) with the ratio of proximal to behaviour policy.
 
-    The advantages already hold the truncated importance weight: combine them with `reinforce` without a correction.
+    The advantages already contain the truncated importance weight: use the loss `reinforce` without a correction.
     """
     rewards, mask = rollouts.rewards, rollouts.mask
     values = required(rollouts, "values", "vtrace")
@@ -92,7 +92,7 @@ def _bootstrap(rollouts: Rollouts) -> Tensor:
 def _two_lambdas(
     rollouts: Rollouts, actor: Tensor, *, gamma: float, lam_critic: float, whiten: bool, name: str
 ) -> Estimate:
-    """GAE once with the lambda of each row `[S]` for the advantages, once with `lam_critic` for the returns."""
+    """Compute GAE with each row's lambda `actor` `[S]` for the advantages and with `lam_critic` for the returns."""
     mask = rollouts.mask
     values = required(rollouts, "values", name)
     value = masked(values, mask)

@@ -1,4 +1,4 @@
-"""Estimates of the divergence from a reference policy, from log-probs of sampled tokens or from whole distributions.
+"""Estimates of the divergence from a reference policy, from log-probs of sampled tokens or from full distributions.
 
 With `delta = log p - log p_ref` of the sampled token:
 
@@ -9,11 +9,11 @@ k2         delta^2 / 2           delta                  biased value; unbiased g
 k3         e^-delta + delta - 1  1 - e^-delta           unbiased value, never negative (arXiv 2402.03300, equation 4)
 k1+, abs+, k2+, k3+              delta                  value of the kind, gradient of k2 (straight-through)
 
-`kl`, `mse` and `low_var_kl` are other names of k1, k2 and k3. Guarantees:
+`kl`, `mse` and `low_var_kl` are aliases of k1, k2 and k3. Guarantees:
 1. values outside the mask, NaN included, have no effect and no gradient; the result is 0 there;
 2. the reference gets no gradient;
 3. k3 does not overflow: delta is clamped to +-20 and the result to +-10, and the gradient is 0 where either clamp acts;
-4. float32 or wider; k3 of a small delta is exact to the last digits (no difference of numbers near 1).
+4. results are float32 or wider; k3 stays precise for a small delta, because it subtracts no numbers near 1.
 Example: delta 3 gives k1 3, k2 4.5, k3 2.0498; delta -25 gives k3 10 with gradient 0.
 """
 
@@ -38,14 +38,14 @@ _ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
 def kl_estimate(log_probs: Tensor, reference: Tensor, mask: Tensor | None = None, *, kind: Kind = "k3") -> Tensor:
-    """KL(policy || reference) in nats per token, from log-probs of the sampled token under both; any shape.
+    """Estimate KL(policy || reference) in nats per token, from log-probs of the sampled token under both; any shape.
 
-    `log_probs` may carry a gradient, `reference` is detached. Without a mask every token counts. The tokens are taken
-    as samples of the policy: for tokens of an older policy see `kl_importance_weighted`. Raises `config.type` where
-    the kind is unknown. arXiv 2402.03300 (equation 4).
+    `log_probs` may carry a gradient, `reference` is detached. Without a mask every token counts. Tokens must be samples
+    of the policy itself; for tokens of an older policy use `kl_importance_weighted`. Raises `config.type` for an
+    unknown kind. arXiv 2402.03300 (equation 4).
     """
     if kind not in KINDS:
-        raise ConfigError("config.type", f"KL estimator {kind!r}: one of {', '.join(KINDS)}")
+        raise ConfigError("config.type", f"KL estimator {kind!r} is not known: one of {', '.join(KINDS)}")
     valid = torch.ones_like(log_probs, dtype=torch.bool) if mask is None else mask
     delta = masked(log_probs, valid) - masked(reference.detach(), valid)
     name = kind.removesuffix("+")
@@ -59,8 +59,8 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, mask: Tensor | None = None
 def kl_importance_weighted(current: Tensor, proximal: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
     """`k3 * e^(current - proximal)`: KL(current || reference) from tokens of the proximal policy, unbiased, any shape.
 
-    The gradient goes through both factors, which makes it that of the divergence itself; nothing is clamped.
-    arXiv 2512.02556 (unbiased KL estimate).
+    The gradient flows through both factors, so it is the gradient of the divergence itself; nothing is clamped. arXiv
+    2512.02556 (unbiased KL estimate).
     """
     new = masked(current, mask)
     delta = new - masked(reference.detach(), mask)
@@ -71,19 +71,19 @@ def kl_importance_weighted(current: Tensor, proximal: Tensor, reference: Tensor,
 def kl_full(logits: Tensor, reference_logits: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
     """`sum_v p log(p / p_ref)` over the vocabulary, in nats: logits `[..., V]`, mask and result `[...]`.
 
-    Exact, at the price of both sets of full logits; the reference is detached.
+    Exact, but needs the full logits of both policies; the reference is detached.
     """
     valid = mask.unsqueeze(-1)
     policy = (masked(logits, valid) / temperature).log_softmax(-1)
     other = (masked(reference_logits.detach(), valid) / temperature).log_softmax(-1)
-    # A token that the policy cannot sample (-inf) adds 0 and not 0 * -inf.
+    # A token that the policy cannot sample (-inf) adds 0 instead of 0 * -inf.
     possible = policy > -torch.inf
     terms = masked(policy.exp() * (masked(policy, possible) - masked(other, possible)), possible)
     return masked(terms.sum(-1), mask)
 
 
 def _value(delta: Tensor, name: str) -> Tensor:
-    """One of k1, abs, k2, k3."""
+    """Return the value of k1, abs, k2 or k3."""
     if name == "k1":
         return delta
     if name == "abs":

@@ -3,9 +3,9 @@
 Guarantees:
 1. every term is masked before any arithmetic, in float32 or wider;
 2. only `inputs.current` gets a gradient;
-3. `finished` multiplies the weights of the correction into the loss, so that every loss has them.
+3. `finished` multiplies the loss by the weights of the correction, so every loss uses them.
 
-Example: current -1.0, proximal -1.5: ratio e^0.5 = 1.6487.
+Example: current -1.0 and proximal -1.5 give the ratio e^0.5 = 1.6487.
 """
 
 from __future__ import annotations
@@ -22,62 +22,60 @@ from learners.algorithms.types import LossInputs, TokenLoss
 
 
 def trained_logprobs(inputs: LossInputs) -> Tensor:
-    """Current log-probs, `[N]`, with gradient; 0 outside the mask."""
+    """Return the current log-probs, `[N]`, with gradient; 0 outside the mask."""
     return masked(inputs.current, inputs.mask)
 
 
 def gain(inputs: LossInputs) -> Tensor:
-    """Advantages, `[N]`, without gradient; 0 outside the mask."""
+    """Return the advantages, `[N]`, without gradient; 0 outside the mask."""
     return masked(inputs.advantages.detach(), inputs.mask)
 
 
 def plain_gap(inputs: LossInputs) -> Tensor:
-    """current - proximal, `[N]`, not clamped, with the gradient of current; 0 outside the mask."""
+    """Return current - proximal, `[N]`, not clamped, with the gradient of current; 0 outside the mask."""
     return trained_logprobs(inputs) - masked(inputs.proximal.detach(), inputs.mask)
 
 
 def gap(inputs: LossInputs) -> Tensor:
-    """current - proximal, `[N]`, clamped to +-20, with the gradient of current inside; 0 outside the mask."""
+    """Return current - proximal, `[N]`, clamped to +-20, with gradient inside the clamp; 0 outside the mask."""
     return log_ratio(inputs.current, inputs.proximal.detach(), inputs.mask)
 
 
 def ratios(inputs: LossInputs) -> Tensor:
-    """exp of `gap`, `[N]`: 1 outside the mask."""
+    """Return exp of `gap`, `[N]`; 1 outside the mask."""
     return gap(inputs).exp()
 
 
 def approx_kl(inputs: LossInputs) -> Tensor:
-    """proximal - current, `[N]`, without gradient: its masked mean estimates KL(proximal || current)."""
+    """Return proximal - current, `[N]`, without gradient: its masked mean estimates KL(proximal || current)."""
     return -gap(inputs).detach()
 
 
 def either(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
-    """Select one of two numbers by the condition, `[N]`, in the type of `like` (a plain `where` of numbers is
-    float32).
-    """
+    """Return `one` where the condition holds, else `other`, `[N]`, in the dtype of `like` instead of float32."""
     return torch.where(condition, like.new_tensor(one), like.new_tensor(other))
 
 
 def clipped_surrogate(
     found: Tensor, gained: Tensor, *, clip_low: float, clip_high: float, delta: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic maximum over the ratio and the clipped ratio, and where the clipped term is strictly larger."""
+    """Return PPO's maximum of the plain and the clipped term, and where the clipped term is strictly larger."""
     plain = -gained * (found if delta is None else found.clamp(max=delta))
     clipped = -gained * found.clamp(1 - clip_low, 1 + clip_high)
     return torch.maximum(plain, clipped), clipped > plain
 
 
 def finished(inputs: LossInputs, loss: Tensor, clipped: Tensor) -> TokenLoss:
-    """The loss times the weights of the correction, 0 outside the mask."""
+    """Multiply the loss by the weights of the correction; it is 0 outside the mask."""
     if inputs.weights is not None:
         loss = loss * masked(inputs.weights.detach(), inputs.mask)
     return TokenLoss(masked(loss, inputs.mask), clipped & inputs.mask)
 
 
 def bounds(name: str, low: float, high: float) -> None:
-    """Raise `config.type` if [1 - low, 1 + high] is no interval for a ratio."""
+    """Raise `config.type` if [1 - low, 1 + high] is not an interval around a ratio of 1."""
     if not (0 <= low <= 1 and high >= 0):
-        refuse(name, f"clip_low = {low}, clip_high = {high}: 0 <= clip_low <= 1 and clip_high >= 0")
+        refuse(name, f"clip_low = {low}, clip_high = {high}: they must satisfy 0 <= clip_low <= 1 and clip_high >= 0")
 
 
 def refuse(name: str, why: str) -> NoReturn:

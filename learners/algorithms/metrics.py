@@ -1,14 +1,14 @@
-"""The gap between proximal and behaviour policy and the effect of the correction, for the batch and by lag.
+"""Metrics of the gap between proximal and behaviour policy and of the correction, for the batch and by lag.
 
 Guarantees:
-1. a table holds only sums and counts: tables add, so no metric depends on the split of the batch;
+1. a table holds only sums and counts: tables add up, so no metric depends on the split of the batch;
 2. values outside the mask, NaN included, have no effect; rows without a trained token are left out; no gradient;
-3. quantiles come from a histogram with fixed bins, log-spaced in the log-ratio: a quantile lies in the bin of the exact
-   one, which is at most 14 % of its log-ratio wide (and 0.0002 around ratio 1);
+3. quantiles come from a histogram with fixed bins, log-spaced in the log-ratio: a quantile lies in the same bin as the
+exact one, and a bin is at most 14 % of its log-ratio wide (0.0002 around ratio 1);
 4. nothing is NaN: metrics without tokens are 0, and missing lags are left out.
 
 Effective sample sizes are shares, `(sum w)^2 / (n sum w^2)`: 1 for equal weights, 1/n if only one counts.
-Example: row weights 1, 1, 4: ess 36 / (3 * 18) = 0.667, step scale sqrt of it = 0.816.
+Example: row weights 1, 1, 4 give the ess 36 / (3 * 18) = 0.667 and the step scale sqrt(0.667) = 0.816.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from learners.algorithms.rejection import LOG_RATIO_LIMIT
 from learners.algorithms.tensors import masked, sequence_lengths, sequence_means, sequence_sums, wide
 from learners.algorithms.types import Correction
 
-#: Lag of a row in learner steps: the rows of a table.
+#: Buckets of a row's lag in learner steps, one row of a table each.
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 _LAG_ENDS = (0, 1, 2, 4, 8)
 
-#: Bins of d = proximal - behaviour, on either side of one for |d| <= 1e-4.
+#: Bins of d = proximal - behaviour, on both sides of a central bin for |d| <= 1e-4.
 _SIDE = 96
 _ENDS = tuple(1e-4 * (LOG_RATIO_LIMIT / 1e-4) ** (end / _SIDE) for end in range(_SIDE + 1))
 BIN_EDGES = (*(-end for end in reversed(_ENDS)), *_ENDS)
@@ -78,11 +78,11 @@ def correction_table(
     dual_clipped: Tensor | None = None,
     current: Tensor | None = None,
 ) -> Tensor:
-    """Sums of one piece of a batch by lag, `[buckets, columns + bins]`; pieces add up. Without tokens: zeros.
+    """Sum the statistics of one piece of a batch by lag, `[buckets, columns + bins]`; pieces add up. No tokens: zeros.
 
-    Log-probs, mask and row numbers are flat, `[N]`; `lags` `[S]` are the rows' lags in steps, S rows, so that rows
-    without tokens may end the piece. `correction` as the loss used it (None: weights 1); `clipped` and `dual_clipped`
-    bool `[N]` from the loss; `current`: the log-probs that the loss saw. The last columns are a histogram of
+    Log-probs, mask and row numbers are flat, `[N]`. `lags` `[S]` has the lag of each row in steps; the last rows may
+    have no tokens. `correction` is the one that the loss used (None: all weights are 1). `clipped` and `dual_clipped`,
+    bool `[N]`, come from the loss; `current` has the log-probs that the loss used. The last columns are a histogram of
     d = proximal - behaviour.
     """
     new, old = masked(proximal.detach(), mask), masked(behaviour.detach(), mask)
@@ -123,7 +123,7 @@ def correction_table(
 
 
 def _row_sums(new: Tensor, old: Tensor, weights: Tensor, mask: Tensor, *, sequences: Tensor, count: int) -> Tensor:
-    """`[S, row columns]`, 0 for a row without tokens."""
+    """Return the row columns, `[S, columns]`, 0 for a row without tokens."""
     valid = sequence_lengths(mask, sequences, count) > 0
     policy, other = (sequence_means(values, mask, sequences, count) for values in (new, old))
     total = sequence_sums(new - old, mask, sequences, count).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -144,12 +144,12 @@ def _row_sums(new: Tensor, old: Tensor, weights: Tensor, mask: Tensor, *, sequen
 
 
 def _bucket_sums(bucket: Tensor, values: Tensor) -> Tensor:
-    """Sums by bucket: `[n, columns]` to `[buckets, columns]`."""
+    """Sum the rows of `[n, columns]` by bucket into `[buckets, columns]`."""
     return values.new_zeros(len(LAG_BUCKETS), values.shape[-1]).index_add(0, bucket, values)
 
 
 def _histogram(gap: Tensor, mask: Tensor, bucket: Tensor) -> Tensor:
-    """Tokens by bucket and bin, `[buckets, BINS]`."""
+    """Count tokens by bucket and bin, `[buckets, BINS]`."""
     inner = torch.tensor(BIN_EDGES[1:-1], dtype=gap.dtype, device=gap.device)
     places = bucket * BINS + torch.bucketize(gap, inner)
     counts = gap.new_zeros(len(LAG_BUCKETS) * BINS).index_add(0, places, mask.to(gap.dtype))
@@ -160,11 +160,10 @@ def _histogram(gap: Tensor, mask: Tensor, bucket: Tensor) -> Tensor:
 
 
 def table_metrics(table: Tensor) -> dict[str, float]:
-    """Metrics of the batch by name, and those of each lag that occurs as `lag/<bucket>/<name>`.
+    """Return the metrics of the batch by name, and those of each lag that occurs as `lag/<bucket>/<name>`.
 
-    The shorter list is given by lag: tokens_share, ess, kl_behaviour, clip_share, truncated_share, rejected_share, the
-    quantiles of the ratio, and the mean and largest gap of a log-prob: at lag 0, where both policies are the same, it
-    is the numerical difference of engine and learner.
+    Each lag has tokens_share and the metrics in `BY_LAG`. At lag 0, where both policies are the same, logprob_gap_mean
+    and logprob_gap_max measure the numerical difference between engine and learner.
     """
     found = table.detach().double().cpu()
     overall = row_metrics(found.sum(0))
@@ -178,7 +177,7 @@ def table_metrics(table: Tensor) -> dict[str, float]:
     return result
 
 
-#: What `table_metrics` says for every lag.
+#: Metrics that `table_metrics` returns for every lag.
 BY_LAG = (
     "ess",
     "kl_behaviour",
@@ -194,13 +193,13 @@ BY_LAG = (
 
 
 def row_metrics(sums: Tensor) -> dict[str, float]:
-    """Metrics of one row of a table, or of the sum of its rows; all 0 where there is no token.
+    """Return the metrics of one row of a table, or of the sum of its rows; all are 0 if there are no tokens.
 
     kl and kl_behaviour: k1 and k3 estimates of KL(behaviour || proximal) per token, with samples of the behaviour
-    policy; approx_kl: k1 estimate of KL(proximal || current), how far mini-batches have moved the policy; ppl: mean
-    over rows of exp of the row's mean negative log-prob; chi2: mean squared ratio minus 1, of tokens and of whole rows;
-    ess: of the weights as used; ess_ratio: of the ratios before the correction; ess_rows: of the rows' mean weights,
-    from which `step_scale` takes the root; ratio_p01 ... : quantiles of the ratio.
+    policy; approx_kl: k1 estimate of KL(proximal || current), the distance that mini-batches have moved the policy;
+    ppl: mean over rows of exp of the row's mean negative log-prob; chi2: mean squared ratio minus 1, of tokens and of
+    whole rows; ess: of the weights in the loss; ess_ratio: of the ratios before the correction; ess_rows: of the rows'
+    mean weights, the input of `step_scale`; ratio_p01 ... : quantiles of the ratio.
     """
     values = dict(zip(COLUMNS, sums[: len(COLUMNS)].tolist(), strict=True))
     empty = values["tokens"] <= 0
@@ -234,7 +233,7 @@ def row_metrics(sums: Tensor) -> dict[str, float]:
 
 
 def largest_gap(counts: Tensor) -> float:
-    """The largest |d| of a table's bins, rounded up to its bin's edge (at most 14 %, and to 1e-4); 0 without tokens."""
+    """Return the largest |d|, rounded up to the edge of its bin (by at most 14 %, or to 1e-4); 0 without tokens."""
     filled = counts.nonzero()[:, 0].tolist()
     return max(-BIN_EDGES[filled[0]], BIN_EDGES[filled[-1] + 1]) if filled else 0.0
 
@@ -244,7 +243,7 @@ def _ess(values: Mapping[str, float], name: str, count: float) -> float:
 
 
 def ratio_quantile(counts: Tensor, at: float) -> float:
-    """The quantile `at` (0..1) of exp(d) from the bins of a table, linear in d inside the bin. NaN without tokens."""
+    """Return the quantile `at` (0..1) of exp(d) from a table's bins, linear in d inside a bin; NaN without tokens."""
     totals = counts.double().cumsum(0)
     total = float(totals[-1])
     if total <= 0:
@@ -261,12 +260,12 @@ def ratio_quantile(counts: Tensor, at: float) -> float:
 
 
 def ess_of_sums(total: float, squares: float, count: float) -> float:
-    """`(sum w)^2 / (n sum w^2)` from sums that were added over pieces; 0 where nothing has a weight."""
+    """Return `(sum w)^2 / (n sum w^2)` from sums over all pieces; 0 if no weight is above 0."""
     return total * total / (count * squares) if count > 0 and squares > 0 else 0.0
 
 
 def ess_fraction(weights: Tensor) -> Tensor:
-    """Effective sample size of row weights `[S]` as a share of their number, a scalar; 0 without any weight above 0."""
+    """Return the effective sample size of row weights `[S]` as a share of S, a scalar; 0 if no weight is above 0."""
     found = wide(weights.detach())
     squares = (found * found).sum()
     share = found.sum() ** 2 / (max(found.numel(), 1) * squares)
@@ -274,8 +273,8 @@ def ess_fraction(weights: Tensor) -> Tensor:
 
 
 def step_scale(ess: float) -> float:
-    """What the learning rate of this optimizer step is multiplied by: the root of the share `ess`, 0..1.
+    """Return the factor on the learning rate of this optimizer step: the square root of the share `ess`, 0..1.
 
-    Rows that count little make a noisy gradient; so the step shrinks with them. arXiv 2602.17616.
+    A small effective sample size makes the gradient noisy, so the step gets smaller. arXiv 2602.17616.
     """
     return math.sqrt(min(max(ess, 0.0), 1.0))

@@ -1,11 +1,11 @@
-"""Arithmetic of pass@k: the metric, the reward transform and the analytic advantage, from counts in a group.
+"""pass@k from counts in a group: the metric, the reward transform and the analytic advantage.
 
 Guarantees:
 1. exact: binomial coefficients are integers, with one division at the end;
 2. a group smaller than k (members may have failed) is treated as if k were its size;
-3. a group that is all right or all wrong gives the transform equal rewards and the advantage exactly 0.
+3. in a group that is all correct or all incorrect, transformed rewards are equal and advantages are exactly 0.
 
-Example: one right of 4, k = 2: pass@2 is 0.5; rewards 0.5 (right) and 1/6 (wrong); advantages 1 and -1/3.
+Example: one correct of 4, k = 2: pass@2 is 0.5; rewards 0.5 (correct) and 1/6 (incorrect); advantages 1 and -1/3.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from learners.algorithms.tensors import grouped
 
 
 def pass_at_means(correct: Tensor, groups: Tensor) -> dict[int, float]:
-    """k = 2, 4, 8 .. -> mean pass@k over the groups of at least k samples; `correct` bool `[S]`, `groups` `[S]`.
+    """Return k = 2, 4, 8 .. -> mean pass@k over groups of at least k samples; `correct` bool `[S]`, `groups` `[S]`.
 
     >>> import torch
     >>> pass_at_means(torch.tensor([True, False, False, False, True, True]), torch.tensor([0, 0, 0, 0, 1, 1]))
@@ -40,19 +40,20 @@ def pass_at_means(correct: Tensor, groups: Tensor) -> dict[int, float]:
 
 
 def pkpo_binary(correct: Tensor, groups: Tensor, *, k: int) -> Tensor:
-    """Rewards whose policy gradient raises pass@k (PKPO, arXiv 2505.15201), float64 `[S]`.
+    """Return rewards whose policy gradient raises pass@k (PKPO, arXiv 2505.15201), float64 `[S]`.
 
-    Right: `k / n`; wrong: `k / n (1 - C(n-1-c, k-1) / C(n-1, k-1))`. `correct` `[S]` bool or 0 and 1.
+    For n samples with c correct: `k / n` if correct, else `k / n (1 - C(n-1-c, k-1) / C(n-1, k-1))`. `correct` `[S]`
+    bool or 0 and 1.
     """
     return _outcome_values(correct, groups, k, _pkpo)
 
 
 def passk_advantages(correct: Tensor, groups: Tensor, *, k: int) -> Tensor:
-    """Mean over the k-subsets with the sample of the standardised subset reward (arXiv 2508.10751).
+    """Return each sample's mean standardised reward over the k-subsets that contain it (arXiv 2508.10751).
 
-    Float64 `[S]`; exactly 0 where no subset, or every one, holds a right sample. `correct` `[S]` bool or 0 and 1.
+    Float64 `[S]`; exactly 0 if no subset, or every one, contains a correct sample. `correct` `[S]` bool or 0 and 1.
     """
-    return _outcome_values(correct, groups, k, _standardised)
+    return _outcome_values(correct, groups, k, _standardise)
 
 
 def _pkpo(n: int, c: int, k: int) -> tuple[float, float]:
@@ -60,7 +61,7 @@ def _pkpo(n: int, c: int, k: int) -> tuple[float, float]:
     return k / n, k / n * wrong
 
 
-def _standardised(n: int, c: int, k: int) -> tuple[float, float]:
+def _standardise(n: int, c: int, k: int) -> tuple[float, float]:
     mean = 1 - math.comb(n - c, k) / math.comb(n, k)
     spread = math.sqrt(mean * (1 - mean))
     if spread == 0:
@@ -71,12 +72,12 @@ def _standardised(n: int, c: int, k: int) -> tuple[float, float]:
 def _outcome_values(
     correct: Tensor, groups: Tensor, k: int, values: Callable[[int, int, int], tuple[float, float]]
 ) -> Tensor:
-    """The value of a right and of a wrong sample in a group of n with c right, at every sample."""
+    """Return a value per sample; `values(n, c, k)` gives those of correct and incorrect samples of a group."""
     if k < 1:
-        raise ConfigError("config.type", f"k {k}: wants at least 1")
+        raise ConfigError("config.type", f"k = {k}: it must be at least 1")
     right = correct > 0
     rows = grouped(groups)
     counts = rows.sums(right.double())
     pairs = [values(n, int(c), min(k, n)) for n, c in zip(rows.sizes.tolist(), counts.tolist(), strict=True)]
-    table = counts.new_tensor(pairs).reshape(-1, 2)  # [G, 2]: right, wrong
+    table = counts.new_tensor(pairs).reshape(-1, 2)  # [G, 2]: correct, incorrect
     return table[rows.of, (~right).long()]

@@ -1,14 +1,14 @@
-"""Losses of pairs and of wins: DPO and its relatives, SPPO, Bradley-Terry reward models, pairs from generated samples.
+"""Preference losses: DPO and its variants, SPPO, Bradley-Terry reward models, pairs from generated samples.
 
-P pairs, S rows. A log-prob of an answer is the SUM over its trained tokens (`tensors.sequence_sums`). SPIN (arXiv
-2401.01335) is `dpo` with the answer of the data as chosen, a sample of the previous policy as rejected and that policy
-as reference. Guarantees:
-1. a result per pair or row; the caller divides by the count of the whole mini-batch, so pieces add up;
+There are P pairs or S rows. The log-prob of an answer is the SUM over its trained tokens (`tensors.sequence_sums`).
+SPIN (arXiv 2401.01335) is `dpo` with the answer of the data set as chosen, a sample of the previous policy as rejected
+and that policy as reference. Guarantees:
+1. there is one result per pair or row; the caller divides by the count of the whole mini-batch, so pieces add up;
 2. only the trained policy's log-probs (or scores) get a gradient;
-3. without pairs: an empty loss connected to the graph.
+3. without pairs the loss is empty but connected to the autograd graph.
 
-Example: chosen -3, rejected -5, reference -4 and -4, beta 0.1: implicit rewards 0.1 and -0.1, sigmoid loss -log
-sigmoid(0.2) = 0.5981, hinge 0.8, ipo (2 - 5)^2 = 9.
+Example: chosen -3, rejected -5, references -4 and -4 and beta 0.1 give implicit rewards 0.1 and -0.1; the sigmoid loss
+is -log sigmoid(0.2) = 0.5981, hinge 0.8, ipo (2 - 5)^2 = 9.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ DPOKind = Literal["sigmoid", "ipo", "hinge"]
 
 
 class PairLoss(NamedTuple):
-    """`loss` `[P]` with gradient; rewards of both answers (DPO: implicit ones) `[P]`; `correct` `[P]` bool: the chosen
-    answer's is larger."""
+    """`loss` `[P]` with gradient; rewards of both answers `[P]` (DPO: the implicit ones); `correct` `[P]` bool: the
+    chosen answer has the larger reward.
+    """
 
     loss: Tensor
     reward_chosen: Tensor
@@ -37,7 +38,7 @@ class PairLoss(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """`chosen` `[2P]` bool: one sample of each pair; `distinct` `[P]` bool: the two scores differ."""
+    """`chosen` `[2P]` bool: True at the chosen sample of each pair; `distinct` `[P]` bool: the two scores differ."""
 
     chosen: Tensor
     distinct: Tensor
@@ -55,19 +56,19 @@ def dpo(
     chosen_lengths: Tensor | None = None,
     rejected_lengths: Tensor | None = None,
 ) -> PairLoss:
-    """DPO of answers' log-probs `[P]`; h: the chosen one's log-ratio to the reference less the rejected one's.
+    """DPO from the answers' log-probs `[P]`; h: the chosen log-ratio to the reference minus the rejected one.
 
     sigmoid: `-(1 - e) log s(beta h) - e log s(-beta h)`, e = `label_smoothing` (arXiv 2305.18290, equation 7); ipo:
-    `(h - 1 / (2 beta))^2` (arXiv 2310.12036, equation 17); hinge: `max(0, 1 - beta h)`. Without references the policy's
-    own log-probs are the log-ratios. Lengths (tokens, both or none) divide the log-ratios of ipo before anything else;
-    the implicit rewards `beta * log-ratio` stay those of sums. Raises `config.type` for an unknown kind, beta <= 0 or a
+    `(h - 1 / (2 beta))^2` (arXiv 2310.12036, equation 17); hinge: `max(0, 1 - beta h)`. Without references, log-ratios
+    are the policy's own log-probs. Lengths (in tokens, both or none) divide the log-ratios for ipo; the implicit
+    rewards `beta * log-ratio` are still those of the sums. Raises `config.type` for an unknown kind, beta <= 0 or a
     label smoothing outside 0..0.5.
     """
     if kind not in ("sigmoid", "ipo", "hinge") or beta <= 0 or not 0 <= label_smoothing <= 0.5:
         raise ConfigError(
             "config.type",
-            f"dpo: kind {kind!r} (sigmoid, ipo, hinge), beta {beta} (above 0), "
-            f"label_smoothing {label_smoothing} (0 to 0.5)",
+            f"dpo: kind {kind!r} (must be sigmoid, ipo or hinge), beta {beta} (must be above 0), "
+            f"label_smoothing {label_smoothing} (must be 0 to 0.5)",
         )
     chosen, rejected = _log_ratio(policy_chosen, ref_chosen), _log_ratio(policy_rejected, ref_rejected)
     good, bad = chosen, rejected
@@ -99,9 +100,9 @@ def bradley_terry(
 
 
 def online_pairs(scores: Tensor) -> Pairs:
-    """The better of two samples of each prompt from interleaved scores `[2P]`; of equals the first is chosen.
+    """Choose the better of each prompt's two samples from interleaved scores `[2P]`; the first of equal ones.
 
-    Pairs with equal scores teach nothing: `distinct` says which to keep.
+    Pairs with equal scores have no training signal: `distinct` marks the pairs to keep.
     """
     first, second = scores[0::2], scores[1::2]
     better = first >= second
@@ -109,7 +110,7 @@ def online_pairs(scores: Tensor) -> Pairs:
 
 
 def softmean(values: Tensor, *, beta: float = 1.0) -> Tensor:
-    """`log(mean(e^(beta x))) / beta` over all values, a scalar; beta 0 is the mean. Between mean and maximum."""
+    """Return `log(mean(e^(beta x))) / beta` over all values, a scalar between mean and maximum; the mean for beta 0."""
     found = wide(values)
     if beta == 0:
         return found.mean()
@@ -119,8 +120,9 @@ def softmean(values: Tensor, *, beta: float = 1.0) -> Tensor:
 def sppo_targets(
     scores: Tensor, *, target: Literal["zero_center", "softmean"] = "zero_center", softmean_beta: float = 1.0
 ) -> Tensor:
-    """What SPPO's log-ratios should be, up to eta, `[S]`: scores are win rates in 0..1 and 1/2 is taken off
-    (zero_center, arXiv 2405.00675), or outcome scores less their softmean over the whole batch."""
+    """Return the targets of SPPO's log-ratios before the factor eta, `[S]`: win rates in 0..1 minus 1/2 (zero_center,
+    arXiv 2405.00675), or outcome scores minus their softmean over the whole batch.
+    """
     found = wide(scores.detach())
     return found - (0.5 if target == "zero_center" else softmean(found, beta=softmean_beta))
 
@@ -131,7 +133,7 @@ def sppo(
     """SPPO (arXiv 2405.00675): `(sum of (current - proximal) - eta target)^2` of each row, `[S]`.
 
     Log-probs, mask and row numbers are flat, `[N]`; `targets` `[S]`. A row without a trained token gives 0; the loss is
-    the sum over the rows that have one, over their number in the whole mini-batch.
+    the sum over the rows that have one, divided by their number in the whole mini-batch.
     """
     rows = targets.numel()
     apart = masked(current, mask) - masked(proximal.detach(), mask)

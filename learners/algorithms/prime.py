@@ -1,13 +1,13 @@
-"""PRIME: rewards per token from a reward model trained only on outcomes (arXiv 2502.01456).
+"""PRIME: token rewards from a reward model that is trained only on outcomes (arXiv 2502.01456).
 
 Guarantees:
 1. the last trained token of a row has no process reward: it carries the outcome;
-2. process and outcome have separate leave-one-out baselines, in the complete group;
-3. a group of one has no baseline: its rewards stay unchanged;
+2. process and outcome have separate leave-one-out baselines, over the complete group;
+3. a group of one has no baseline: its rewards do not change;
 4. only the cross-entropy has a gradient, and only through `q`; NaN outside the mask has no effect.
 
-Example: log-probs -1, -1 under the reward model and -2, -2 under its reference, beta 0.05: q 1, 1, scores 0.05, 0
-(without `batch_norm`).
+Example: log-probs -1, -1 under the reward model and -2, -2 under its reference with beta 0.05 give q = 1, 1 and the
+scores 0.05, 0 (without `batch_norm`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from learners.algorithms.types import Estimate, Rollouts
 
 
 class TokenScores(NamedTuple):
-    """`scores` `[S, T]`: process rewards, no gradient; `q` `[S, T]`: log-ratio of reward model over its reference."""
+    """`scores` `[S, T]`: process rewards, no gradient; `q` `[S, T]`: log-ratio of the reward model to its reference."""
 
     scores: Tensor
     q: Tensor
@@ -44,10 +44,10 @@ class TokenScores(NamedTuple):
 def token_scores(
     model: Tensor, reference: Tensor, mask: Tensor, *, beta: float = 0.05, batch_norm: bool = True
 ) -> TokenScores:
-    """Implicit process rewards `beta (log phi - log ref)`, `[S, T]` (arXiv 2502.01456).
+    """Return implicit process rewards `beta (log phi - log ref)`, `[S, T]` (arXiv 2502.01456).
 
-    `batch_norm` divides them by the greatest absolute sum of later rewards in the whole batch (plus 1e-6).
-    `model`, `reference` `[S, T]`: log-probs of the tokens under the reward model and its frozen start.
+    `batch_norm` divides them by the largest absolute undiscounted return in the whole batch (plus 1e-6). `model`,
+    `reference` `[S, T]`: log-probs of the tokens under the reward model and its frozen initial weights.
     """
     q = masked(model, mask) - masked(reference, mask)
     scores = masked(beta * q.detach(), mask & ~last_tokens(mask))
@@ -58,7 +58,7 @@ def token_scores(
 
 @torch.no_grad()
 def prime(rollouts: Rollouts, *, coef_dpo: float = 5.0, coef_gt: float = 5.0) -> Estimate:
-    """Advantages of process rewards and outcomes together: whitened sums of the later rewards (arXiv 2502.01456).
+    """Advantages from process and outcome rewards together: their returns, whitened (arXiv 2502.01456).
 
     Process, at every token: `r n/(n-1) - sum over the group of its rows' mean r / (n-1)`, times `coef_dpo`; outcome, at
     the last token: `(R n - sum R) / (n-1)`, times `coef_gt`. Needs `Rollouts.process` `[S, T]` from `token_scores`.
@@ -81,15 +81,16 @@ def prime(rollouts: Rollouts, *, coef_dpo: float = 5.0, coef_gt: float = 5.0) ->
 def ce_loss(q: Tensor, correct: Tensor, mask: Tensor, *, beta: float = 0.05) -> Tensor:
     """Binary cross-entropy of `sigmoid(beta sum q)` against the outcome, mean over the rows (arXiv 2502.01456).
 
-    A scalar with gradient. `q` `[S, T]`; `correct` `[S]`: outcomes from 0 to 1. No rows: 0.
+    Returns a scalar with gradient, 0 without rows. `q` `[S, T]`; `correct` `[S]`: outcomes from 0 to 1.
     """
     losses = _cross_entropy(beta * masked_sum(q, mask, -1), correct)
     return losses.sum() / max(losses.numel(), 1)
 
 
 class OutcomeLosses(NamedTuple):
-    """Of each sequence `[S]`: `loss` with gradient, 0 where no token is trained; `logits` `beta sum q`, no gradient;
-    `counted` bool: it has a trained token."""
+    """Per sequence, `[S]`: `loss` with gradient, 0 if no token is trained; `logits`, which are `beta sum q`, without
+    gradient; `counted` bool: the sequence has a trained token.
+    """
 
     loss: Tensor
     logits: Tensor
@@ -97,9 +98,10 @@ class OutcomeLosses(NamedTuple):
 
 
 def outcome_losses(q: Tensor, correct: Tensor, mask: Tensor, sequences: Tensor, *, beta: float = 0.05) -> OutcomeLosses:
-    """`ce_loss` before its mean, over flat tokens (arXiv 2502.01456): pieces that hold whole sequences add up.
+    """Return the terms of `ce_loss` per sequence, from flat tokens (arXiv 2502.01456); pieces add up.
 
-    `q`, `mask` and `sequences` (a number per token) `[N]`; `correct` `[S]`: outcomes from 0 to 1.
+    A piece holds whole sequences. `q`, `mask` and `sequences` (each token's sequence number) `[N]`; `correct` `[S]`:
+    outcomes from 0 to 1.
     """
     logits = beta * sequence_sums(q, mask, sequences, correct.numel())
     counted = sequence_lengths(mask, sequences, correct.numel()) > 0

@@ -1,11 +1,12 @@
 """Finds the functions of `asyncrl.config.sections.algorithm_catalogue` and of plugins, and binds their options.
 
 Guarantees:
-1. an unknown name or option, or a value of the wrong type, is one error that lists the valid ones;
-2. a plugin is a function with the signature of its kind (`learners.algorithms.types`) under an entry point of the group
-   `asyncrl.advantages`, `asyncrl.losses` or `asyncrl.corrections`; its keyword-only arguments are its options;
-3. a plugin states further needs by attributes of the function: `needs` (names of `Rollouts` fields), `aggregation` (the
-   only mode of a loss), `choose` (selects tokens of the whole mini-batch), `whole_batch` (a correction over all rows).
+1. an unknown name or option, or a value of the wrong type, raises one error that lists the valid ones;
+2. a plugin is a function with the signature of its kind (`learners.algorithms.types`), registered in the entry-point
+group `asyncrl.advantages`, `asyncrl.losses` or `asyncrl.corrections`; its keyword-only arguments are its options;
+3. attributes of a plugin's function declare its further needs: `needs` (names of `Rollouts` fields), `aggregation` (the
+only mode that the loss supports), `choose` (a function that selects tokens of the whole mini-batch), `whole_batch` (the
+correction depends on all rows).
 
 Example: `advantage = "mine"` with `[project.entry-points."asyncrl.advantages"] mine = "my_package:mine"`.
 """
@@ -46,7 +47,7 @@ class Chosen(NamedTuple):
 
 
 def find_function(kind: str, name: str) -> Callable[..., Any]:
-    """Return the function of that name. Raises `config.type` with the known ones, `config.extra` if it cannot load."""
+    """Return the function by name. Raises `config.type` for an unknown name, `config.extra` if it cannot be loaded."""
     where = f"learner.algorithm.{kind}"
     found = algorithms.entry(kind, name)
     if found is not None:
@@ -54,12 +55,12 @@ def find_function(kind: str, name: str) -> Callable[..., Any]:
     for point in entry_points(group=algorithms.GROUPS[kind], name=name):
         return typing.cast("Callable[..., Any]", load_object(point.value, code="config.extra", where=where))
     raise ConfigError(
-        "config.type", f"{where} = {name!r}: one of {', '.join(algorithms.known_names(kind))}", where=where
+        "config.type", f"{where} = {name!r} is not known: one of {', '.join(algorithms.known_names(kind))}", where=where
     )
 
 
 def options_in(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
-    """Return option -> type and default: the keyword-only arguments of the function."""
+    """Return the keyword-only arguments of the function: option -> type and default."""
     hints = typing.get_type_hints(function)
     return {
         name: (hints.get(name, Any), parameter.default)
@@ -69,7 +70,7 @@ def options_in(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def choose(algorithm: AlgorithmConfig, kind: Kind) -> Chosen:
-    """Return the configured function of a kind with its options, converted to the types of its signature."""
+    """Return the configured function of a kind and its options, converted to the types in its signature."""
     name = algorithms.effective_name(algorithm, kind)
     function = find_function(kind, name)
     known = options_in(function)
@@ -108,8 +109,9 @@ def correction_for(algorithm: AlgorithmConfig) -> Callable[..., Correction]:
 
 
 def chooser_for(algorithm: AlgorithmConfig) -> Callable[..., Any] | None:
-    """Return the function that selects tokens of the mini-batch for the loss: `choose_<name>`, or its attribute
-    `choose`.
+    """Return the function that selects the loss's tokens in the mini-batch, or None without one.
+
+    It is the attribute `choose` of the loss, else `choose_<name>` in its module.
     """
     found = choose(algorithm, "loss")
     picker = getattr(found.function, "choose", None)
@@ -123,7 +125,7 @@ def chooser_for(algorithm: AlgorithmConfig) -> Callable[..., Any] | None:
 
 
 def aggregation_for(algorithm: AlgorithmConfig) -> str:
-    """Return the configured aggregation; the loss's own if it allows only one."""
+    """Return the configured aggregation, or the loss's own if it supports only one."""
     found = algorithms.entry("loss", algorithm.loss)
     if found is not None:
         return found.aggregation or algorithm.aggregation
@@ -131,7 +133,7 @@ def aggregation_for(algorithm: AlgorithmConfig) -> str:
 
 
 def needs_for(algorithm: AlgorithmConfig) -> tuple[str, ...]:
-    """Return what the estimator needs in addition to rewards, mask and groups."""
+    """Return the fields that the estimator needs in addition to rewards, mask and groups."""
     found = algorithms.entry("advantage", algorithm.advantage)
     if found is not None:
         return found.needs
@@ -156,7 +158,7 @@ def option_table() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
 
 
 def type_names(hint: Any) -> list[Any]:
-    """Return `["float", "off"]` for `float | None`; a list of words for a Literal."""
+    """Return the type names of a hint: `["float", "off"]` for `float | None`, a list of words for a Literal."""
     if get_origin(hint) is Literal:
         return [list(get_args(hint))]
     if get_origin(hint) in (typing.Union, types.UnionType):
@@ -169,14 +171,14 @@ def type_names(hint: Any) -> list[Any]:
 
 
 def toml_value(default: Any) -> Any:
-    """Return a default as in TOML."""
+    """Return a default as TOML shows it: "off" for None, "required" if there is none."""
     if default is None:
         return "off"
     return "required" if default is inspect.Parameter.empty else msgspec.to_builtins(default)
 
 
 def main() -> int:
-    """Check the algorithms of the configuration on standard input, with plugins; print mistakes as JSON lines."""
+    """Check the algorithms of the configuration on standard input, with plugins; print errors as JSON lines."""
     from asyncrl.config import parse
 
     algorithm = parse(sys.stdin.read()).learner.algorithm

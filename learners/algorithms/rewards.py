@@ -1,11 +1,11 @@
-"""Changes to rewards before the advantages: penalties for length and for leaving the reference.
+"""Changes rewards before the advantages are estimated: penalties for length and for distance from the reference.
 
 Guarantees:
-1. an outcome score stands on the last trained token of its row, wherever the padding or tool output ends;
-2. no gradient flows; NaN outside the mask has no effect, the result is 0 there;
+1. an outcome score is on the last trained token of its row, wherever padding or tool output ends;
+2. no gradient flows; NaN outside the mask has no effect, and the result is 0 there;
 3. the controller is a pure function: its state is the coefficient, which the caller stores in the checkpoint.
 
-Example: at most 100 tokens with a buffer of 20: lengths 80, 81, 90, 100 get 0, -0.05, -0.5, -1.
+Example: with max_len 100 and buffer_len 20, the lengths 80, 81, 90, 100 get 0, -0.05, -0.5, -1.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Penalised(NamedTuple):
 
 
 def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int, factor: float = 1.0) -> Tensor:
-    """Soft length penalty, float64 `[S]`, added to the score (DAPO, arXiv 2503.14476, eq. 13): at most 0.
+    """Return a soft length penalty, float64 `[S]`, at most 0, to add to the score (DAPO, arXiv 2503.14476, eq. 13).
 
     `min(-(L - (max_len - buffer_len)) / buffer_len * factor, 0)`: 0 up to `max_len - buffer_len`, then linear to
-    `-factor` at `max_len`. `lengths` `[S]`: all tokens of the response, tool output included. `config.conflict` unless
-    0 < buffer_len <= max_len.
+    `-factor` at `max_len`. `lengths` `[S]`: all tokens of the response, tool output included. Raises `config.conflict`
+    unless 0 < buffer_len <= max_len.
     """
     if not 0 < buffer_len <= max_len:
         raise ConfigError(
             "config.conflict",
-            f"overlong penalty: buffer_len {buffer_len} wants to be above 0, at most max_len {max_len}",
+            f"overlong penalty: buffer_len {buffer_len} must be above 0 and at most max_len {max_len}",
         )
     over = lengths.double() - (max_len - buffer_len)
     return (-over / buffer_len * factor).clamp(max=0)
@@ -45,9 +45,10 @@ def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int, factor: 
 def kl_penalty(
     rewards: Tensor, proximal: Tensor, reference: Tensor, mask: Tensor, *, coeff: float, kind: Kind = "k1"
 ) -> Penalised:
-    """KL penalty inside the reward (arXiv 1909.08593, eq. 2): `r - coeff k(proximal - reference)` at trained tokens.
+    """KL penalty in the reward (arXiv 1909.08593, eq. 2): `r - coeff k(proximal - reference)` at trained tokens.
 
-    All `[S, T]`; `kind`: an estimator of `learners.algorithms.kl`. `kl` of the result feeds `next_kl_coeff`.
+    All tensors are `[S, T]`; `kind`: an estimator of `learners.algorithms.kl`. Pass the result's `kl` to
+    `next_kl_coeff`.
     """
     found = kl_estimate(proximal.detach(), reference.detach(), mask, kind=kind)
     current = masked_mean(found, mask, -1)
@@ -58,12 +59,12 @@ def kl_penalty(
 def next_kl_coeff(
     coeff: float, measured: float, sequences: int, *, target: float = 0.1, horizon: float = 10000
 ) -> float:
-    """The adaptive coefficient after a step (arXiv 1909.08593, section 2.2): `coeff (1 + e n / horizon)`.
+    """Return the adaptive coefficient after a step (arXiv 1909.08593, section 2.2): `coeff (1 + e n / horizon)`.
 
-    `e = clip(measured / target - 1, -0.2, 0.2)`, n the sequences of the step. Called after the penalty was applied.
-    `config.type` unless target and horizon are above 0.
+    `e = clip(measured / target - 1, -0.2, 0.2)`; n is the number of sequences in the step. Call it after the penalty
+    was applied. Raises `config.type` unless target and horizon are above 0.
     """
     if target <= 0 or horizon <= 0:
-        raise ConfigError("config.type", f"KL controller: target {target} and horizon {horizon} want to be above 0")
+        raise ConfigError("config.type", f"KL controller: target {target} and horizon {horizon} must be above 0")
     error = min(max(measured / target - 1, -0.2), 0.2)
     return coeff * (1 + error * sequences / horizon)

@@ -1,10 +1,10 @@
 """Policy losses with the ratio of a whole sequence: GSPO, GMPO, VESPO, TOPR.
 
-A sequence lies completely in one piece of the batch (by the packer), so results do not depend on the split. All take
-`[N]` and give a loss for each token: values of a row stand at each of its tokens, so seq-mean-token-mean gives the
-row's value. Guarantees: those of `losses`.
+The packer keeps each sequence in one piece of the batch, so results do not depend on the split. All functions take
+`[N]` and return a loss for each token: a row's value is repeated at each of its tokens, so seq-mean-token-mean gives
+the row's value. Guarantees: those of `losses`.
 
-Example: gaps current - proximal of a row 0.1, 0.3: GSPO's ratio is e^0.2 = 1.2214 for both tokens, VESPO's e^0.4.
+Example: for a row with current - proximal = 0.1, 0.3, GSPO's ratio is e^0.2 = 1.2214 for both tokens, VESPO's is e^0.4.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from learners.algorithms.loss_terms import (
 from learners.algorithms.tensors import masked, sequence_means, sequence_sums
 from learners.algorithms.types import LossInputs, TokenLoss
 
-#: GSPO: a larger log-ratio of a row is cut, and its gradient with it.
+#: GSPO: upper bound of a row's log-ratio; above it the gradient is 0.
 GSPO_LIMIT = 10.0
 _LEAST, _MOST = math.log(1e-8), 20.0
 
@@ -36,9 +36,9 @@ _LEAST, _MOST = math.log(1e-8), 20.0
 def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
     """GSPO (arXiv 2507.18071, equations 5 and 7; the token form is equation 14): PPO with the geometric mean ratio.
 
-    `log s = sum of (current - proximal) / length` of the row; at every token the value is that of the row and the
-    gradient that of its own log-prob. Made for seq-mean-token-mean; with seq-mean-token-sum it is LUSPO (arXiv
-    2602.05261). log s is cut at 10. `clipped` as in PPO.
+    `log s = sum of (current - proximal) / length` of the row, clamped to at most 10. Each token has the value of its
+    row and the gradient of its own log-prob. Designed for seq-mean-token-mean; with seq-mean-token-sum it is LUSPO
+    (arXiv 2602.05261). `clipped` as in PPO.
     """
     bounds("gspo", clip_low, clip_high)
     apart = plain_gap(inputs)
@@ -49,14 +49,14 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
 
 
 def gmpo(inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
-    """GMPO (arXiv 2507.20673): the geometric mean of clipped ratios; seq-mean-token-mean alone.
+    """GMPO (arXiv 2507.20673): the geometric mean of clipped ratios; only for seq-mean-token-mean.
 
     `clip_low`, `clip_high` bound the token's LOG-ratio to [-low, high], pessimistically by the sign of its advantage. A
-    row's loss is -(mean advantage) e^(mean of those), times the geometric mean of its weights (w + 1e-10); it stands at
-    each of its tokens. `clipped`: the bound acted.
+    row's loss is -(mean advantage) e^(mean bounded log-ratio), times the geometric mean of its weights (w + 1e-10),
+    repeated at each of its tokens. `clipped`: the bound took effect.
     """
     if clip_low < 0 or clip_high < 0:
-        refuse("gmpo", f"clip_low = {clip_low}, clip_high = {clip_high}: not below 0")
+        refuse("gmpo", f"clip_low = {clip_low}, clip_high = {clip_high}: they must not be below 0")
     gained, apart = gain(inputs), gap(inputs)
     sign = gained.sign()
     plain, cut = sign * apart, sign * apart.clamp(-clip_low, clip_high)
@@ -70,11 +70,11 @@ def gmpo(inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -
 def vespo(
     inputs: LossInputs, *, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0
 ) -> TokenLoss:
-    """VESPO (arXiv 2602.10693): `-phi(w) A log p` with a smooth weight of the whole row's ratio, made for stale data.
+    """VESPO (arXiv 2602.10693): `-A phi(w) log p` with a smooth weight of the whole row's ratio, for stale data.
 
-    `log w` is the SUM of the row's log-ratios, of the logs of its weights too where there is a correction (of tokens,
-    not of rows), within [log 1e-8, 20]; `phi = exp(lambda + k log w - lambda w)`, 1 at w = 1, without gradient; `k_pos`
-    and `lambda_pos` for advantages >= 0. Tokens of weight 0 are left out of the sum and of the loss.
+    `log w` is the SUM of the row's log-ratios, plus the logs of its weights if there is a correction (of tokens, not of
+    rows), clamped to [log 1e-8, 20]. `phi = exp(lambda + k log w - lambda w)`, 1 at w = 1, without gradient; `k_pos`
+    and `lambda_pos` are for advantages >= 0. Tokens of weight 0 are left out of the sum and of the loss.
     """
     gained = gain(inputs)
     counted, logs = inputs.mask, gap(inputs).detach()
@@ -90,10 +90,10 @@ def vespo(
 
 
 def topr(inputs: LossInputs) -> TokenLoss:
-    """TOPR (arXiv 2503.14286): `-A log p`, tapered by min(ratio of the row, 1) where the advantage is negative.
+    """TOPR (arXiv 2503.14286): `-A log p`, times min(ratio of the row, 1) if the advantage is negative.
 
-    The ratio is the product over the row of current / proximal, without gradient; the paper's is to the behaviour
-    policy: proximal = behaviour. `clipped`: a ratio above 1 was cut.
+    The ratio is the product over the row of current / proximal, without gradient. The paper uses the ratio to the
+    behaviour policy: set proximal = behaviour. `clipped`: a ratio above 1 was reduced to 1.
     """
     gained = gain(inputs)
     logs = sequence_sums(gap(inputs).detach(), inputs.mask, inputs.sequences)[inputs.sequences]
@@ -103,5 +103,5 @@ def topr(inputs: LossInputs) -> TokenLoss:
 
 
 def _row_means(inputs: LossInputs, values: Tensor) -> Tensor:
-    """Mean over the trained tokens of each row, `[S]`."""
+    """Return the mean over the trained tokens of each row, `[S]`."""
     return sequence_means(values, inputs.mask, inputs.sequences)

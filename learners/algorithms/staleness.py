@@ -1,12 +1,12 @@
 """The age of rows, the weight of old rows, and the number of rollouts that may start.
 
-A version is the number of learner steps done when the weights were published; a row that was interrupted by a weight
-update has tokens of several versions. Guarantees:
+A version is the number of learner steps completed when the weights were published; a row that was interrupted by a
+weight update has tokens of several versions. Guarantees:
 1. the age of a row counts only its trained tokens; a row without any has age 0;
 2. weights have no gradient and are positive;
 3. dividing by the batch mean mixes rows: call it once on the whole batch, before the split.
 
-The buffer decides about admission, by the same bound (`buffers.groups.schedule`).
+The buffer decides on admission with the same bound (`buffers.groups.schedule`).
 Example: tokens of versions 1, 2, 6 in a step that starts from version 8: newest 2, oldest 7, span 5, mean 5.
 """
 
@@ -26,18 +26,18 @@ Decay = Literal["exp", "power"]
 class Staleness(NamedTuple):
     """Ages of rows in learner steps, all `[S]`; `newest`, `oldest` and `span` int64, `mean` float64."""
 
-    newest: Tensor  # current version minus the newest token's
-    oldest: Tensor  # current version minus the oldest token's: what admission bounds
-    span: Tensor  # oldest - newest: how often the weights changed inside the response
+    newest: Tensor  # current version minus that of the newest token
+    oldest: Tensor  # current version minus that of the oldest token; bounded by admission
+    span: Tensor  # oldest - newest: number of weight updates within the response
     mean: Tensor  # over the trained tokens
 
 
 def staleness(
     versions: Tensor, mask: Tensor, sequences: Tensor, *, current_version: int, count: int | None = None
 ) -> Staleness:
-    """Ages from the version of every token: `versions` int64 `[N]`, bool `mask` `[N]`, `sequences` `[N]`.
+    """Return the ages of rows from the version of every token: `versions` int64, `mask` bool, `sequences`, all `[N]`.
 
-    `current_version` is the version that the training step starts from. `count`: number of rows, where the last ones
+    `current_version` is the version that the training step starts from. `count` is the number of rows, if the last ones
     may have no token.
     """
     lengths = sequence_lengths(mask, sequences, count)
@@ -53,28 +53,28 @@ def staleness(
 def staleness_weights(
     lags: Tensor, *, kind: Decay = "exp", tau: float = 4.0, kappa: float = 0.5, normalize: bool = True
 ) -> Tensor:
-    """How much each row counts, float64 `[S]`: `e^(-lag / tau)` (exp) or `(1 + lag)^-kappa` (power).
+    """Return the weight of each row, float64 `[S]`: `e^(-lag / tau)` (exp) or `(1 + lag)^-kappa` (power).
 
-    `lags` `[S]` in steps, the mean or the oldest of `staleness`. `normalize` divides by the mean over ALL rows of the
-    batch, so that the step keeps its size. The weights multiply the loss like those of a correction. Raises
-    `config.type` where the kind is unknown or `tau` is not positive. An extension of asyncrl, not from a paper.
+    `lags` `[S]` in steps: the mean or the oldest of `staleness`. `normalize` divides by the mean over ALL rows of the
+    batch, which preserves the size of the step. The weights multiply the loss like those of a correction. Raises
+    `config.type` for an unknown kind or a `tau` that is not positive. An extension of asyncrl, not from a paper.
     """
     if kind == "exp" and tau > 0:
         weights = torch.exp(-lags.detach().double() / tau)
     elif kind == "power":
         weights = (1 + lags.detach().double()) ** -kappa
     else:
-        raise ConfigError("config.type", f"staleness weight {kind!r} with tau {tau}: exp (tau > 0) or power")
+        raise ConfigError("config.type", f"staleness weight {kind!r} with tau {tau} must be exp (tau > 0) or power")
     return weights / weights.mean() if normalize and weights.numel() else weights
 
 
 def capacity(
     *, max_staleness: int, version: int, batch_size: int, max_concurrent: int, accepted: int, running: int
 ) -> int:
-    """Rollouts that may start now; 0 or less: none. arXiv 2505.24298 (staleness-aware admission).
+    """Return how many rollouts may start now; 0 or less: none. arXiv 2505.24298 (staleness-aware admission).
 
-    Least of the free slots and `(max_staleness + version + 1) * batch_size - (accepted + running)`. `batch_size`
-    rollouts are consumed per version, `accepted` were accepted since the start of the run. `max_staleness` 0 is
+    It is the minimum of the free slots and `(max_staleness + version + 1) * batch_size - (accepted + running)`. Each
+    version consumes `batch_size` rollouts; `accepted` were accepted since the start of the run. `max_staleness` 0 is
     synchronous training.
     """
     quota = (max_staleness + version + 1) * batch_size - (accepted + running)

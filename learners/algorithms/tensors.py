@@ -2,14 +2,14 @@
 
 Guarantees:
 1. `masked` selects before any arithmetic: NaN and infinities outside the mask have no effect and no gradient;
-2. float32 or wider, whatever the input;
-3. the mean of nothing is 0, the whitening of fewer than two values is 0;
-4. rows of a group need not be adjacent, and groups may have any numbers;
-5. pure: nothing is changed in place.
+2. results are float32 or wider, whatever the input dtype;
+3. the mean of no values is 0, and the whitening of fewer than two values is 0;
+4. rows of a group need not be adjacent, and group numbers may be any integers;
+5. functions are pure: no tensor is changed in place.
 
-It supports three layouts: any shape with a mask, whole batches `[S, T]` (S samples, T tokens), flat tokens `[N]` with
+There are three layouts: any shape with a mask, whole batches `[S, T]` (S samples, T tokens), and flat tokens `[N]` with
 the number of each token's sequence.
-Example: of the values 1, NaN, 3 with the mask 1, 0, 1 the masked mean is 2; whitened: -0.707107, 0, 0.707107.
+Example: values 1, NaN, 3 with mask 1, 0, 1 have the masked mean 2; whitening gives -0.707107, 0, 0.707107.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from learners.algorithms.types import Rollouts
 
 
 def wide(values: Tensor) -> Tensor:
-    """`values` in float32 or, where they have it, in float64."""
+    """Return `values` in float32, or unchanged if they are float64."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` in float32 or wider, 0 outside the mask; a NaN there has no effect and no gradient."""
+    """Return `values` in float32 or wider, 0 outside the mask; a NaN there has no effect and no gradient."""
     found = wide(values)
     return torch.where(mask, found, torch.zeros((), dtype=found.dtype, device=found.device))
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum over the mask; over everything, a scalar, or along `dim`."""
+    """Sum over the mask: a scalar, or along `dim`."""
     found = masked(values, mask)
     return found.sum() if dim is None else found.sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean over the mask, 0 where it is empty; over everything, a scalar, or along `dim`."""
+    """Mean over the mask, 0 if it is empty: a scalar, or along `dim`."""
     counts = mask.sum() if dim is None else mask.sum(dim)
     return masked_sum(values, mask, dim) / counts.clamp(min=1)
 
@@ -57,7 +57,8 @@ def masked_variance(values: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, epsilon: float = 1e-8) -> Tensor:
     """`(x - mean) / sqrt(var + epsilon)` with mean and unbiased variance over the mask of the WHOLE batch.
 
-    Without `shift_mean` the mean is added back. 0 outside the mask; fewer than two values give 0 (shifted).
+    Without `shift_mean` the mean is added back. The result is 0 outside the mask, and 0 (before that addition) for
+    fewer than two values.
     """
     mean = masked_mean(values, mask)
     found = (masked(values, mask) - mean) * torch.rsqrt(masked_variance(values, mask) + epsilon)
@@ -68,7 +69,7 @@ def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, epsi
 
 
 def sequence_sums(values: Tensor, mask: Tensor, sequences: Tensor, count: int | None = None) -> Tensor:
-    """Sum over the trained tokens of each sequence, `[S]`, with gradient. `count`: S, else the last number plus 1."""
+    """Sum over the trained tokens of each sequence, `[S]`, with gradient. `count`: S; None: the last number plus 1."""
     found = masked(values, mask)
     total = count if count is not None else int(sequences.max()) + 1 if sequences.numel() else 0
     return torch.zeros(total, dtype=found.dtype, device=found.device).index_add(0, sequences, found)
@@ -95,23 +96,23 @@ def outcome_scores(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def spread(scores: Tensor, mask: Tensor) -> Tensor:
-    """One number per row at every token of its mask, `[S, T]`, 0 elsewhere."""
+    """Repeat the score of each row at every token of its mask, `[S, T]`; 0 elsewhere."""
     return masked(scores[:, None].expand(mask.shape), mask)
 
 
 def last_tokens(mask: Tensor) -> Tensor:
-    """True at the last place of the mask in each row, bool `[S, T]`; no place in an empty row."""
-    after = mask.long().flip(-1).cumsum(-1).flip(-1)  # places of the mask from here on
+    """Mark the last token of the mask in each row, bool `[S, T]`; none in an empty row."""
+    after = mask.long().flip(-1).cumsum(-1).flip(-1)  # number of mask tokens from here on
     return mask & (after == 1)
 
 
 def place_outcomes(scores: Tensor, mask: Tensor) -> Tensor:
-    """Outcome scores `[S]` as token rewards `[S, T]`: on the last token of the mask, 0 elsewhere."""
+    """Place outcome scores `[S]` as token rewards `[S, T]` on the last token of the mask; 0 elsewhere."""
     return spread(scores, last_tokens(mask))
 
 
 def following(values: Tensor, mask: Tensor, last: Tensor) -> Tensor:
-    """The value at the next place of the mask in the same row, `[S, T]`; after the last one `last` `[S]`."""
+    """Return the value at the next token of the mask in the same row, `[S, T]`; `last` `[S]` after the last one."""
     rows, columns = mask.shape
     places = torch.where(mask, torch.arange(columns, device=mask.device), columns)
     here = places.flip(-1).cummin(-1).values.flip(-1) if columns else places
@@ -120,9 +121,9 @@ def following(values: Tensor, mask: Tensor, last: Tensor) -> Tensor:
 
 
 def scan_back(values: Tensor, decay: Tensor | float, mask: Tensor) -> Tensor:
-    """`y_t = x_t + decay_t * y_next` from the last place of the mask to the first, `[S, T]`; `y` after the last is 0.
+    """Return `y_t = x_t + decay_t * y_next` from the last token of the mask to the first, `[S, T]`; `y` starts at 0.
 
-    Places outside the mask are skipped: what is carried passes through them unchanged, their result is 0.
+    Tokens outside the mask are skipped: they do not change the running value, and their result is 0.
     """
     found = masked(values, mask)
     rates = decay if isinstance(decay, Tensor) else torch.full((), decay, dtype=found.dtype)
@@ -161,19 +162,19 @@ class Groups(NamedTuple):
         return self.sums(values) / self.sizes
 
     def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Least and greatest value of each group, both `[G]`."""
+        """Minimum and maximum of each group, both `[G]`."""
         start = values.new_zeros(self.sizes.numel())
         low = start.scatter_reduce(0, self.of, values, "amin", include_self=False)
         high = start.scatter_reduce(0, self.of, values, "amax", include_self=False)
         return low, high
 
     def flat(self, values: Tensor) -> Tensor:
-        """Groups whose values are all equal, bool `[G]`; compared exactly, not by a standard deviation."""
+        """Mark groups whose values are all equal, bool `[G]`; compared exactly, not by a standard deviation."""
         low, high = self.extremes(values)
         return low == high
 
     def centred(self, values: Tensor) -> Tensor:
-        """Value minus the mean of its group, `[S]`; exactly 0 where all are equal."""
+        """Value minus the mean of its group, `[S]`; exactly 0 if all values of the group are equal."""
         centred = values - self.means(values)[self.of]
         return torch.where(self.flat(values)[self.of], torch.zeros_like(values), centred)
 
@@ -183,11 +184,11 @@ class Groups(NamedTuple):
         return (self.sums(squares) / (self.sizes - 1).clamp(min=1)).sqrt()
 
     def alone(self) -> Tensor:
-        """Rows that are the only one of their group, bool `[S]`."""
+        """Mark rows that are the only one of their group, bool `[S]`."""
         return (self.sizes == 1)[self.of]
 
 
 def grouped(numbers: Tensor) -> Groups:
-    """Groups by the number of each row, `[S]`; any integers."""
+    """Group rows by their numbers `[S]`, which may be any integers."""
     _, of, sizes = torch.unique(numbers, return_inverse=True, return_counts=True)
     return Groups(of, sizes)

@@ -1,19 +1,18 @@
-"""Policy losses with terms of single tokens: the clipped ratio of PPO and its relatives.
+"""Policy losses with one term per token: the clipped ratio of PPO and its variants.
 
-With `d = current - proximal` (clamped to +-20 before `exp`), ratio `x = e^d` and advantage A they give per token, to be
-minimised:
+With `d = current - proximal` (clamped to +-20 before `exp`), ratio `x = e^d` and advantage A, the losses per token are:
 
 name        loss                                                        gradient in current
 ppo         max(-A x, -A clip(x, 1 - low, 1 + high))                    -A x, 0 where clipped
 reinforce   -A current                                                  -A
-cispo       -sg(clip(x, 1 - low, 1 + high)) A current                   -A clip(x): clipped tokens keep theirs
+cispo       -sg(clip(x, 1 - low, 1 + high)) A current                   -A clip(x), also for clipped tokens
 aipo        -sg(min(e^(current - behaviour), rho)) A current            -A min(..)
 sapo        -A 4/tau sigmoid(tau (x - 1))                               a soft gate around x = 1
-dppo_tv/kl  -sg(min(x, cap)) A current, 0 where the token left trust    as cispo, 0 outside
+dppo_tv/kl  -sg(min(x, cap)) A current, 0 outside the trust region      as cispo, 0 outside
 dro         -(A current - beta/2 (current - proximal)^2)                -A + beta d
 
-sg: no gradient. Guarantees: those of `losses`. Example: A = 2, x = 1.5, clip_high 0.2: ppo gives -2.4 with gradient 0,
-cispo a gradient of -2.4.
+sg: stop-gradient. Guarantees: those of `losses`. Example: A = 2, x = 1.5 and clip_high 0.2: ppo gives -2.4 with
+gradient 0, cispo has the gradient -2.4.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ def ppo(
     """PPO's clipped surrogate (arXiv 1707.06347, equation 7) of current / proximal, `[N]`.
 
     A larger `clip_high` is DAPO's clip-higher (arXiv 2503.14476). `dual_clip` > 1 bounds the loss of a negative
-    advantage to `-A dual_clip` (arXiv 1912.09729); `delta` > 1 + clip_high bounds the ratio itself, which
-    does the same with an upper limit on the ratio (arXiv 2505.07291, two-sided clipping). With the weights of a
-    correction it is decoupled PPO (arXiv 2110.00641, 2505.24298); with proximal = behaviour plain PPO.
-    `clipped`: the clipped term is strictly larger; `dual_clipped`: the dual clip acted. Raises `config.type` for bounds
-    that exclude a ratio of 1.
+    advantage to `-A dual_clip` (arXiv 1912.09729); `delta` > 1 + clip_high does the same with an upper limit on the
+    ratio itself (arXiv 2505.07291, two-sided clipping). With the weights of a correction it is decoupled PPO (arXiv
+    2110.00641, 2505.24298); with proximal = behaviour it is plain PPO.
+    `clipped`: the clipped term is strictly larger; `dual_clipped`: the dual clip took effect. Raises `config.type` for
+    bounds that exclude a ratio of 1.
     """
     bounds("ppo", clip_low, clip_high)
     if dual_clip is not None and dual_clip <= 1:
@@ -68,17 +67,17 @@ def ppo(
 
 
 def reinforce(inputs: LossInputs) -> TokenLoss:
-    """`-A log p`, `[N]`: REINFORCE, and the loss of GPG (arXiv 2504.02546) and V-trace. It holds no ratio."""
+    """`-A log p`, `[N]`, without a ratio: REINFORCE, and the loss of GPG (arXiv 2504.02546) and V-trace."""
     return finished(inputs, -gain(inputs) * trained_logprobs(inputs), torch.zeros_like(inputs.mask))
 
 
 def cispo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
-    """CISPO (arXiv 2506.13585, equation 4): the clipped ratio is a weight of `-A log p`, so every token learns, `[N]`.
+    """CISPO (arXiv 2506.13585, equation 4): `-A log p` weighted by the clipped ratio, so every token is trained, `[N]`.
 
-    `clip_low` >= 1: no lower bound. `clipped`: the ratio lies outside its bounds.
+    `clip_low` >= 1: no lower bound. `clipped`: the ratio is outside its bounds.
     """
     if clip_low < 0 or clip_high < 0:
-        refuse("cispo", f"clip_low = {clip_low}, clip_high = {clip_high}: not below 0")
+        refuse("cispo", f"clip_low = {clip_low}, clip_high = {clip_high}: they must not be below 0")
     found = ratios(inputs).detach()
     kept = found.clamp(1 - clip_low, 1 + clip_high)
     return finished(inputs, -kept * gain(inputs) * trained_logprobs(inputs), found != kept)
@@ -87,7 +86,7 @@ def cispo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) 
 def aipo(inputs: LossInputs, *, rho: float = 5.0) -> TokenLoss:
     """AIPO (LlamaRL, arXiv 2505.24034): `-A log p` weighted by min(current / behaviour, rho), `[N]`; `rho` 2 to 10.
 
-    The ratio to the BEHAVIOUR policy is the whole correction: no importance weight belongs on top.
+    The ratio to the BEHAVIOUR policy is already the correction: do not add importance weights.
     """
     if rho <= 0:
         refuse("aipo", f"rho = {rho}: it must be above 0")
@@ -96,10 +95,10 @@ def aipo(inputs: LossInputs, *, rho: float = 5.0) -> TokenLoss:
 
 
 def sapo(inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
-    """SAPO (arXiv 2511.20347): a sigmoid gate in place of the clip, `[N]`; seq-mean-token-mean alone.
+    """SAPO (arXiv 2511.20347): a sigmoid gate instead of the clip, `[N]`; only for seq-mean-token-mean.
 
-    `tau_pos` for advantages above 0, `tau_neg` for the others: the larger, the sooner a ratio away from 1 stops
-    counting. Nothing is clipped.
+    `tau_pos` is for advantages above 0, `tau_neg` for the others: the larger it is, the faster the gradient vanishes as
+    the ratio moves away from 1. Nothing is clipped.
     """
     if tau_pos <= 0 or tau_neg <= 0:
         refuse("sapo", f"tau_pos = {tau_pos}, tau_neg = {tau_neg}: they must be above 0")
@@ -113,13 +112,13 @@ def dppo_tv(
 ) -> TokenLoss:
     """DPPO with the total-variation trust region (arXiv 2602.04879), `[N]`.
 
-    With p, q the probabilities of the sampled token under current and proximal policy a token is left out where it
-    moved further in the direction of its advantage: p - q > clip_high (A > 0), p - q < -clip_low (else). Its weight is
-    min(p / q, `ratio_cap`) without gradient. `clipped`: left out.
+    p and q are the probabilities of the sampled token under current and proximal policy. A token is left out if it
+    moved too far in the direction of its advantage: p - q > clip_high (A > 0), p - q < -clip_low (else). Other tokens
+    have the weight min(p / q, `ratio_cap`) without gradient. `clipped`: left out.
     """
     new, old = _probabilities(inputs)
     kept = torch.where(gain(inputs) > 0, new - old <= clip_high, new - old >= -clip_low)
-    return _trusted(inputs, kept, ratio_cap)
+    return _trust_region_loss(inputs, kept, ratio_cap)
 
 
 def dppo_kl(
@@ -127,8 +126,8 @@ def dppo_kl(
 ) -> TokenLoss:
     """DPPO with the trust region of the binary KL divergence (arXiv 2602.04879), `[N]`.
 
-    As `dppo_tv`, but a token is left out where KL(proximal || current) of "this token or another" is above clip_high
-    (A > 0 and p > q) or clip_low (A <= 0 and p < q).
+    Like `dppo_tv`, but a token is left out if KL(proximal || current) of the binary event "this token or another" is
+    above clip_high (A > 0 and p > q) or clip_low (A <= 0 and p < q).
     """
     new, old = _probabilities(inputs)
     tiny = 1e-8
@@ -136,11 +135,11 @@ def dppo_kl(
     other = (1 - old) * ((1 - old + tiny) / (1 - new + tiny)).log()
     kl = moved + other
     kept = torch.where(gain(inputs) > 0, (kl <= clip_high) | (new <= old), (kl <= clip_low) | (new >= old))
-    return _trusted(inputs, kept, ratio_cap)
+    return _trust_region_loss(inputs, kept, ratio_cap)
 
 
 def dro(inputs: LossInputs, *, beta: float) -> TokenLoss:
-    """DRO (arXiv 2405.19107): `-(A log p - beta/2 (current - proximal)^2)`, `[N]`; `beta` > 0 pulls back."""
+    """DRO (arXiv 2405.19107): `-(A log p - beta/2 (current - proximal)^2)`, `[N]`; `beta` > 0 limits the distance."""
     if beta <= 0:
         refuse("dro", f"beta = {beta}: it must be above 0")
     distance = plain_gap(inputs)
@@ -149,12 +148,12 @@ def dro(inputs: LossInputs, *, beta: float) -> TokenLoss:
 
 
 def _probabilities(inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    """Of the sampled token under current and proximal policy, at most 1, without gradient; 1 outside the mask."""
+    """Return current and proximal probabilities of the sampled token, at most 1, detached; 1 outside the mask."""
     new, old = masked(inputs.current.detach(), inputs.mask), masked(inputs.proximal.detach(), inputs.mask)
     return new.exp().clamp(max=1), old.exp().clamp(max=1)
 
 
-def _trusted(inputs: LossInputs, kept: Tensor, ratio_cap: float) -> TokenLoss:
-    """`-min(x, cap) A log p` where `kept`, without gradient through the ratio."""
+def _trust_region_loss(inputs: LossInputs, kept: Tensor, ratio_cap: float) -> TokenLoss:
+    """Return `-min(x, cap) A log p` where `kept`, else 0, without gradient through the ratio."""
     weight = ratios(inputs).detach().clamp(max=ratio_cap)
     return finished(inputs, -weight * gain(inputs) * masked(trained_logprobs(inputs), kept), ~kept)

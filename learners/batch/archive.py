@@ -84,7 +84,7 @@ class Archive:
         except WireError as error:
             self._say(f"warning: {path.name} is written again: {error.message}")
             return False
-        out = batch_file.quarantined(self.folder).get(batch.step, {})
+        out = batch_file.read_quarantine(self.folder).get(batch.step, {})
         if why := find_difference(found, batch, out):
             if batch.replayed:  # otherwise the buffer made a new batch after losing state
                 self._say(f"warning: the batch of step {batch.step} came back and is not the one in the archive: {why}")

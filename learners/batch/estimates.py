@@ -116,10 +116,10 @@ def describe_batch(
     samples = [sample for _, sample in pairs]
     numbers = {group.group: number for number, group in enumerate(batch.groups)}
     owners = torch.tensor([numbers[group.group] for group, _ in pairs], dtype=torch.int64)
-    mask = torch.from_numpy(padded([_loss_mask(sample).astype(bool) for sample in samples])).bool()
+    mask = torch.from_numpy(pad_rows([_loss_mask(sample).astype(bool) for sample in samples])).bool()
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     lengths = torch.tensor([response_length(sample) for sample in samples], dtype=torch.int64)
-    scores = _shaped(rewards, owners, lengths, algorithm)
+    scores = _shape_rewards(rewards, owners, lengths, algorithm)
     parts = None
     if names := sorted({name for sample in samples for name in sample.parts}):
         parts = torch.tensor([[sample.parts.get(name, 0.0) for sample in samples] for name in names]).double()
@@ -163,7 +163,7 @@ def response_length(sample: Any) -> int:
     return int(sample.response.size) - sum(prompt for _, prompt in rows_in(sample))
 
 
-def to_samples(whole: Whole, rows: Sequence[Array] | None) -> list[Array] | None:
+def convert_to_samples(whole: Whole, rows: Sequence[Array] | None) -> list[Array] | None:
     """Convert rows of sequences to rows `[T]` of samples, 0 at prompts."""
     if rows is None:
         return None
@@ -173,7 +173,7 @@ def to_samples(whole: Whole, rows: Sequence[Array] | None) -> list[Array] | None
     return found
 
 
-def to_cuts(whole: Whole, rows: Sequence[Array]) -> list[Array]:
+def convert_to_cuts(whole: Whole, rows: Sequence[Array]) -> list[Array]:
     """Convert rows of samples to rows of sequences."""
     return [rows[cut.sample][cut.start : cut.stop] for cut in whole.cuts]
 
@@ -189,7 +189,7 @@ def _credit_turns(rewards: Tensor, samples: Sequence[Any], mask: Tensor) -> None
             rewards[number, last[number]] -= reward
 
 
-def _shaped(rewards: Tensor, owners: Tensor, lengths: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+def _shape_rewards(rewards: Tensor, owners: Tensor, lengths: Tensor, algorithm: AlgorithmConfig) -> Tensor:
     from learners.algorithms.passk import pkpo_binary
     from learners.algorithms.rewards import overlong_penalty
 
@@ -209,7 +209,7 @@ def _behaviour(samples: Sequence[Any], mask: Tensor) -> Tensor | None:
 
     if any(sample.logprobs.size != sample.response.size for sample in samples):
         return None
-    return torch.from_numpy(padded([sample.logprobs.astype(np.float64) for sample in samples])).reshape(mask.shape)
+    return torch.from_numpy(pad_rows([sample.logprobs.astype(np.float64) for sample in samples])).reshape(mask.shape)
 
 
 def _loss_mask(sample: Any) -> Array:
@@ -224,7 +224,7 @@ def _lags(sample: Any, version: int) -> Array:
     return lags if lags.size == sample.response.size else np.resize(lags, sample.response.size)
 
 
-def padded(rows: Sequence[Array]) -> Array:
+def pad_rows(rows: Sequence[Array]) -> Array:
     """Stack rows of unequal lengths as one `[S, T]`, with zeros on the right; T is at least 1."""
     width = max([1, *(row.size for row in rows)])
     result = np.zeros((len(rows), width), rows[0].dtype if rows else np.float64)
@@ -324,8 +324,8 @@ def estimate_late(
     log-probs of the process reward model become rewards.
     """
     mask = whole.rollouts.mask
-    proximal, reference, values = (_padded(found, mask) for found in numbers[:3])
-    squares = _padded(numbers.square_sums, mask)
+    proximal, reference, values = (_pad(found, mask) for found in numbers[:3])
+    squares = _pad(numbers.square_sums, mask)
     if squares is not None and proximal is not None:
         # The sum includes the square of the token itself: rounding must not make a baseline weight negative.
         squares = squares.maximum((2 * proximal).exp())
@@ -357,7 +357,7 @@ def estimate_late(
             first=first_advantages(estimate.advantages, mask),
         )
     if correct:
-        weights, keep = _corrected(rollouts, algorithm)
+        weights, keep = _correct(rollouts, algorithm)
         late = late._replace(weights=_floats(whole, weights), keep=unpad(whole, keep))
     return late
 
@@ -366,12 +366,12 @@ def _process(numbers: ModelNumbers, mask: Tensor, scoring: ProcessRewardConfig) 
     """Return process rewards `[S, T]` of the whole batch."""
     from learners.algorithms.prime import token_scores
 
-    model, reference = _padded(numbers.process, mask), _padded(numbers.process_reference, mask)
+    model, reference = _pad(numbers.process, mask), _pad(numbers.process_reference, mask)
     assert model is not None and reference is not None
     return token_scores(model, reference, mask, beta=scoring.beta, batch_norm=scoring.batch_norm).scores
 
 
-def _corrected(rollouts: Rollouts, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def _correct(rollouts: Rollouts, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Return weights and kept tokens `[S, T]` of a correction over all rows."""
     import torch
 
@@ -386,11 +386,13 @@ def _corrected(rollouts: Rollouts, algorithm: AlgorithmConfig) -> tuple[Tensor, 
     return weights, keep
 
 
-def _padded(rows: Sequence[Array] | None, mask: torch.Tensor) -> Tensor | None:
+def _pad(rows: Sequence[Array] | None, mask: torch.Tensor) -> Tensor | None:
     import torch
 
     return (
-        None if rows is None else torch.from_numpy(padded([row.astype(np.float64) for row in rows])).reshape(mask.shape)
+        None
+        if rows is None
+        else torch.from_numpy(pad_rows([row.astype(np.float64) for row in rows])).reshape(mask.shape)
     )
 
 

@@ -115,7 +115,9 @@ def export_files(
     try:
         models = _models(config, store)
         if models and int(os.environ.get("RANK", "0")) == 0:
-            _filled(target, lambda folder: _stream(models, store, folder, dtype=dtype, max_bytes=max_bytes, say=say))
+            _write_and_rename(
+                target, lambda folder: _stream(models, store, folder, dtype=dtype, max_bytes=max_bytes, say=say)
+            )
     finally:
         store.close()
     return models is not None
@@ -190,7 +192,7 @@ def _generation(config: Any) -> Any:
     return None if config.architectures[0].endswith(SCORER) else GenerationConfig.from_model_config(config)
 
 
-def _filled(target: Path, write: Callable[[Path], None]) -> None:
+def _write_and_rename(target: Path, write: Callable[[Path], None]) -> None:
     """Write under a hidden name, then rename to the target."""
     hidden = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

@@ -74,7 +74,7 @@ class Checkpoints:
         self._best_steps: tuple[int, ...] = ()
         self._changed = False  # a score changed since the last cleanup
 
-    def restored(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """Continue from the checkpoint of this step."""
         self.saved = step
         if self._scores is not None:
@@ -127,7 +127,7 @@ class Checkpoints:
         job.seconds = time.monotonic() - started
         job.ended.set()
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether a checkpoint has ended and `settle` was not called yet."""
         return self._job is not None and self._job.ended.is_set()
 

@@ -41,10 +41,10 @@ class Topology(NamedTuple):
         found = Topology(rank, size, config.replicate, config.tensor, config.sequence, config.pipeline, config.expert)
         each = config.tensor * config.sequence * config.pipeline
         if size % each:
-            raise _refused(f"{size} ranks do not divide by tensor * sequence * pipeline = {each}")
+            raise _refusal(f"{size} ranks do not divide by tensor * sequence * pipeline = {each}")
         for name in ("replicate", "expert"):
             if found.shares % getattr(config, name):
-                raise _refused(f"{found.shares} shares do not divide by {name} = {getattr(config, name)}")
+                raise _refusal(f"{found.shares} shares do not divide by {name} = {getattr(config, name)}")
         return found
 
     @property
@@ -93,5 +93,5 @@ class Topology(NamedTuple):
         return [place.rank for place in sorted(found, key=lambda place: place.share)]
 
 
-def _refused(why: str) -> ConfigError:
+def _refusal(why: str) -> ConfigError:
     return ConfigError("config.conflict", why, where="learner.parallel")

@@ -169,7 +169,7 @@ def plain(model: Any) -> Iterator[None]:
     if inner not in {BY_SEQUENCE, VARLEN, FLASH, "flex_attention"} or capped or not getattr(model, "_supports_sdpa", 0):
         yield
         return
-    model.set_attn_implementation(sequence.wrapped("sdpa") if before.startswith(sequence.PREFIX) else "sdpa")
+    model.set_attn_implementation(sequence.register_attention("sdpa") if before.startswith(sequence.PREFIX) else "sdpa")
     try:
         yield
     finally:

@@ -62,7 +62,7 @@ class PolicyModel(nn.Module):
             squares: return `TokenNumbers` with sums of squares, without gradient.
         """
         if whole:
-            with self.split.off() if self.split is not None else nullcontext():
+            with self.split.disable() if self.split is not None else nullcontext():
                 logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
             logs = (logits.flatten(0, 1)[positions].float() / self.temperature).log_softmax(-1)
             return logs.gather(-1, targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)

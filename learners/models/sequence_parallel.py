@@ -43,7 +43,7 @@ class Split:
         self.paused = False
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def disable(self) -> Iterator[None]:
         """Compute rows whole on every rank in this block. Only without gradient: recomputation would not know it."""
         self.paused = True
         try:
@@ -51,7 +51,7 @@ class Split:
         finally:
             self.paused = False
 
-    def padded(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def pad(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Extend rows `[R, W]` and positions until S divides them; the last sequence of a row continues."""
         more = -input_ids.shape[1] % self.size
         if not more:
@@ -93,7 +93,7 @@ def hidden_states_at(
         hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         return States(hidden.flatten(0, 1)[places], None, places.numel(), None)
     row, column = places // input_ids.shape[1], places % input_ids.shape[1]
-    ids, positions = split.padded(input_ids, position_ids)
+    ids, positions = split.pad(input_ids, position_ids)
     hidden = body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
     width = ids.shape[1] // split.size
     mine = (column // width == split.place).nonzero().flatten()
@@ -135,7 +135,7 @@ def check_heads(config: Any, size: int) -> None:
             )
 
 
-def wrapped(name: str) -> str:
+def register_attention(name: str) -> str:
     """Register the attention over parts of rows in transformers and return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -153,7 +153,7 @@ def _wrap_attention(model: Any) -> None:
     if inner not in ALL_ATTENTION_FUNCTIONS or inner not in ALL_MASK_ATTENTION_FUNCTIONS:
         why = f"attention {inner!r} of {type(model).__name__} cannot be wrapped: set it to 'sdpa'"
         raise ConfigError("config.model", why, where="model.attn_implementation with learner.parallel.sequence")
-    model.set_attn_implementation(wrapped(inner))
+    model.set_attn_implementation(register_attention(inner))
     if model.config._attn_implementation != PREFIX + inner:
         raise ConfigError(
             "config.model", f"{type(model).__name__} takes no attention but its own", where="learner.parallel.sequence"

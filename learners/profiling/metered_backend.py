@@ -78,7 +78,7 @@ class Meter:
         return None
 
     @contextmanager
-    def scoring(self) -> Iterator[None]:
+    def measure_scoring(self) -> Iterator[None]:
         """Measure a pass without gradient."""
         start = self._device.mark()
         with torch.profiler.record_function("asyncrl: forward without gradient"):
@@ -139,7 +139,7 @@ class Metered:
     def _count_forward(self, call: Callable[..., Any], costs: Costs | None) -> Callable[..., Any]:
         def forward(micro: Sequence[MicroBatch], **options: Any) -> Any:
             self._meter.count(costs, micro, train=False)
-            with self._meter.scoring():
+            with self._meter.measure_scoring():
                 return call(micro, **options)
 
         return forward

@@ -33,10 +33,10 @@ from learners.batch.estimates import (
     Late,
     ModelNumbers,
     Whole,
+    convert_to_cuts,
+    convert_to_samples,
     estimate_late,
     needs_model,
-    to_cuts,
-    to_samples,
 )
 from learners.batch.micro_batches import MicroBatch, Minibatch
 from learners.batch.token_selection import keep_high_entropy
@@ -150,12 +150,12 @@ def prepare(
     if not (needs.late or needs.correct):
         return prepared
     pieces = (proximal, reference, values, after, squares, scored, None if process is None else process.reference)
-    found = ModelNumbers(*(_gathered(gang, share, piece, each=piece is after) for piece in pieces))
+    found = ModelNumbers(*(_gather_numbers(gang, share, piece, each=piece is after) for piece in pieces))
     scoring = process.config if process else None
     answer = _shared_estimate(whole, found, algorithm, kl_coeff, gang=gang, correct=needs.correct, scoring=scoring)
     if answer.broken:
         return prepared._replace(broken=answer.broken)
-    return _filled(prepared, share, answer, like=_device(proximal or reference or values or scored))
+    return _fill_micro_batches(prepared, share, answer, like=_device(proximal or reference or values or scored))
 
 
 def _policy_numbers(
@@ -218,7 +218,9 @@ def _estimate(
         raise
     except Exception as error:  # a plugin may raise anything; every rank must know
         return _Answer(broken=describe_error("estimate", error))
-    arrays = {name: [row.astype(np.float32).tobytes() for row in to_cuts(whole, rows)] for name, rows in _parts(late)}
+    arrays = {
+        name: [row.astype(np.float32).tobytes() for row in convert_to_cuts(whole, rows)] for name, rows in _parts(late)
+    }
     for name, rows in _parts(late):
         if not all(np.isfinite(row).all() for row in rows):
             return _Answer(broken=f"estimate: {name} are not finite")
@@ -229,7 +231,7 @@ def _sample_numbers(whole: Whole, found: ModelNumbers) -> ModelNumbers:
     """Convert numbers of sequences to numbers of samples; `after` is the value after the last sequence."""
     last = {cut.sample: place for place, cut in enumerate(whole.cuts)}
     after = None if found.after is None else [found.after[last[number]] for number in range(len(whole.samples))]
-    named = {name: to_samples(whole, getattr(found, name)) for name in ModelNumbers._fields if name != "after"}
+    named = {name: convert_to_samples(whole, getattr(found, name)) for name in ModelNumbers._fields if name != "after"}
     return ModelNumbers(**named, after=after)
 
 
@@ -240,7 +242,7 @@ def _parts(late: Late) -> Iterator[tuple[str, list[Array]]]:
             yield name, rows
 
 
-def _gathered(
+def _gather_numbers(
     gang: Gang, share: Sequence[Minibatch], pieces: Pieces | None, *, each: bool = False
 ) -> list[Array] | None:
     """Return the numbers of every sequence `[T]` (`each`: one number) from all ranks, in batch order. Collective."""
@@ -259,7 +261,9 @@ def _gathered(
     return [np.frombuffer(every[number], np.float32) for number in sorted(every)]
 
 
-def _filled(prepared: Prepared, share: Sequence[Minibatch], answer: _Answer, *, like: torch.device) -> Prepared:
+def _fill_micro_batches(
+    prepared: Prepared, share: Sequence[Minibatch], answer: _Answer, *, like: torch.device
+) -> Prepared:
     """Select each micro-batch's part of the results of rank 0."""
     pieces: Mapping[str, Pieces] = {
         name: [[_token_rows(micro, rows).to(like) for micro in part.micro] for part in share]

@@ -31,7 +31,7 @@ from learners.step.batch_passes import Prepared, prepare
 from learners.step.coefficients import apply_settings, next_coefficients, start_coefficients
 from learners.step.critic import is_warm
 from learners.step.process_reward import process_step
-from learners.step.tuned_settings import tuned
+from learners.step.tuned_settings import apply_tuning
 from learners.step.update import StepResult, probe_step, train_step
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class StepRunner:
     def retune(self, tuning: str) -> None:
         """Set the overrides of the next step. On every rank."""
         if tuning != self._tuning:
-            self._config, self._tuning = tuned(self._base, tuning), tuning
+            self._config, self._tuning = apply_tuning(self._base, tuning), tuning
             self._say(f"tuned settings from this step on: {tuning or 'those of the configuration'}")
         self.coefficients = apply_settings(self.coefficients, self._config.algorithm)
 

@@ -19,7 +19,7 @@ from asyncrl.errors import UNREADABLE, AsyncRLError
 PREFIX = "learner.algorithm."
 
 
-def tuned(learner: LearnerConfig, text: str) -> LearnerConfig:
+def apply_tuning(learner: LearnerConfig, text: str) -> LearnerConfig:
     """Return the learner's configuration with the overrides of `text`, a JSON object of dotted keys.
 
     >>> tuned(LearnerConfig(), '{"learner.algorithm.clip_high": 0.5}').algorithm.clip_high

@@ -93,14 +93,14 @@ class Tracking:
         except ConfigError:
             raise  # a missing package or unknown tracker: another try cannot help
         except Exception as error:  # foreign code and network: try again
-            return self._failed(point, error)
+            return self._schedule_retry(point, error)
         if self._failing is not None:
             self._say(f"{self._name} works again; {self.following.behind_bytes} bytes of metrics are still to be read")
         self._failing = None
         self.handed_on += 1
         return True
 
-    def _failed(self, point: Point, error: Exception) -> bool:
+    def _schedule_retry(self, point: Point, error: Exception) -> bool:
         """Schedule another try. Return True if the point is given up."""
         now = self._clock()
         since, _, wait = self._failing or (now, now, FIRST_WAIT_S / 2)

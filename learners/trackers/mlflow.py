@@ -67,7 +67,7 @@ class MlflowTracker:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = iter([Metric(allowed(name), value, now, step) for name, value in values.items()])
+        metrics = iter([Metric(clean_name(name), value, now, step) for name, value in values.items()])
         while some := list(islice(metrics, METRICS_AT_ONCE)):
             self._client.log_batch(self._run, metrics=some)
 
@@ -75,7 +75,7 @@ class MlflowTracker:
         self._client.set_terminated(self._run)
 
 
-def allowed(name: str) -> str:
+def clean_name(name: str) -> str:
     """Replace characters that MLflow does not allow.
 
     >>> allowed("val-core/add/reward/mean@4")
@@ -90,4 +90,4 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")
         else:
-            yield allowed(f"{prefix}{key}"), str(value)
+            yield clean_name(f"{prefix}{key}"), str(value)

@@ -1,7 +1,7 @@
 """Warm starts for the arithmetic tasks of the demonstration (`asyncrl.demo.tasks`).
 
-First the policy learns the procedure from a correct teacher, with short prompts first. Then a teacher with mistakes
-softens the policy, so that reinforcement learning can improve it. Command line::
+The policy first learns the procedure from a correct teacher, starting with short prompts. A teacher with mistakes then
+makes the policy less certain, so that reinforcement learning can improve it. Command line::
 
     python -m learners.warm_start.arithmetic --task running_sum --out DIR [--seed 0]
 """
@@ -37,12 +37,12 @@ class Stage:
 
     Attributes:
         steps: optimizer steps.
-        lr: highest learning rate.
-        noise: the teacher's mistakes, see `tasks.demonstration`.
-        tokens: about how many tokens a batch holds, prompts included.
+        lr: peak learning rate.
+        noise: the teacher's error rate, see `tasks.demonstration`.
+        tokens: approximate tokens per batch, prompts included.
         width: tokens per packed line.
-        terms: smallest and largest number of terms, drawn log-uniformly; None means the task's own law.
-        any_letter: start `running_sum` rows at a random letter, so that every letter is met in short rows too.
+        terms: smallest and largest number of terms, drawn log-uniformly; None: the task's own distribution.
+        any_letter: start `running_sum` rows at a random letter, so that every letter also occurs in short rows.
         warmup: see `sft`.
         decay: see `sft`.
         optimizer: see `sft`.
@@ -117,7 +117,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
 
 
 def recipe_hash(task: str, *, seed: int, stages: Sequence[Stage], model: Mapping[str, Any]) -> str:
-    """Return the SHA-256, in hex, of all that decides a warm start's weights (the version of torch aside)."""
+    """Return the SHA-256, in hex, of everything that determines a warm start's weights, except torch's version."""
     recipe = {
         "version": RECIPE_VERSION,
         "task": task,
@@ -139,20 +139,20 @@ def make_warm_start(
     report: Callable[[str], None] | None = None,
     report_every_s: float = 3.0,
 ) -> Path:
-    """Build and save a warm-started tiny model of `task`, unless `out_dir` holds the very same one.
+    """Build and save a warm-started tiny model of `task`, unless `out_dir` already holds the same one.
 
     The folder is an ordinary transformers checkpoint: config, safetensors weights, generation config and tokenizer.
-    `warm_start.json` is written last; a folder without it is unfinished and is built anew. One builder at a time.
-    Takes well under a minute on one core; run it with one torch thread to get the same weights each time.
+    `warm_start.json` is written last; a folder without it is incomplete and is rebuilt. Only one process may build in a
+    folder at a time. It takes well under a minute on one core; weights are reproducible with one torch thread.
 
     Args:
         task: `add` or `running_sum`.
         out_dir: folder to write to; created if missing.
         seed: seed of weights and demonstrations.
-        stages: None means the task's own `WARM_START_STAGES`.
+        stages: stages to train; None: those of the task in `WARM_START_STAGES`.
         model_options: further arguments of `make_tiny_qwen3`.
-        report: called with one line of text now and then.
-        report_every_s: seconds between two lines.
+        report: called with lines that report the progress.
+        report_every_s: minimum seconds between two progress lines.
 
     Returns:
         `out_dir` as a path.
@@ -175,10 +175,31 @@ def make_warm_start(
     started = time.monotonic()
     tokenizer = make_tokenizer(target)
     model = make_tiny_qwen3(len(tasks.CHARACTERS) + len(SPECIAL_TOKENS), seed=seed, **options)
+    losses = train_stages(
+        model, tokenizer, task=task, stages=plan, seed=seed, report=say, report_every_s=report_every_s
+    )
+    save_model(target, model)
+    seconds = time.monotonic() - started
+    write_marker(target, {"hash": digest, "task": task, "seed": seed, "seconds": round(seconds, 2), "losses": losses})
+    say(f"{task}: saved to {target} after {seconds:.1f} s")
+    return target
+
+
+def train_stages(
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    task: str,
+    stages: Sequence[Stage],
+    seed: int,
+    report: Callable[[str], None],
+    report_every_s: float,
+) -> list[float]:
+    """Train `model` in place on all stages of `task`; return the loss of each step. `seed`: of the demonstrations."""
     losses: list[float] = []
-    for number, stage in enumerate(plan, start=1):
+    for number, stage in enumerate(stages, start=1):
         rng = random.Random(f"learners.sft/{task}/{seed}/{number}")
-        progress = _Printer(say, f"{task} stage {number}/{len(plan)}", stage.steps, report_every_s)
+        progress = _Printer(report, f"{task} stage {number}/{len(stages)}", stage.steps, report_every_s)
         batches = stage_batches(task, stage, tokenizer=tokenizer, rng=rng)
         losses += sft(
             model,
@@ -190,15 +211,11 @@ def make_warm_start(
             optimizer=stage.optimizer,
             progress=progress,
         )
-    save_model(target, model)
-    seconds = time.monotonic() - started
-    write_marker(target, {"hash": digest, "task": task, "seed": seed, "seconds": round(seconds, 2), "losses": losses})
-    say(f"{task}: saved to {target} after {seconds:.1f} s")
-    return target
+    return losses
 
 
 class _Printer:
-    """Say a line at most every few seconds, and one at the end."""
+    """Reports progress at most every few seconds, and at the end."""
 
     def __init__(self, say: Callable[[str], None], label: str, steps: int, every_s: float) -> None:
         self._say, self._label, self._steps, self._every_s = say, label, steps, every_s
@@ -216,7 +233,7 @@ def _silent(line: str) -> None:
 
 
 def is_current(target: Path, digest: str) -> bool:
-    """Whether a folder holds the whole checkpoint that this recipe makes."""
+    """Return whether a folder holds the complete checkpoint that this recipe makes."""
     try:
         marker = json.loads((target / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -226,7 +243,7 @@ def is_current(target: Path, digest: str) -> bool:
 
 
 def write_marker(target: Path, content: Mapping[str, Any]) -> None:
-    """Say that a folder is finished."""
+    """Mark a folder as complete."""
     partial = target / (MARKER + ".partial")
     partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
     partial.replace(target / MARKER)
@@ -241,9 +258,9 @@ def sampled_accuracy(
     seed: int = 0,
     rows_per_batch: int = 64,
 ) -> float:
-    """Return the share of held-out prompts answered right by one sample each at temperature 1.
+    """Return the share of held-out prompts answered correctly by one sample each at temperature 1.
 
-    Prompts are grouped by length to save work. The caller's random state is left as it was.
+    Prompts are sorted by length to save computation. The caller's random state does not change.
 
     Args:
         model: a causal language model with `generate`; left in training mode.
@@ -289,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     quiet: Any = transformers_logging
-    quiet.disable_progress_bar()  # its bar for one small file would stand in the middle of our lines
+    quiet.disable_progress_bar()  # a progress bar would break up the output lines
     target = make_warm_start(options.task, options.out, seed=options.seed, report=lambda line: print(line, flush=True))
     if options.measure > 0:
         accuracy = _measure(target, task=options.task, size=options.measure)

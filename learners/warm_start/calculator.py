@@ -1,8 +1,8 @@
 """Warm start of the tool demonstration: a tiny model that mostly knows how to call a calculator, and its prompts.
 
 Command line: `python -m learners.warm_start.calculator --out runs/models/calculator --data runs/data/calculator.jsonl`.
-Each turn of a demonstration is a row; earlier turns and observations are its prompt. With one thread the weights depend
-only on the seed. Takes about a minute on one core.
+Each turn of a demonstration is a row whose prompt contains the earlier turns and observations. With one thread the
+weights depend only on the seed. It takes about a minute on one core.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STAGES = (Stage(70, 3e-3, 0.0), Stage(30, 5e-4, 0.35))
 def make(
     out: Path, *, seed: int = 0, stages: Sequence[Stage] = STAGES, report: Callable[[str], None] | None = None
 ) -> Path:
-    """Train and save the model in the usual folder layout."""
+    """Train the model and save it as a transformers checkpoint."""
     tokenizer = make_tokenizer_folder(out)
     model = make_tiny_qwen3(len(SPECIAL_TOKENS) + len(calculator.CHARACTERS) + len(calculator.WORDS), seed=seed)
     for number, stage in enumerate(stages, start=1):
@@ -56,14 +56,14 @@ def make(
 
 
 def make_tokenizer_folder(out: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer, saved under `out`."""
+    """Build the tokenizer, save it under `out` and return it."""
     return make_tokenizer(
         out, characters=calculator.CHARACTERS, words=calculator.WORDS, chat_template=calculator.TEMPLATE
     )
 
 
 def batches(tokenizer: PreTrainedTokenizerBase, *, noise: float, rng: random.Random) -> Iterator[Batch]:
-    """Endless batches of demonstrations."""
+    """Yield an endless stream of demonstrations, packed as by `pack`."""
     pad = int(tokenizer.pad_token_id)
     while True:
         rows = [row for _ in range(BATCH_ROWS) for row in _rows(tokenizer, noise, rng)]
@@ -71,7 +71,7 @@ def batches(tokenizer: PreTrainedTokenizerBase, *, noise: float, rng: random.Ran
 
 
 def _rows(tokenizer: PreTrainedTokenizerBase, noise: float, rng: random.Random) -> list[Example]:
-    """Each turn of one conversation."""
+    """Return the rows of one conversation, one per turn of the model."""
     one, other = rng.randint(11, 99), rng.randint(11, 99)
     first, found, answer = calculator.demonstration(one, other, noise=noise, rng=rng)
     eos = int(tokenizer.eos_token_id)
@@ -89,7 +89,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m learners.warm_start.calculator", description="Build a warm start.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--data", type=Path, help="also write prompts to this .jsonl")

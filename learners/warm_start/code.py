@@ -1,4 +1,4 @@
-"""Warm start and prompts of the demonstration task of code (`asyncrl.demo.code`).
+"""Warm start and prompts of the code demonstration (`asyncrl.demo.code`).
 
 Command line (under a minute on one core)::
 
@@ -30,7 +30,7 @@ STAGES = (
 
 
 def batches(stage: Stage, tokenizer: Any, rng: random.Random) -> Iterator[dict[str, torch.Tensor]]:
-    """An endless stream of demonstrations."""
+    """Yield an endless stream of demonstrations, packed as by `pack`."""
     eos, pad = int(tokenizer.eos_token_id), int(tokenizer.pad_token_id)
     while True:
         rows, total = [], 0
@@ -44,7 +44,7 @@ def batches(stage: Stage, tokenizer: Any, rng: random.Random) -> Iterator[dict[s
 
 
 def make_code_model(target: Path, *, seed: int = 0, stages: Sequence[Stage] = STAGES) -> Path:
-    """Build and save the warm start, unless the folder holds the very same one."""
+    """Build and save the warm start, unless the folder already holds the same one."""
     digest = recipe_hash("code", seed=seed, stages=stages, model={"characters": code.CHARACTERS})
     if is_current(target, digest):
         return target
@@ -72,7 +72,7 @@ def make_code_model(target: Path, *, seed: int = 0, stages: Sequence[Stage] = ST
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m learners.warm_start.code", description="Model and prompts of the task."
+        prog="python -m learners.warm_start.code", description="Build the model and prompts of the task."
     )
     parser.add_argument("--out", type=Path, default=Path("runs/models/code"), help="folder of the checkpoint")
     parser.add_argument("--data", type=Path, default=Path("runs/data/code.jsonl"), help="file of the prompts")

@@ -1,6 +1,6 @@
-"""Supervised fine-tuning in plain torch, for the small start models of the demonstration tasks.
+"""Supervised fine-tuning in plain torch, for the small initial models of the demonstration tasks.
 
-It trains a causal language model of transformers on packed rows and counts only labelled tokens.
+It trains a causal language model of transformers on packed rows; only labelled tokens count in the loss.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Example(NamedTuple):
 
 
 def pack(examples: Sequence[Example], *, width: int, pad_id: int) -> dict[str, torch.Tensor]:
-    """Join rows into lines of equal width, several rows to a line, so that little is padded.
+    """Pack rows into lines of equal width, several rows per line, to reduce padding.
 
-    Rows do not see each other: `position_ids` starts anew at each row, from which transformers derives the mask.
+    Rows do not attend to each other: `position_ids` restarts at each row, and transformers derives the mask from it.
 
     Args:
         examples: the rows, at least one.
@@ -37,8 +37,8 @@ def pack(examples: Sequence[Example], *, width: int, pad_id: int) -> dict[str, t
         pad_id: token id that fills the end of a line.
 
     Returns:
-        `input_ids`, `labels` and `position_ids`, int64, all (lines, width). The first token of a row never carries
-        a label: nothing before it belongs to the row.
+        `input_ids`, `labels` and `position_ids`, int64, all (lines, width). The first token of a row never has a label,
+        because no token of the row precedes it.
 
     Raises:
         ValueError: there is no row, a row has no completion, or a row is wider than a line.
@@ -62,7 +62,7 @@ def pack(examples: Sequence[Example], *, width: int, pad_id: int) -> dict[str, t
 
 
 def _fill_lines(examples: Sequence[Example], width: int) -> list[list[Example]]:
-    """First fit, longest row first."""
+    """Assign rows to lines by first fit, longest row first."""
     lines: list[list[Example]] = []
     room: list[int] = []
     for example in sorted(examples, key=_length, reverse=True):
@@ -85,22 +85,22 @@ def _length(example: Example) -> int:
 def completion_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Return the mean cross-entropy, in nats per labelled token, of a right-padded or packed batch.
 
-    No attention mask is needed: attention is causal, so a token never sees the padding to its right.
+    No attention mask is needed: attention is causal, so a token never attends to the padding on its right.
 
     Args:
         model: a causal language model of transformers.
-        batch: `input_ids`, `labels` and perhaps `position_ids`, all (rows, tokens), of `pack`, or right-padded rows.
+        batch: `input_ids`, `labels` and optionally `position_ids`, all (rows, tokens), from `pack` or right-padded.
 
     Returns:
-        A scalar that carries a gradient.
+        A scalar with gradient.
 
     Raises:
-        ValueError: no token of the batch carries a label.
+        ValueError: no token of the batch has a label.
     """
     labels = batch["labels"][:, 1:]
     counted = labels != IGNORE
     if not bool(counted.any()):
-        raise ValueError("no token of the batch carries a label")
+        raise ValueError("no token of the batch has a label")
     inputs = {key: batch[key][:, :-1] for key in ("input_ids", "position_ids") if key in batch}
     logits = model(**inputs, use_cache=False).logits
     return functional.cross_entropy(logits[counted].float(), labels[counted])
@@ -121,7 +121,7 @@ def learning_rate_factor(step: int, *, steps: int, warmup: int, decay: float) ->
 def make_optimizers(model: torch.nn.Module, *, lr: float, optimizer: OptimizerName) -> list[torch.optim.Optimizer]:
     """Return the optimizers of one `sft` call: AdamW for all, or Muon for the inner matrices and AdamW for the rest.
 
-    Muon's step is scaled to the size of an AdamW step, so `lr` means the same for both.
+    Muon's update is scaled to the size of an AdamW update, so `lr` means the same for both.
 
     Raises:
         ValueError: unknown optimizer name.
@@ -155,16 +155,16 @@ def sft(
 ) -> list[float]:
     """Train on labelled tokens only, one optimizer step per batch.
 
-    With one thread the result is a function of the initial weights and the batches.
+    With one thread the result depends only on the initial weights and the batches.
 
     Args:
         model: a causal language model of transformers; trained in place, left in training mode.
-        batches: at least `steps` batches as made by `pack`; more are left untouched.
-        lr: highest learning rate.
+        batches: at least `steps` batches as made by `pack`; further ones are not read.
+        lr: peak learning rate.
         steps: number of optimizer steps.
         warmup: steps over which the rate rises.
         decay: share of the steps, at the end, over which the rate falls.
-        clip_norm: largest norm of the whole gradient.
+        clip_norm: maximum norm of the whole gradient.
         optimizer: `adamw`, or `muon` for small models trained from scratch (see `make_optimizers`).
         progress: called after each step with the number of steps done and the loss.
 
@@ -172,7 +172,7 @@ def sft(
         The loss of each step before its update, in nats per labelled token.
 
     Raises:
-        ValueError: `steps` is negative, the batches run out, or a batch carries no label.
+        ValueError: `steps` is negative, the batches run out, or a batch has no label.
         FloatingPointError: a loss is not finite.
     """
     if steps < 0:

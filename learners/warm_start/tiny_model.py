@@ -26,20 +26,20 @@ def make_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Build a character tokenizer, save it under `directory` and return it.
 
-    One character is one token; nothing is added in front or behind. `decode(encode(text)) == text` holds exactly,
-    with the returned object and with ``tokenizers.Tokenizer.from_file(directory / "tokenizer.json")``.
+    Each character is one token; no special tokens are added. `decode(encode(text)) == text` holds exactly, with the
+    returned object and with ``tokenizers.Tokenizer.from_file(directory / "tokenizer.json")``.
 
     Args:
         directory: folder to write to; created if missing.
-        characters: the alphabet, no character twice.
-        words: that are one token each, where they stand in a text; the first one that fits counts.
+        characters: the alphabet, without repeats.
+        words: strings that are one token each; if several match at a position, the first one is used.
         chat_template: Jinja template of chat messages; empty: the tokenizer has none.
 
     Returns:
         The tokenizer: padding on the left, ids 0, 1, 2 for pad, bos, eos, then the characters in order.
 
     Raises:
-        ValueError: `characters` is empty or names a character twice.
+        ValueError: `characters` is empty or contains a character twice.
     """
     if not characters or len(set(characters)) != len(characters):
         raise ValueError("characters must be a non-empty string without repeats")
@@ -65,7 +65,7 @@ def make_tokenizer(
 
 
 class Sizes(TypedDict, total=False):
-    """What of a tiny model can be set; `DEFAULTS` has the rest."""
+    """The settable sizes of a tiny model; `DEFAULTS` provides missing ones."""
 
     hidden_size: int  # model width
     layers: int  # decoder layers
@@ -93,21 +93,21 @@ _SPECIAL_IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token
 
 
 def make_tiny_qwen3(vocab_size: int, *, seed: int = 0, **sizes: Unpack[Sizes]) -> Qwen3ForCausalLM:
-    """Return a freshly initialised Qwen3, fp32, on the CPU, in training mode.
+    """Return a freshly initialized Qwen3, fp32, on the CPU, in training mode.
 
-    The defaults give about 0.6 million parameters. The caller's random state is left as it was.
+    The defaults give about 0.6 million parameters. The caller's random state does not change.
 
     Args:
-        vocab_size: number of tokens; ids 0, 1, 2 are taken as pad, bos, eos.
+        vocab_size: number of tokens; ids 0, 1, 2 are pad, bos, eos.
         seed: seed of the weights.
         sizes: see `Sizes`.
 
     Raises:
-        TypeError: a size that there is not.
+        TypeError: unknown size.
         ValueError: `kv_heads` does not divide `heads`, or the vocabulary has no room for a character.
     """
     if unknown := sizes.keys() - DEFAULTS.keys():
-        raise TypeError(f"no such size: {min(unknown)}")
+        raise TypeError(f"unknown size: {min(unknown)}")
     config = _tiny_config(vocab_size, {**DEFAULTS, **sizes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -120,7 +120,7 @@ def make_tiny_qwen3(vocab_size: int, *, seed: int = 0, **sizes: Unpack[Sizes]) -
 
 
 def _tiny_config(vocab_size: int, sizes: Sizes) -> Qwen3Config:
-    """The configuration of a model with all sizes given."""
+    """Return the configuration of a model from all its sizes."""
     if sizes["heads"] % sizes["kv_heads"]:
         raise ValueError(f"kv_heads {sizes['kv_heads']} must divide heads {sizes['heads']}")
     if vocab_size <= len(SPECIAL_TOKENS):
@@ -155,5 +155,5 @@ def save_model(directory: str | Path, model: Qwen3ForCausalLM) -> None:
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Return the number of parameters; a tied one counts once."""
+    """Return the number of parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())

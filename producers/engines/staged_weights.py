@@ -100,7 +100,7 @@ class StagedWeights:
             spare = None
         self._update = StagedVersion(manifest, tensors, spare or self._make(size))
 
-    def pending(self) -> StagedVersion:
+    def pending_version(self) -> StagedVersion:
         """The begun version. Raises `sync.failed` without one."""
         if self._update is None:
             raise WorkError("sync.failed", "no update is under way")
@@ -112,11 +112,11 @@ class StagedWeights:
 
     def room(self, number: int) -> memoryview | None:
         """Memory for the bytes of a bucket of the pending version."""
-        return self.pending().bucket(number)
+        return self.pending_version().bucket(number)
 
     def apply(self, number: int, data: Buffer) -> str:
         """Take the bytes of one bucket (without a copy if they are in its room); the digest of the file's bytes."""
-        update = self.pending()
+        update = self.pending_version()
         room, source = np.frombuffer(update.bucket(number), np.uint8), np.frombuffer(data, np.uint8)
         if source.size != room.size:
             raise AsyncRLError("sync.plan", f"{source.size} bytes for bucket {number}, planned {room.size}")
@@ -144,7 +144,7 @@ class StagedWeights:
 
     def complete(self) -> StagedVersion:
         """The pending version. Raises `sync.failed` if a bucket is missing."""
-        update = self.pending()
+        update = self.pending_version()
         if update.missing:
             raise WorkError("sync.failed", f"commit without buckets {sorted(update.missing)[:8]}")
         return update

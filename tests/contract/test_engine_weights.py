@@ -197,7 +197,7 @@ def test_a_bit_that_flips_after_the_check_shows_at_the_commit(qwen3: Path) -> No
         await engine.begin_update(manifest, tensors)
         for number, data in enumerate(buckets):
             assert await engine.apply_bucket(number, data) == manifest.bucket_digests[number]
-        update: Any = engine._weights.pending()  # type: ignore[union-attr]
+        update: Any = engine._weights.pending_update()  # type: ignore[union-attr]
         update.tensor_for(tensors[5].name).view(torch.uint8).flatten()[7] ^= 16
         wrong = await engine.commit_update()
         return wrong, (await push(engine, model, 1))[1]

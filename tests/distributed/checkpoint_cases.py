@@ -55,7 +55,7 @@ def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
             saver.save(step, state, fence=lambda: None)
             train(step + 1)
             gang.barrier()
-            running.append(not saver.ended())
+            running.append(not saver.has_ended())
             trained.set()
             saver.settle()
             failures.append([int(text) for text in gang.gather(str(saver.failures).encode())])

@@ -150,7 +150,7 @@ def test_a_commit_that_fails_is_the_end_of_the_engine(bench: Bench) -> None:
     engine: Any = bench.engine
     bench.push(1)
     bench.run(stage(engine, 2, bench.version + 1))
-    engine._staged.pending().path.unlink()
+    engine._staged.pending_version().path.unlink()
     for _ in range(2):
         with pytest.raises(AsyncRLError) as caught:
             bench.run(engine.commit_update())

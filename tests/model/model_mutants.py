@@ -341,7 +341,7 @@ class OneJudgeIsEnough(Scoring):
                     self.queue.remove((group.id, index, judge))
             with self.target.edit(group):
                 group.samples[score.index].reward, group.samples[score.index].judged = score.reward, {}
-                self.target.scored(group)
+                self.target.accept_score(group)
         return why
 
 
@@ -389,7 +389,7 @@ class KeptFromThoseWithout(FairShare):
     def room(self, worker: Worker, most: int, engine_version: int) -> float:
         room = super().room(worker, most, engine_version)
         ready = self.schedule.count_ready(engine_version)
-        lacks = missing_groups(self.standing(), ready=ready)
+        lacks = missing_groups(self.standings(), ready=ready)
         return room if math.isinf(room) else ready - sum(lacks.values()) + lacks.get(worker.name, 0)
 
 

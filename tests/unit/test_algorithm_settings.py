@@ -26,7 +26,7 @@ from buffers.groups.machine import GroupMachine
 from buffers.groups.records import settings_of
 from learners.algorithms import registry
 from learners.algorithms.types import Estimate, LossInputs, Rollouts, TokenLoss
-from learners.step.tuned_settings import tuned
+from learners.step.tuned_settings import apply_tuning
 from producers.rollout.rollout import split_request
 
 LEAST = 'model.path = "m"\ndata.path = "d"\n[[reward]]\nfunction = "a:b"\n'
@@ -304,9 +304,9 @@ def test_settings_are_known_without_torch() -> None:
 
 def test_nested_settings_and_options_are_tuned() -> None:
     text = json.dumps({key("kl.coeff"): 0.5, key("loss_options.dual_clip"): 4, key("tis_cap"): 1.5})
-    algorithm = tuned(LearnerConfig(), text).algorithm
+    algorithm = apply_tuning(LearnerConfig(), text).algorithm
     assert algorithm.kl.coeff == 0.5 and algorithm.loss_options == {"dual_clip": 4} and algorithm.tis_cap == 1.5
-    assert tuned(LearnerConfig(), "").algorithm == AlgorithmConfig()
+    assert apply_tuning(LearnerConfig(), "").algorithm == AlgorithmConfig()
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_nested_settings_and_options_are_tuned() -> None:
 def test_what_cannot_be_tuned_is_refused_by_learner_and_buffer(name: str, value: Any, said: str) -> None:
     text = msgspec.json.encode({key(name): value}).decode()
     with pytest.raises(AsyncRLError, match=r".*") as caught:
-        tuned(LearnerConfig(), text)
+        apply_tuning(LearnerConfig(), text)
     assert caught.value.code == "tune.refused" and said in caught.value.message
     with pytest.raises(AsyncRLError) as caught:
         GroupMachine(settings_of(made())).tune({key(name): value}, author="me@here", now=0.0)

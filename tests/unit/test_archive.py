@@ -106,7 +106,7 @@ def test_a_replayed_batch_without_its_quarantined_groups_is_the_same(archive: Ar
     archive.put(make_claim(groups=(7, 4), replayed=True), epoch=2)
     assert said == [] and path.stat().st_mtime_ns == before
     assert [group.group for group in read_step(archive.folder, 3)[0].groups] == [7, 9, 4], "what was claimed is kept"
-    assert batch_file.quarantined(archive.folder) == {3: {9: "loss: not finite"}}
+    assert batch_file.read_quarantine(archive.folder) == {3: {9: "loss: not finite"}}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_notes_cut_by_a_crash_are_left_out(archive: Archive) -> None:
     archive.quarantine(3, 9, "length: 9")
     with (archive.folder / batch_file.NOTES).open("ab") as file:
         file.write(b'{"step":4,"gro')
-    assert batch_file.quarantined(archive.folder) == {3: {9: "length: 9"}}
+    assert batch_file.read_quarantine(archive.folder) == {3: {9: "length: 9"}}
 
 
 def test_a_group_that_fails_validation_is_in_the_file(archive: Archive) -> None:

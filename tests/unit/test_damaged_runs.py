@@ -17,7 +17,7 @@ from synthetic_run import write_run
 
 from asyncrl import cli
 from asyncrl.cli import main
-from asyncrl.errors import refused
+from asyncrl.errors import file_error
 from asyncrl.launcher.process import Child
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.supervisor import Supervisor
@@ -125,7 +125,7 @@ def test_report_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_full_disk_has_its_own_code() -> None:
-    error = refused(OSError(errno.ENOSPC, "No space left on device", "/runs/my/report.html"))
+    error = file_error(OSError(errno.ENOSPC, "No space left on device", "/runs/my/report.html"))
     assert (error.code, error.exit_code, error.where) == ("disk.full", 69, "/runs/my/report.html")
 
 

@@ -149,18 +149,18 @@ def test_a_buffer_that_is_away_costs_no_step() -> None:
         buffer.error = error
         last.poll()
         with pytest.raises(type(error)):
-            last.pending()
+            last.describe_pending()
 
 
 def test_the_end_waits_for_the_last_one_and_not_for_ever() -> None:
     buffer = Buffer()
     buffer.running = "of step 4: 0 of 8 prompts are over"
     last, _, clock = watch(buffer, "evaluation.timeout_s=50")
-    assert last.pending() == "the evaluation of step 4: 0 of 8 prompts are over" and clock.now == 0.5
+    assert last.describe_pending() == "the evaluation of step 4: 0 of 8 prompts are over" and clock.now == 0.5
     buffer.running = ""
-    assert last.pending() == ""
+    assert last.describe_pending() == ""
     buffer.running = "of step 4: hangs"
-    while last.pending():
+    while last.describe_pending():
         assert clock.now < 200
     assert 130 <= clock.now < 132, "two evaluations and 30 s"
 
@@ -170,7 +170,7 @@ def test_without_evaluations_nothing_is_asked() -> None:
     buffer.error = AssertionError("asked")
     last, _, _ = watch(buffer, "evaluation.every=0", "evaluation.at_end=false")
     last.poll()
-    assert last.pending() == ""
+    assert last.describe_pending() == ""
 
 
 def test_its_words() -> None:

@@ -18,9 +18,9 @@ from asyncrl.planner.search import (
     ENOUGH,
     Choice,
     choices,
-    played,
-    reduced,
-    restored,
+    play_all,
+    reduce_scenario,
+    restore_rates,
     suggestion,
 )
 from buffers.groups.fair_share import FairShare
@@ -154,10 +154,10 @@ def test_a_large_system_behaves_as_the_small_one_that_stands_for_it() -> None:
     lengths = tuple(tuple(rng.randint(10, 90) for _ in range(8)) for _ in range(400))
     plant = Plant(0.01, 0.0005, 0.2, 0.00002, lengths)
     scenario = Scenario(producers=12, batch_groups=48, max_staleness=2, depth=2, steps=40, reward_workers=4)
-    small, factor = reduced(scenario, most_samples=5120)
+    small, factor = reduce_scenario(scenario, most_samples=5120)
     assert factor > 2 and small.batch_groups * factor == 48
     assert small.producers * small.engines * factor == pytest.approx(12)
-    whole, stood_for = play(plant, scenario), restored(play(plant, small), factor)
+    whole, stood_for = play(plant, scenario), restore_rates(play(plant, small), factor)
     # The slowest of four engines is not as slow as that of twelve: the small one is too quick, by 14 to 16 %.
     assert whole.steps_s < stood_for.steps_s < 1.2 * whole.steps_s
     assert whole.tokens_s < stood_for.tokens_s < 1.2 * whole.tokens_s
@@ -168,7 +168,9 @@ def test_ten_thousand_devices_are_a_matter_of_seconds() -> None:
     lengths = tuple((1000, 2000, 3000, 4000, 500, 800, 900, 1500) for _ in range(50))
     scenario = Scenario(producers=8000, batch_groups=50_000, slots=256, steps=40, learner_speed=2000)
     started = time.monotonic()
-    [got] = played(Plant(0.02, 0.0001, 1.0, 1e-5, lengths), [scenario], lambda p, some: [play(p, one) for one in some])
+    [got] = play_all(
+        Plant(0.02, 0.0001, 1.0, 1e-5, lengths), [scenario], lambda p, some: [play(p, one) for one in some]
+    )
     assert time.monotonic() - started < 20
     assert got.groups_s == pytest.approx(got.steps_s * 50_000, rel=1e-6) and got.tokens_s > 1e6
 

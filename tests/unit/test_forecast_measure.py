@@ -16,7 +16,7 @@ from synthetic_run import write_run
 from asyncrl.config import dump, parse
 from asyncrl.errors import ConfigError
 from asyncrl.planner.forecast import Options, plan_for, play
-from asyncrl.planner.measure import Curve, decoded_samples, fitted, measure, observed, unique_steps
+from asyncrl.planner.measure import Curve, decoded_samples, fit_line, measure, measure_rates, unique_steps
 from asyncrl.planner.model import Plant, Scenario
 from asyncrl.planner.search import buffers_for, build_scenario, devices_per_producer, levels, splits
 from asyncrl.runtime.run_dir import RunDir
@@ -154,11 +154,11 @@ def test_what_was_decoded_at_once_follows_from_leases_and_arrivals() -> None:
 
 
 def test_a_fit_is_never_negative_and_leaves_out_what_is_far_off() -> None:
-    assert fitted([1, 2, 3], [3, 2, 1], [1, 1, 1]) == (2.0, 0.0)
+    assert fit_line([1, 2, 3], [3, 2, 1], [1, 1, 1]) == (2.0, 0.0)
     x = list(range(1, 21))
-    a, b = fitted(x, [800 if number == 10 else number for number in x], [1] * 20)
+    a, b = fit_line(x, [800 if number == 10 else number for number in x], [1] * 20)
     assert (a, b) == (pytest.approx(0, abs=1e-6), pytest.approx(1))
-    assert fitted([5, 5], [2, 4], [1, 1]) == (3.0, 0.0)
+    assert fit_line([5, 5], [2, 4], [1, 1]) == (3.0, 0.0)
 
 
 def test_a_short_run_is_refused(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_steps_that_were_trained_again_count_once() -> None:
         {"step": n, "t": float(n), "step_s": 1.0, "groups": 2, "tokens": 10, "lag_mean": 1.0, "wait_s": 0.25}
         for n in range(1, 13)
     ]
-    did = observed(even)
+    did = measure_rates(even)
     assert (did.steps_s, did.lag_mean, did.learner_wait_share, did.tokens_s) == (1.0, 1.0, 0.25, 10.0)
 
 

@@ -12,7 +12,7 @@ from groups_run import Run
 
 import buffers.groups.tunable_settings
 from asyncrl.errors import AsyncRLError
-from buffers.groups.feasibility import Plan, capacity, depth_allows, feasible, required
+from buffers.groups.feasibility import Plan, capacity, depth_allows, feasible, list_requirements
 from buffers.groups.machine import GroupMachine
 from buffers.groups.records import ledger_of, settings_of
 from buffers.groups.tunable_settings import DepthController
@@ -187,14 +187,14 @@ def test_a_plan_against_the_plain_formulas() -> None:
     for v in range(4):
         for u in range(v - 1, 8):
             assert capacity(flat, v, u) == capacity(3, v, u) == max(0, u - v + 1) * 3
-    plan = flat.changed(4, 5).changed(6, 1)
+    plan = flat.resize(4, 5).resize(6, 1)
     for v in range(8):
         for u in range(v, 12):
             assert plan.capacity(v, u) == sum(plan.size(step) for step in range(v + 1, u + 2))
-    assert flat.changed(4, 3) == flat and plan.changed(1, 2) == Plan(((1, 2),))
+    assert flat.resize(4, 3) == flat and plan.resize(1, 2) == Plan(((1, 2),))
     due = {2: 3, 4: 1}
     assert feasible(due, v=2, batch=Plan(((1, 3),))) and not feasible(due, v=2, batch=Plan(((1, 2),)))
-    assert required(due, v=2, batch=Plan(((1, 3), (4, 1)))) == [(2, 3), (4, 2)]
+    assert list_requirements(due, v=2, batch=Plan(((1, 3), (4, 1)))) == [(2, 3), (4, 2)]
     assert depth_allows(5, depth=1, producer_lag=0, batch=Plan(((1, 4), (2, 2)))) and not depth_allows(
         6, depth=1, producer_lag=0, batch=Plan(((1, 4), (2, 2)))
     )

@@ -166,13 +166,13 @@ def test_a_writer_gives_up_and_starts_anew(tmp_path: Path) -> None:
     writer = PlaceWriter(tmp_path, file_bytes=FILE_BYTES)
     places = [put(writer, number, 100) for number in range(3)]
     for place in places:
-        writer.refused(place)  # all of one file: one failure
+        writer.reject(place)  # all of one file: one failure
     assert put(writer, 4).segment == places[0].segment + 1
     for _ in range(FAILURES - 1):
         last = put(writer, 5)
-        writer.refused(last)
+        writer.reject(last)
     assert writer.write(b"h", b"x") is None
-    writer.accepted()
+    writer.confirm()
     assert writer.write(b"h", b"x") is not None
     assert last.segment // GUEST == places[0].segment // GUEST
     writer.close()

@@ -15,10 +15,10 @@ from learners.backends.megatron.checkpoint import Store, host_shard, pieces
 from learners.backends.megatron.mapping import (
     Facts,
     check_layout,
+    intersect,
     merge_parts,
     rank_parameters,
     read_facts,
-    shared,
     slices,
     stage_layers,
     tensor_shapes,
@@ -26,7 +26,7 @@ from learners.backends.megatron.mapping import (
     translate,
 )
 from learners.backends.megatron.model import stages_text
-from learners.backends.megatron.weights import assembled
+from learners.backends.megatron.weights import assemble
 from learners.gang.topology import Topology
 from weightsync.plan.buckets import volume
 
@@ -65,7 +65,7 @@ def weights(facts: Facts) -> dict[str, torch.Tensor]:
 
 def parameters(facts: Facts, place: Topology, start: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
-        local.name: assembled(local, lambda part: start[part.name][slices(part.box)])
+        local.name: assemble(local, lambda part: start[part.name][slices(part.box)])
         for local in rank_parameters(facts, place)
     }
 
@@ -93,7 +93,7 @@ def test_only_padding_of_the_vocabulary_is_left_free(name: str) -> None:
     facts, start = MODELS[name], weights(MODELS[name])
     for rank in range(4):
         for local in rank_parameters(facts, topology((4, 1, 1), rank)):
-            whole = assembled(local, lambda part: start[part.name][slices(part.box)])
+            whole = assemble(local, lambda part: start[part.name][slices(part.box)])
             free = int((whole == 0).sum())
             assert free == whole.numel() - sum(volume(part.box) for part in local.parts)
             padded = 3 * facts.hidden if facts.vocab == 13 and rank == 3 and local.shape[0] == 4 else 0
@@ -151,8 +151,8 @@ def test_a_checkpoint_goes_from_any_layout_to_any_other(name: str, places: Any, 
     for rank in range(reader.size):
         wanted = parameters(facts, reader.peer(rank), start)
         for local in rank_parameters(facts, reader.peer(rank)):
-            assert assembled(local, lambda part: store.read("model", part)).equal(wanted[local.name])
-            assert assembled(local, lambda part: store.read("exp_avg", part)).equal(-wanted[local.name])
+            assert assemble(local, lambda part: store.read("model", part)).equal(wanted[local.name])
+            assert assemble(local, lambda part: store.read("exp_avg", part)).equal(-wanted[local.name])
     assert store.step("model.norm.weight") == 7.0
     assert store.extra(rank=0, ranks=writer.size)["cpu"].tolist() == [0]
     assert store.extra(rank=0, ranks=writer.size + 1) == {}
@@ -162,7 +162,7 @@ def test_a_checkpoint_goes_from_any_layout_to_any_other(name: str, places: Any, 
         short = Store(tmp_path)
         for rank in range(reader.size):
             for local in rank_parameters(facts, reader.peer(rank)):
-                assembled(local, lambda part: short.read("model", part))
+                assemble(local, lambda part: short.read("model", part))
     assert caught.value.code == "learner.checkpoint"
 
 
@@ -174,8 +174,8 @@ def test_a_damaged_file_is_said(tmp_path: Any) -> None:
 
 
 def test_boxes() -> None:
-    assert shared(((0, 4), (2, 6)), ((3, 8), (0, 3))) == ((3, 4), (2, 3))
-    assert shared(((0, 4),), ((4, 8),)) is None
+    assert intersect(((0, 4), (2, 6)), ((3, 8), (0, 3))) == ((3, 4), (2, 3))
+    assert intersect(((0, 4),), ((4, 8),)) is None
     assert translate(((3, 4), (2, 3)), ((0, 4), (2, 6)), ((10, 14), (0, 4))) == ((13, 14), (0, 1))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config, parse
-from asyncrl.preflight.machine import Machine, look_at_machine, missing
+from asyncrl.preflight.machine import Machine, find_missing, look_at_machine
 from asyncrl.preflight.memory import RoleMemory, estimate, format_bytes, model_shape
 from asyncrl.process_plan.plan import TARGETS
 
@@ -120,13 +120,13 @@ def test_an_unknown_model_is_not_guessed() -> None:
 def test_what_the_machine_lacks() -> None:
     memory = estimate(made(**{"learner.ranks": 2}), QWEN_05B, TARGETS["all"], accelerator=True)
     small = Machine(2, GIB, {"cuda": 1, "npu": 0}, GIB, 1 << 20)
-    said = " | ".join(missing(made(**{"learner.ranks": 2}), TARGETS["all"], small, memory))
+    said = " | ".join(find_missing(made(**{"learner.ranks": 2}), TARGETS["all"], small, memory))
     assert "2 ranks and 1 producer share 1 cuda device" in said
     assert "of host memory: this machine has 1.0 GiB" in said and "/dev/shm" in said and "for checkpoints" in said
     large = Machine(64, 512 * GIB, {"cuda": 8, "npu": 0}, 900 * GIB, 256 * GIB)
-    assert list(missing(made(), TARGETS["all"], large, memory)) == []
+    assert list(find_missing(made(), TARGETS["all"], large, memory)) == []
     wanted = made(**{"learner.device": '"npu"'})
-    assert list(missing(wanted, TARGETS["all"], large, [])) == [
+    assert list(find_missing(wanted, TARGETS["all"], large, [])) == [
         "learner.device = 'npu': this machine shows no npu devices"
     ]
 

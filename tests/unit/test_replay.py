@@ -12,7 +12,7 @@ from synthetic_run import digest_of, write_run
 from asyncrl.errors import AsyncRLError
 from asyncrl.runs import batch_file
 from asyncrl.runs.fork import fork
-from asyncrl.runs.replay import planned, replay_command, replay_command_line
+from asyncrl.runs.replay import plan_replay, replay_command, replay_command_line
 from asyncrl.runs.replay_report import Done, End, Plan, Step, judge, render
 from asyncrl.runtime.run_dir import RunDir
 from learners.replay import distance, drop_overrides
@@ -51,7 +51,7 @@ def write_checkpoint(run: RunDir, step: int) -> Path:
 
 
 def plan_of(run: RunDir, begin: int = 0, end: int | None = None, *overrides: str) -> Plan:
-    return planned(run, begin=begin, end=end, overrides=overrides)
+    return plan_replay(run, begin=begin, end=end, overrides=overrides)
 
 
 def refused(run: RunDir, begin: int = 0, end: int | None = None, *overrides: str) -> str:

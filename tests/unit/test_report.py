@@ -11,7 +11,7 @@ from synthetic_run import check_names, write_run
 
 from asyncrl.process_plan.plan import Outcome
 from asyncrl.report import write_report
-from asyncrl.report.data import ENDS, load_run, summary, surviving
+from asyncrl.report.data import ENDS, drop_repeated_steps, load_run, summary
 from asyncrl.report.svg import Line, bar_chart, line_chart, short, stacked_chart, thin, ticks
 from asyncrl.report.svg_time import Lane, Share, flow, lanes
 from asyncrl.runtime.run_dir import RunDir
@@ -158,7 +158,7 @@ def test_deliveries_are_told_apart(tmp_path: Path) -> None:
 
 def test_steps_trained_again_replace_the_first_time() -> None:
     lines = [{"step": step, "x": x} for step, x in ((1, 1), (2, 2), (3, 3), (2, 4), (3, 5))]
-    assert [line["x"] for line in surviving([*lines, {"no": "step"}])] == [1, 4, 5]
+    assert [line["x"] for line in drop_repeated_steps([*lines, {"no": "step"}])] == [1, 4, 5]
 
 
 def test_drawings() -> None:

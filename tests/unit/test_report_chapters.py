@@ -16,7 +16,7 @@ from asyncrl.cli import main
 from asyncrl.report import write_report
 from asyncrl.report.data import load_run
 from asyncrl.report.samples import SHOWN, answer, gaps, newest
-from asyncrl.report.svg import SMOOTHED_FROM, Line, line_chart, smoothed
+from asyncrl.report.svg import SMOOTHED_FROM, Line, line_chart, smooth
 from asyncrl.report.svg_time import Share, flow
 from asyncrl.runtime.run_dir import RunDir
 
@@ -172,7 +172,7 @@ def test_long_lines_are_smoothed_and_short_ones_are_not() -> None:
         return line_chart([Line("a", [(n, float(n % 2)) for n in range(count)])], smooth=True)
 
     assert "data-line" not in drawn(SMOOTHED_FROM - 1) and 'data-line="0"' in drawn(SMOOTHED_FROM)
-    assert smoothed([(0, 4.0), (1, 0.0)], 0.5) == [(0, 4.0), (1, pytest.approx(4 / 3))]
+    assert smooth([(0, 4.0), (1, 0.0)], 0.5) == [(0, 4.0), (1, pytest.approx(4 / 3))]
 
 
 def test_ribbons_are_as_thick_as_their_parts() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config import dump, parse
 from asyncrl.errors import ConfigError
-from asyncrl.runs.rescore import planned, render, summary
+from asyncrl.runs.rescore import plan_rescore, render, summary
 from asyncrl.runs.score_file import GroupScores, Head, read_scores, responses_digest, write_scores
 from asyncrl.runtime.run_dir import RunDir
 
@@ -41,20 +41,20 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_the_runs_own_functions_are_asked_again(run: RunDir) -> None:
-    config, plan = planned(run, rewards=(), judge="")
+    config, plan = plan_rescore(run, rewards=(), judge="")
     assert [reward.function for reward in config.reward] == ["a:exact", "a:deep"] and plan.steps == (1, 2)
     assert plan.kept == {}
-    config, plan = planned(run, rewards=(), judge="slow")
+    config, plan = plan_rescore(run, rewards=(), judge="slow")
     assert [reward.function for reward in config.reward] == ["a:deep"] and plan.kept == {"exact": 2.0}
-    config, plan = planned(run, rewards=(), judge="default")
+    config, plan = plan_rescore(run, rewards=(), judge="default")
     assert [reward.function for reward in config.reward] == ["a:exact"] and plan.kept == {"deep": 1.0}
     assert config.judge == ()
 
 
 def test_new_functions_stand_in_for_all_or_for_one_judge(run: RunDir) -> None:
-    config, plan = planned(run, rewards=("b:strict", "c:strict"), judge="")
+    config, plan = plan_rescore(run, rewards=("b:strict", "c:strict"), judge="")
     assert [reward.label for reward in config.reward] == ["b:strict", "c:strict"] and plan.kept == {}
-    config, plan = planned(run, rewards=("b:exact",), judge="slow")
+    config, plan = plan_rescore(run, rewards=("b:exact",), judge="slow")
     assert [reward.label for reward in config.reward] == ["b:exact"], "the short name is that of a part that stays"
     assert plan.kept == {"exact": 2.0}
     assert (config.reward_workers.timeout_s, config.reward_workers.count) == (90.0, 3), "with the limits of the judge"
@@ -69,14 +69,14 @@ def test_new_functions_stand_in_for_all_or_for_one_judge(run: RunDir) -> None:
 )
 def test_what_cannot_be_planned_says_why(run: RunDir, words: dict, message: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(ConfigError, match=message):
-        planned(run, **words)
+        plan_rescore(run, **words)
 
 
 def test_a_run_without_an_archive_says_so(tmp_path: Path) -> None:
     made = RunDir(tmp_path / "run").create()
     made.config.write_text(TOML)
     with pytest.raises(ConfigError, match=r"log\.archive"):
-        planned(made, rewards=(), judge="")
+        plan_rescore(made, rewards=(), judge="")
 
 
 GROUPS = [

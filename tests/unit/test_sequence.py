@@ -24,7 +24,7 @@ def test_padding_goes_on_with_the_last_sequence(rows: int, width: int, size: int
     positions = torch.arange(width).expand(rows, -1)
     if rows == 1 and width > 3:
         positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3][:width]])
-    longer, further = split(size=size).padded(ids, positions)
+    longer, further = split(size=size).pad(ids, positions)
     assert longer.shape == further.shape == (rows, -(-width // size) * size)
     assert torch.equal(longer[:, :width], ids) and torch.equal(further[:, :width], positions)
     assert len(sequence_lengths(further)) == len(sequence_lengths(positions))
@@ -40,7 +40,7 @@ def test_a_layer_gets_its_part_of_the_row() -> None:
     (later,), _ = _Cut(split(), first=False)(nn.Identity(), (mine,), given)
     assert later is mine
     paused = split()
-    with paused.off():
+    with paused.disable():
         assert _Cut(paused, first=True)(nn.Identity(), (hidden,), given) is None
     assert not paused.paused
 

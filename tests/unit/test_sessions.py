@@ -260,7 +260,7 @@ def test_numbers_of_the_model_find_their_sample_and_their_way_back() -> None:
     batch = batch_of(sample(three_rows(), 0, 1.0), sample(two_turns().finish(), 1, 0.0))
     algorithm = AlgorithmConfig(advantage="gae")
     whole = assemble(batch, algorithm=algorithm, ranks=1, max_tokens=64).whole
-    from learners.batch.estimates import ModelNumbers, to_cuts
+    from learners.batch.estimates import ModelNumbers, convert_to_cuts
 
     rows = [np.arange(cut.stop - cut.start, dtype=np.float32) + 10 * n for n, cut in enumerate(whole.cuts)]
     ends = [np.array([float(n)], np.float32) for n in range(len(whole.cuts))]
@@ -268,7 +268,7 @@ def test_numbers_of_the_model_find_their_sample_and_their_way_back() -> None:
     assert found.values is not None and found.after is not None
     assert found.values[0].tolist() == [0, 1, 2, 3, 0, 0, 10, 11, 0, 0, 0, 20]
     assert [end.tolist() for end in found.after] == [[2], [3]]
-    assert [row.tolist() for row in to_cuts(whole, found.values)] == [row.tolist() for row in rows]
+    assert [row.tolist() for row in convert_to_cuts(whole, found.values)] == [row.tolist() for row in rows]
     late = estimate_late(whole, found, algorithm, kl_coeff=0.0, correct=False)
     assert late.advantages is not None and late.advantages[0].shape == (12,)
     assert (late.advantages[0][[2, 4, 5, 8, 9, 10]] == 0).all()

@@ -81,7 +81,7 @@ def test_what_is_lent_is_not_copied_and_damage_shows(tmp_path: Path) -> None:
     assert weights.apply(0, room) != manifest.bucket_digests[0]
     room[0] ^= 1
     assert weights.apply(0, room) == manifest.bucket_digests[0]
-    assert weights.pending().path.read_bytes()[: len(buckets[0])] == buckets[0]
+    assert weights.pending_version().path.read_bytes()[: len(buckets[0])] == buckets[0]
 
 
 def test_two_files_take_turns_and_the_older_version_stays_until_the_next_but_one(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_two_files_take_turns_and_the_older_version_stays_until_the_next_but_one
         room = weights.room(0)
         assert room is not None
         rooms.append((room, first))
-        paths.append(weights.pending().path)
+        paths.append(weights.pending_version().path)
         if number:
             assert bytes(rooms[number - 1][0]) == rooms[number - 1][1], "the version in force changed"
         weights.commit()
@@ -114,7 +114,7 @@ def test_an_abort_leaves_the_version_in_force_and_gives_its_file_up(tmp_path: Pa
     late = version_of(2)[2]
     manifest, tensors, _ = version_of(2)
     weights.begin(manifest, tensors)
-    path, room = weights.pending().path, weights.room(0)
+    path, room = weights.pending_version().path, weights.room(0)
     weights.abort()
     assert room is not None
     room[:] = late[0]  # a transport that did not hear of the abort
@@ -122,7 +122,7 @@ def test_an_abort_leaves_the_version_in_force_and_gives_its_file_up(tmp_path: Pa
     with pytest.raises(AsyncRLError, match="no update"):
         weights.apply(0, late[0])
     held = put(weights, 2, seed=1)
-    assert weights.pending().path != path
+    assert weights.pending_version().path != path
     weights.commit()
     into = bytearray(len(held[0]))
     assert weights.read(0, memoryview(into))
@@ -159,7 +159,7 @@ def test_no_room_is_an_error_and_the_next_folder_is_tried(tmp_path: Path) -> Non
     assert refused.value.code == "disk.full"
     weights = StagedWeights(tmp_path, folders=(blocked, tmp_path / "scratch"))
     weights.begin(manifest, tensors)
-    assert weights.pending().path.parent == tmp_path / "scratch"
+    assert weights.pending_version().path.parent == tmp_path / "scratch"
 
 
 def test_files_of_killed_processes_are_removed(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def sign(manifest: Manifest, keys: Keys | None) -> Manifest:
 
 def is_genuine(manifest: Manifest, keys: Keys | None) -> bool:
     """Whether the run's key signed it; true without keys."""
-    return keys is None or keys.signed(manifest.signature, PURPOSE, _signed_bytes(manifest))
+    return keys is None or keys.verify(manifest.signature, PURPOSE, _signed_bytes(manifest))
 
 
 def _signed_bytes(manifest: Manifest) -> bytes:

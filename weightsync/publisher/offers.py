@@ -139,7 +139,7 @@ class Offers:
             self.reply = reply
             self.changed.notify_all()
 
-    def serving(self, version: int) -> int:
+    def count_serving(self, version: int) -> int:
         """Members that serve the newest announced version, if that is at least `version`; else 0."""
         newest = self.announced
         if newest is None or newest.manifest.version < version or not 0 < newest.round <= self.reply.round:
@@ -149,5 +149,5 @@ class Offers:
     def wait_serving(self, version: int, members: int, timeout_s: float) -> tuple[RoundReply, int]:
         """Wait until this many members serve the version, an error, or `timeout_s`; the last reply and the number."""
         with self.changed:
-            self.changed.wait_for(lambda: self.error or self.serving(version) >= members, timeout_s)
-            return self.reply, self.serving(version)
+            self.changed.wait_for(lambda: self.error or self.count_serving(version) >= members, timeout_s)
+            return self.reply, self.count_serving(version)

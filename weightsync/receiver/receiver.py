@@ -137,12 +137,12 @@ class Receiver:
             WorkError: `sync.failed` after `timeout_s`.
         """
 
-        def attested() -> bool:
+        def is_attested() -> bool:
             return not self._attestor.committing and (self.version >= at_least or at_least in self.digests)
 
         try:
             async with asyncio.timeout(timeout_s), self._advanced:
-                await self._advanced.wait_for(attested)
+                await self._advanced.wait_for(is_attested)
         except TimeoutError:
             raise WorkError(
                 "sync.failed",

@@ -137,7 +137,7 @@ class FSDP2Backend:
     def reference_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
         """With adapters, their base is the reference."""
         if self._lora is not None:
-            with self._lora.off():
+            with self._lora.disable():
                 return self.forward_logprobs(micro)
         if self._reference is None:
             self._reference = Reference(self._config, self._gang)
@@ -182,13 +182,13 @@ class FSDP2Backend:
 
     def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
         """Yield name and bytes in the order of `weight_specs` on rank 0; nothing on the others."""
-        gathering = self._gathering()
+        gathering = self._make_gathering()
         found = self._sharded.whole(settle, view=self._view) if gathering is None else gathering.run(settle)
         for name, tensor in found:
             if self._gang.lead:
                 yield name, tensor_bytes(tensor, self._sent_dtype, lend=settle is not None)
 
-    def _gathering(self) -> Gathering | None:
+    def _make_gathering(self) -> Gathering | None:
         """Return the gathering by parts, if the layout allows it."""
         if self._gang.size == 1 or self._view is not PLAIN:
             return None

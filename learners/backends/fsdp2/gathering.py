@@ -112,7 +112,7 @@ class Gathering:
             settle()
             under_way.wait()  # bounded: the timeout of the group; a second wait returns at once
 
-    def _shared(self, part: Sequence[Row]) -> int:
+    def _count_shared(self, part: Sequence[Row]) -> int:
         """Return the elements that every rank sends of a part: rank 0 has the most rows of each tensor."""
         return sum(-(-row.shape[0] // self._ranks) * row.numel // row.shape[0] for row in part if row.numel)
 
@@ -122,14 +122,14 @@ class Gathering:
 
     def _room_of_shares(self) -> Tensor:
         """Return `[ranks, share]` on rank 0; `[1, share]` for sending on the others."""
-        largest = max(map(self._shared, self._parts))
+        largest = max(map(self._count_shared, self._parts))
         ranks = self._ranks if self._lead else 1
         return torch.zeros(ranks, largest, dtype=self._sent, device=self._parts[0][0].own.device)
 
     def _begin(self, number: int, room: Tensor) -> Any:
         """Start to gather a part: `[share]` of each rank into a row of `room` on rank 0."""
         part = self._parts[number]
-        share = self._shared(part)
+        share = self._count_shared(part)
         at, own = 0, room[0, :share]
         for row in part:
             count = row.own.numel()

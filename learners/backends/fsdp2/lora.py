@@ -74,7 +74,7 @@ class Lora:
             layer.lora_dropout.eval()
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def disable(self) -> Iterator[None]:
         """Use the base alone. Peft's own switch would also freeze the adapters."""
         self._switch(off=True)
         try:

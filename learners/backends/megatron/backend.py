@@ -55,7 +55,7 @@ from learners.backends.megatron.mapping import (
 )
 from learners.backends.megatron.optimizer import Optimizer, wrap
 from learners.backends.megatron.stages import Stages
-from learners.backends.megatron.weights import Folder, assembled, leaving
+from learners.backends.megatron.weights import Folder, assemble, export_tensors
 from learners.batch.micro_batches import MicroBatch, packed_row, padded_rows
 from learners.gang.gang import Gang, waiting_s
 from learners.models.logprobs import TokenNumbers
@@ -117,7 +117,7 @@ class MegatronBackend:
         folder = Folder(Path(self._config.model.path))
         try:
             for name, parameter in model.named_parameters():
-                yield parameter, assembled(self._locals[name], folder.read)
+                yield parameter, assemble(self._locals[name], folder.read)
         finally:
             folder.close()
 
@@ -164,13 +164,13 @@ class MegatronBackend:
         """First what is outside the layers, then layer by layer: the order of fsdp2."""
         return [WeightSpec(name, self._sent_name, shape) for name, shape in tensor_shapes(self._facts).items()]
 
-    def _leaving(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def _export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         sources = tensor_sources(self._facts, self._place, fused=self._fused)
-        return leaving(dict(self._model.named_parameters()), sources, rank=self._gang.rank, dtype=dtype)
+        return export_tensors(dict(self._model.named_parameters()), sources, rank=self._gang.rank, dtype=dtype)
 
     def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
         """Yield name and bytes in the order of `weight_specs` on rank 0. Nothing is lent."""
-        for name, whole in self._leaving(self._sent_dtype):
+        for name, whole in self._export(self._sent_dtype):
             yield name, whole.view(-1).view(torch.uint8).numpy()
 
     def export_hf(self, folder: Path) -> None:
@@ -188,7 +188,7 @@ class MegatronBackend:
         """Yield every tensor by its Hugging Face name, in `model.dtype`, on rank 0. Collective: every rank
         exhausts it.
         """
-        return self._leaving(DTYPES[self._config.model.dtype][1])
+        return self._export(DTYPES[self._config.model.dtype][1])
 
     # ------------------------------------------------------------ checkpoints
 
@@ -212,7 +212,7 @@ class MegatronBackend:
         store = Store(folder)
         try:
             for name, parameter in self._model.named_parameters():
-                self._optimizer.fill(parameter, partial(_stored, store, self._locals[name]), states=True)
+                self._optimizer.fill(parameter, partial(_read_stored, store, self._locals[name]), states=True)
             self._optimizer.updates = store.step(next(iter(tensor_shapes(self._facts))))
             extra = store.extra(rank=self._gang.rank, ranks=self._gang.size)
         finally:
@@ -221,6 +221,6 @@ class MegatronBackend:
             self._device.set_rng_state(extra)
 
 
-def _stored(store: Store, local: Local, kind: str) -> Tensor:
+def _read_stored(store: Store, local: Local, kind: str) -> Tensor:
     """Return a whole parameter (`model`) or a state of it from a checkpoint."""
-    return assembled(local, partial(store.read, kind))
+    return assemble(local, partial(store.read, kind))

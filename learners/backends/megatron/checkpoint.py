@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import UNREADABLE, AsyncRLError
-from learners.backends.megatron.mapping import Local, Part, merge_parts, shared, slices, translate
+from learners.backends.megatron.mapping import Local, Part, intersect, merge_parts, slices, translate
 from learners.backends.safetensors_writer import open_tensors
 from learners.backends.sharded_checkpoint import HostShard, Start
 from weightsync.plan.buckets import Box, full_box, volume
@@ -107,7 +107,7 @@ class Store:
         found = torch.empty([high - low for low, high in part.box], dtype=torch.float32)
         missing = volume(part.box)
         for number, box in self._boxes.get(name, ()):
-            common = shared(box, part.box)
+            common = intersect(box, part.box)
             if common is None:
                 continue
             there = full_box([high - low for low, high in box])

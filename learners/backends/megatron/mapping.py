@@ -55,7 +55,7 @@ class Facts(NamedTuple):
     qk_norm: bool = False
     qkv_bias: bool = False
 
-    def padded(self, tensor: int) -> int:
+    def padded_rows(self, tensor: int) -> int:
         """Return rows of the embedding, rounded up so that every tensor place has the same number."""
         return -(-self.vocab // tensor) * tensor
 
@@ -97,17 +97,17 @@ def read_facts(config: Mapping[str, Any]) -> Facts:
     """
     kind = config.get("model_type", "")
     if kind not in MODEL_TYPES:
-        raise _refused(kind, f"the backend megatron builds {', '.join(MODEL_TYPES)}")
+        raise _refusal(kind, f"the backend megatron builds {', '.join(MODEL_TYPES)}")
     for name, right in (("hidden_act", "silu"), ("mlp_bias", False), ("use_sliding_window", False)):
         if config.get(name, right) != right:
-            raise _refused(kind, f"{name} = {config[name]!r}")
+            raise _refusal(kind, f"{name} = {config[name]!r}")
     if kind != "qwen2" and config.get("attention_bias", False):
-        raise _refused(kind, "attention_bias = true")
+        raise _refusal(kind, "attention_bias = true")
     if set(config.get("layer_types") or ()) - {"full_attention"}:
-        raise _refused(kind, "layer_types other than full_attention")
+        raise _refusal(kind, "layer_types other than full_attention")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) not in ROPE_TYPES:
-        raise _refused(kind, f"rope type {rope.get('rope_type', rope.get('type'))!r}")
+        raise _refusal(kind, f"rope type {rope.get('rope_type', rope.get('type'))!r}")
     heads = int(config["num_attention_heads"])
     return Facts(
         layers=int(config["num_hidden_layers"]),
@@ -123,7 +123,7 @@ def read_facts(config: Mapping[str, Any]) -> Facts:
     )
 
 
-def _refused(kind: str, why: str) -> ConfigError:
+def _refusal(kind: str, why: str) -> ConfigError:
     return ConfigError("config.model", f"model_type {kind!r}: {why}")
 
 
@@ -189,7 +189,7 @@ def _layer(facts: Facts, place: Topology, own: str, theirs: str, *, fused: bool)
             yield _whole(place, *names, (facts.head_dim,))
     yield _columns(place, attention + "linear_proj.weight", theirs + "self_attn.o_proj.weight", (hidden, wide))
     yield _whole(place, second, theirs + "post_attention_layernorm.weight", (hidden,))
-    yield _gated(facts, place, mlp + "linear_fc1.weight", theirs + "mlp.{}_proj.weight")
+    yield _gate_and_up(facts, place, mlp + "linear_fc1.weight", theirs + "mlp.{}_proj.weight")
     yield _columns(place, mlp + "linear_fc2.weight", theirs + "mlp.down_proj.weight", (hidden, facts.mlp))
 
 
@@ -203,7 +203,7 @@ def _rows(name: str, total: int, rest: tuple[int, ...], *, start: int, at: int, 
 
 
 def _vocabulary(facts: Facts, place: Topology, own: str, theirs: str) -> Local:
-    each = facts.padded(place.tensor) // place.tensor
+    each = facts.padded_rows(place.tensor) // place.tensor
     start = each * place.tensor_place
     count = max(0, min(each, facts.vocab - start))
     return Local(
@@ -226,7 +226,7 @@ def _qkv(facts: Facts, place: Topology, own: str, theirs: str, rest: tuple[int, 
     return Local(own, (groups * (queries + 2 * wide), *rest), tuple(parts), 0)
 
 
-def _gated(facts: Facts, place: Topology, own: str, theirs: str) -> Local:
+def _gate_and_up(facts: Facts, place: Topology, own: str, theirs: str) -> Local:
     each = facts.mlp // place.tensor
     start, parts = each * place.tensor_place, []
     for number, name in enumerate(("gate", "up")):
@@ -285,7 +285,7 @@ def tensor_sources(facts: Facts, topology: Topology, *, fused: bool = False) -> 
 # ---------------------------------------------------------------- boxes
 
 
-def shared(one: Box, other: Box) -> Box | None:
+def intersect(one: Box, other: Box) -> Box | None:
     """Return the common elements of two boxes; None if there are none."""
     found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return found if all(low < high for low, high in found) else None

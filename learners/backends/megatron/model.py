@@ -210,7 +210,7 @@ def build(facts: Facts, hf: Any, settings: Any, topology: Topology, device: Devi
     model = Policy(
         settings,
         layer_spec(facts, device),
-        vocab_size=facts.padded(topology.tensor),
+        vocab_size=facts.padded_rows(topology.tensor),
         max_sequence_length=int(hf.max_position_embeddings),
         pre_process=topology.stage == 0,
         post_process=topology.stage == topology.pipeline - 1,

@@ -63,8 +63,8 @@ class Stages:
 
             def last(hidden: Tensor) -> tuple[Tensor, Tensor, Found]:
                 values = self._numbers(getattr(stage, "module", stage), hidden, given[number], squares=squares)
-                value, sums = _lost(loss, values, given[number], number)
-                found = Found(_detached(values), value.detach().clone(), sums)
+                value, sums = _compute_loss(loss, values, given[number], number)
+                found = Found(_detach(values), value.detach().clone(), sums)
                 return value, torch.zeros((), dtype=torch.int), found
 
             return hidden_states(stage, given[number], bounds(micro[number], multiple=multiple)), last
@@ -89,7 +89,7 @@ class Stages:
         if self._settings.sequence_parallel:  # not run
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         weight = model.shared_embedding_or_output_weight() if self._facts.tied else model.output_layer.weight
-        each = self._facts.padded(self._place.tensor) // self._place.tensor
+        each = self._facts.padded_rows(self._place.tensor) // self._place.tensor
         start = each * self._place.tensor_place
         weight = weight[: min(each, self._facts.vocab - start)]  # without padding
         states = hidden[:, 0][tensors.positions]
@@ -123,16 +123,16 @@ class Stages:
         every = []
         for number, part in enumerate(torch.split(flat, sizes, dim=1)):
             values = TokenNumbers(part[0], part[1], part[2] if squares else None)
-            every.append(Found(values, *_lost(loss, values, given[number], number)))
+            every.append(Found(values, *_compute_loss(loss, values, given[number], number)))
         return every
 
 
-def _lost(
+def _compute_loss(
     loss: LossFunction | None, values: TokenNumbers, tensors: Micro, number: int
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Return the loss; 0 and no sums without one."""
     return (torch.zeros(()), {}) if loss is None else loss(values.logprobs, values.entropy, tensors, number)
 
 
-def _detached(values: TokenNumbers) -> TokenNumbers:
+def _detach(values: TokenNumbers) -> TokenNumbers:
     return TokenNumbers(values.logprobs.detach(), values.entropy.detach(), values.square_sums)

@@ -66,7 +66,7 @@ class Folder:
             self._open.popitem()[1].__exit__(None, None, None)
 
 
-def assembled(local: Local, read: Any, *, dtype: torch.dtype = torch.float32) -> Tensor:
+def assemble(local: Local, read: Any, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a whole parameter from `read(part)` of its parts, on the host; padding is zero."""
     whole = torch.zeros(local.shape, dtype=dtype)
     for part in local.parts:
@@ -75,7 +75,7 @@ def assembled(local: Local, read: Any, *, dtype: torch.dtype = torch.float32) ->
     return whole
 
 
-def leaving(
+def export_tensors(
     parameters: Mapping[str, Tensor], sources: Mapping[str, Sequence[Source]], *, rank: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor by name, whole, on the host of rank 0; the other ranks send and get nothing.

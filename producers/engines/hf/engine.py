@@ -218,7 +218,7 @@ class HFEngine:
     async def commit_update(self) -> str:
         """Swap between two decode steps; the digest of the model's weights after it."""
         weights, decoder = self._active_weights(), self._require()
-        manifest = weights.pending().manifest
+        manifest = weights.pending_update().manifest
         weights.check_complete()
         try:
             swapping = self._decoding.call(lambda: decoder.swap(manifest.version, weights.exchange))

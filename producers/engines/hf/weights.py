@@ -137,7 +137,7 @@ class ModelWeights:
         else:
             raise AsyncRLError("sync.plan", f"encoding {manifest.encoding!r} is not for this engine")
 
-    def pending(self) -> Update:
+    def pending_update(self) -> Update:
         """The begun update. Raises `sync.failed` without one."""
         if self._update is None:
             raise WorkError("sync.failed", "no update is under way")
@@ -145,12 +145,12 @@ class ModelWeights:
 
     def bucket_room(self, number: int) -> memoryview | None:
         """Memory for the bytes of a bucket before `apply`; None: `apply` copies them."""
-        update = self.pending()
+        update = self.pending_update()
         return update.room(number) if isinstance(update, FullUpdate) else None
 
     def apply(self, number: int, data: Buffer) -> str:
         """Take the bytes of one bucket; the digest of the copy."""
-        update = self.pending()
+        update = self.pending_update()
         with self._writing, self._on_side_stream():
             if self._update is not update:
                 raise WorkError("sync.failed", "the update was aborted")
@@ -164,7 +164,7 @@ class ModelWeights:
 
     def exchange(self) -> None:
         """Make the new version the model's. On the decode thread, between two steps."""
-        update = self.pending()
+        update = self.pending_update()
         update.exchange()
         self._update = None
         if isinstance(update, FullUpdate):
@@ -178,7 +178,7 @@ class ModelWeights:
 
     def check_complete(self) -> None:
         """Raise `sync.failed` if a bucket is missing."""
-        if missing := self.pending().missing:
+        if missing := self.pending_update().missing:
             raise WorkError("sync.failed", f"commit without buckets {sorted(missing)[:8]}")
 
     def digest(self) -> str:

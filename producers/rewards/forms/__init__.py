@@ -57,7 +57,7 @@ def recognise(
     parameters = read_parameters(function, args or {}, name=name)
     for form in FORMS:
         if form.claims(parameters):
-            missing = form.missing(parameters)
+            missing = form.missing_parameters(parameters)
             if missing:
                 what = (
                     f"nothing to give for its parameters {', '.join(sorted(missing))} (it looks like {form.signature})"

@@ -36,7 +36,7 @@ class Form(ABC):
         """Whether a function with these parameters is of this form."""
 
     @classmethod
-    def missing(cls, parameters: Parameters) -> frozenset[str]:
+    def missing_parameters(cls, parameters: Parameters) -> frozenset[str]:
         """Required parameters that it cannot fill."""
         return parameters.required - cls.given if cls.given else frozenset()
 
