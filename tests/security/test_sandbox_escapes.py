@@ -102,12 +102,14 @@ def test_fork_bomb(sandbox: Sandbox) -> None:
 
 
 def test_ten_gigabytes(sandbox: Sandbox) -> None:
-    assert sandbox.run("x = b'x' * (10 << 30)").status == "memory"
+    result = sandbox.run("x = b'x' * (10 << 30)")
+    assert result.status == "memory", result
 
 
 def test_memory_of_many_processes_together(sandbox: Sandbox) -> None:
     code = "import os, time\nfor _ in range(10):\n    if os.fork() == 0: break\nx = b'x' * (90 << 20)\ntime.sleep(50)"
-    assert sandbox.run(code, timeout_s=50.0).status == "memory"
+    result = sandbox.run(code, timeout_s=50.0)
+    assert result.status == "memory", result
 
 
 def test_memory_that_processes_share_counts(sandbox: Sandbox) -> None:
@@ -115,7 +117,8 @@ def test_memory_that_processes_share_counts(sandbox: Sandbox) -> None:
         "import mmap, os, time\nfor _ in range(10):\n    if os.fork() == 0: break\n"
         "held = mmap.mmap(-1, 90 << 20)\nfor _ in range(90): held.write(b'x' * (1 << 20))\ntime.sleep(50)"
     )
-    assert sandbox.run(code, timeout_s=50.0).status == "memory"
+    result = sandbox.run(code, timeout_s=50.0)
+    assert result.status == "memory", result
 
 
 def test_memory_behind_descriptors_is_refused(sandbox: Sandbox) -> None:
@@ -125,7 +128,8 @@ def test_memory_behind_descriptors_is_refused(sandbox: Sandbox) -> None:
 
 def test_files_without_end_count_as_memory(sandbox: Sandbox) -> None:
     code = "import itertools\nfor number in itertools.count(): open(str(number), 'w').close()"
-    assert sandbox.run(code, timeout_s=50.0, memory_bytes=64 << 20).status == "memory"
+    result = sandbox.run(code, timeout_s=50.0, memory_bytes=64 << 20)
+    assert result.status == "memory", result
 
 
 def test_disk_fill(sandbox: Sandbox) -> None:
