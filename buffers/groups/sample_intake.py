@@ -157,9 +157,9 @@ class SampleIntake:
         return ""
 
     def _wrong_rewards(self, head: Samples) -> str:
-        bad = [index for index, reward in head.rewards.items() if not math.isfinite(reward)]
-        if bad:
-            return f"reward: of sample {bad[0]} is not finite"
+        if not all(map(math.isfinite, head.rewards.values())):
+            bad = next(index for index, reward in head.rewards.items() if not math.isfinite(reward))
+            return f"reward: of sample {bad} is not finite"
         for index, parts in head.parts.items():
             for name, value in parts.items():
                 if not math.isfinite(value):
@@ -241,23 +241,28 @@ class GroupSamples:
         token, producer = head.token, head.producer
         oldest_of_all = math.inf
         digests = {-1: ""}
+        events = []
         for item in head.samples:
             index, runs = item.index, item.runs
             if index not in accepted:
                 continue
-            oldest, newest = version_range(item)
-            if len(runs) > 1:
+            if len(runs) == 1:  # nearly all samples of a message share one version
+                oldest = newest = runs[0][0]
+                if oldest not in digests or len(digests) > 1:
+                    digests = {oldest: head.digests.get(oldest, "")}
+            else:
+                oldest, newest = version_range(item)
                 digests = {version: head.digests.get(version, "") for version, _ in runs}
-            elif oldest not in digests or len(digests) > 1:  # nearly all samples of a message share one version
-                digests = {oldest: head.digests.get(oldest, "")}
             oldest_of_all = min(oldest_of_all, oldest)
             reward = rewards.get(index)
             parts = head.parts.get(index, {}) if head.parts and reward is not None else {}
             group.samples[index] = Sample(token, item.length, oldest, record, item.finish, reward, parts, newest=newest)
             if group.partial:
                 self.table.drop_partial(group, index)
-            event = SampleEvent(timestamp, group.id, index, token, producer, item.length, runs, digests, reward, parts)
-            self.tx.sample_event(event)
+            events.append(
+                SampleEvent(timestamp, group.id, index, token, producer, item.length, runs, digests, reward, parts)
+            )
+        self.tx.sample_events(events)
         return int(oldest_of_all)
 
     def complete(self, group: Group) -> Verdict | None:

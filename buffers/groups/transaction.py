@@ -9,6 +9,7 @@ Guarantees:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -130,9 +131,9 @@ class Transaction:
         """Append a line to the history."""
         self._events.append({"t": self.timestamp, "e": name, **fields})
 
-    def sample_event(self, event: SampleEvent) -> None:
-        """Append the line of a sample."""
-        self._events.append(event)
+    def sample_events(self, events: Iterable[SampleEvent]) -> None:
+        """Append the lines of samples."""
+        self._events.extend(events)
 
     def free(self, records: list[Record]) -> None:
         """The payloads of these records are no longer needed."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -45,7 +46,7 @@ class QuietTransaction(Transaction):
 
     def event(self, name: str, **fields: Any) -> None: ...
 
-    def sample_event(self, event: SampleEvent) -> None: ...
+    def sample_events(self, events: Iterable[SampleEvent]) -> None: ...
 
     def free(self, records: list[Record]) -> None: ...
 

@@ -49,7 +49,7 @@ class LoggedTransaction(QuietTransaction):
     """A transaction that keeps the history."""
 
     event = Transaction.event
-    sample_event = Transaction.sample_event
+    sample_events = Transaction.sample_events
 
 
 LOGGED = Parts(transaction=LoggedTransaction, table=QuietTable)
