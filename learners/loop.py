@@ -327,7 +327,7 @@ class Learner:
         """On rank 0: a checkpoint is durable, so the buffer may retire its groups."""
         failpoint("learner.before_checkpointed")
         if self._services is not None:
-            self._services.report_checkpoint(state.step, state.ledger)
+            self._services.checkpointed(state.step, state.ledger)
         failpoint("learner.after_checkpointed")
 
     def _await_evaluation(self) -> None:

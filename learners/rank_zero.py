@@ -274,7 +274,7 @@ class Services:
             return answer[0]
         return self.account.text(step=step, epoch=self.mark.epoch)
 
-    def report_checkpoint(self, step: int, ledger: str) -> None:
+    def checkpointed(self, step: int, ledger: str) -> None:
         """Report that a checkpoint of `step` with this ledger is durable."""
         self.account.renew(step, ledger)
         self._send(lambda: self.buffer.checkpointed(step=step))
