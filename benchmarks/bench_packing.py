@@ -40,7 +40,8 @@ import reports  # noqa: E402, RUF100
 from asyncrl import config as configuration  # noqa: E402, RUF100
 from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData, SampleData
 from learners.backends.fsdp2.backend import FSDP2Backend
-from learners.batch import assembly as batches
+from learners.batch import assembly
+from learners.batch.micro_batches import MicroBatch, Minibatch, Sample, decode_share, encode_share
 from learners.gang.gang import Gang
 from learners.step.update import train_step
 from learners.warm_start.tiny_model import count_parameters, make_tiny_qwen3, make_tokenizer, save_model
@@ -91,26 +92,26 @@ def sample_lengths(batch: ClaimedBatch) -> list[int]:
     return [group.prompt_ids.size + sample.response.size for group in batch.groups for sample in group.samples]
 
 
-def assemble(way: str, batch: Any, config: configuration.Config) -> tuple[batches.Minibatch, ...]:
+def assemble(way: str, batch: Any, config: configuration.Config) -> tuple[Minibatch, ...]:
     """The share of the one rank, over the wire between ranks."""
     learner, longest = config.learner, max(sample_lengths(batch))
-    rows, build = max(1, learner.micro_batch_tokens // longest), batches.padded_rows
+    rows, build = max(1, learner.micro_batch_tokens // longest), assembly.padded_rows
 
     def in_order(lengths: list[int], *, limit: int) -> list[list[int]]:
         return [list(range(low, min(low + rows, len(lengths)))) for low in range(0, len(lengths), rows)]
 
-    def to_longest(sequences: list[batches.Sample]) -> batches.MicroBatch:
+    def to_longest(sequences: list[Sample]) -> MicroBatch:
         return widened(build(sequences), longest)
 
-    patched = {"pad": in_order, "padded_rows": to_longest} if way == "padded" else {"pad": batches.pad}
-    with mock.patch.multiple(batches, **patched):
-        step = batches.assemble(
+    patched = {"pad": in_order, "padded_rows": to_longest} if way == "padded" else {"pad": assembly.pad}
+    with mock.patch.multiple(assembly, **patched):
+        step = assembly.assemble(
             batch, algorithm=learner.algorithm, ranks=1, max_tokens=learner.micro_batch_tokens, packing=learner.packing
         )
-    return batches.decode_share(batches.encode_share(step.shares[0]))
+    return decode_share(encode_share(step.shares[0]))
 
 
-def widened(micro: batches.MicroBatch, width: int) -> batches.MicroBatch:
+def widened(micro: MicroBatch, width: int) -> MicroBatch:
     """Padded rows with more padding."""
     rows = micro.input_ids.size // micro.width
 
