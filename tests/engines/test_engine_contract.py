@@ -419,6 +419,8 @@ def test_a_pause_stands_still_and_loses_nothing(bench: Bench) -> None:
         made, group = bench.run(stand())
         if made:
             break
+    else:
+        pytest.fail("the pauses came after the samples had ended")
     assert made[0] == made[1]
     for item in group.values():
         assert len(item.token_ids) == MAX_NEW
