@@ -35,6 +35,8 @@ UNKNOWN_TO_HOLDER = frozenset({"silent"})
 #: Prefix of the reasons of environments (`asyncrl.environment.EnvironmentFailure`).
 ENVIRONMENT = "environment."
 REASON_CHARS = 200
+#: Groups of one answer; a larger request gets the rest with its next one.
+MOST_GROUPS_PER_ANSWER = 4096
 
 
 def lease_seed(seed: int, number: int, attempt: int) -> int:
@@ -223,7 +225,8 @@ class GroupLeases:
         if self.workers.is_barred(producer, engine_version, self.tx.now):
             return ()
         quota, holds = self.live.current.max_groups_in_flight, len(self.table.indexes.held.get(producer, ()))
-        most = max_groups if not quota else min(max_groups, quota - holds)
+        most = min(max_groups, MOST_GROUPS_PER_ANSWER)
+        most = min(most, quota - holds) if quota else most
         room = min(most, self.shares.room(worker, holds + most, engine_version))
         granted: list[Lease] = []
         while len(granted) < room and (group := self.schedule.next_group(engine_version)) is not None:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import AlgorithmConfig
+from asyncrl.config.sections.buffer import MOST_IN_FLIGHT_GROUPS
 from buffers.groups.feasibility import Plan, capacity, levels
 from buffers.groups.group_table import GroupTable
 from buffers.groups.records import Change, Settings
@@ -222,6 +223,12 @@ def check_together(values: Mapping[str, Any]) -> None:
         raise refusal(
             f"pipeline_depth = {depth} is above max_staleness = {bound}: work that deep would be too old when its "
             "turn comes; change both, or set pipeline_depth = max"
+        )
+    deepest = depth if isinstance(depth, int) else bound
+    if (deepest + 1) * batch > MOST_IN_FLIGHT_GROUPS:
+        raise refusal(
+            f"({deepest} + 1) * batch_groups = {batch} lets {(deepest + 1) * batch} groups run ahead of the learner; "
+            f"at most {MOST_IN_FLIGHT_GROUPS} are supported"
         )
     minibatches = values.get(f"{ALGORITHM}minibatches", AlgorithmConfig().minibatches)
     if minibatches > batch:

@@ -126,3 +126,8 @@ def test_every_setting_has_a_reader() -> None:
         and derived.get(key.rpartition(".")[2], "\0") not in text
     ]
     assert unread == []
+
+
+def test_more_groups_ahead_of_the_learner_than_fit_are_refused() -> None:
+    [(code, _, message)] = errors_of(GOOD, "buffer.max_staleness=99999", "buffer.batch_groups=512")
+    assert code == "config.conflict" and "at most 1000000 are supported" in message

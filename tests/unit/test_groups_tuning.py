@@ -13,6 +13,7 @@ from groups_run import Run
 import buffers.groups.tunable_settings
 from asyncrl.errors import AsyncRLError
 from buffers.groups.feasibility import Plan, capacity, depth_allows, feasible, list_requirements
+from buffers.groups.leases import MOST_GROUPS_PER_ANSWER
 from buffers.groups.machine import GroupMachine
 from buffers.groups.records import ledger_of, settings_of
 from buffers.groups.tunable_settings import DepthController
@@ -318,3 +319,17 @@ def test_the_configuration_takes_auto() -> None:
     found = settings_of(parsed)
     assert parsed.buffer.depth == 3 and (found.depth, found.depth_rule, found.learner_idle_target) == (1, "auto", 0.03)
     assert settings_of(config.parse(GOOD + '[buffer]\npipeline_depth = "auto"\nmax_staleness = 0\n')).depth == 0
+
+
+def test_the_groups_ahead_of_the_learner_have_a_limit() -> None:
+    run = Run(max_staleness=4, depth=4)
+    for value in ({"max_staleness": 2**61, "pipeline_depth": "max"}, {"batch_groups": 10**6}):
+        assert "ahead of the learner" in refusal(run, **value)
+    tune(run, max_staleness=900, pipeline_depth="max", batch_groups=1000)
+
+
+def test_one_answer_has_a_limited_number_of_groups() -> None:
+    run = Run(max_staleness=900, depth=900, batch_groups=1000, total_groups=10**6)
+    first = run.g.lease("greedy", engine_version=0, max_groups=2**61, request=1, now=run.now)
+    second = run.g.lease("greedy", engine_version=0, max_groups=2**61, request=2, now=run.now)
+    assert len(first) == len(second) == MOST_GROUPS_PER_ANSWER and not {*first} & {*second}

@@ -12,6 +12,7 @@ from urllib.parse import urlparse
 from asyncrl.config import mode
 from asyncrl.config.rules import Conflict, conflict
 from asyncrl.config.sections import reward as reward_names
+from asyncrl.config.sections.buffer import MOST_IN_FLIGHT_GROUPS
 from asyncrl.config.tree import Config
 
 MOST_PIECES = 256  # of one sample; the buffer accepts twice as many
@@ -49,6 +50,12 @@ def _buffer_problems(config: Config) -> Iterator[Conflict]:
             "buffer.pipeline_depth",
             f"buffer.pipeline_depth = {buffer.depth} is above buffer.max_staleness = {buffer.max_staleness}: work that "
             "deep would be too old when its turn comes",
+        )
+    if buffer.max_in_flight_groups > MOST_IN_FLIGHT_GROUPS:
+        yield conflict(
+            "buffer.batch_groups",
+            f"(pipeline_depth {buffer.depth} + 1) * batch_groups {buffer.batch_groups} = {buffer.max_in_flight_groups} "
+            f"groups ahead of the learner; at most {MOST_IN_FLIGHT_GROUPS} are supported",
         )
     for name in buffer.filters:
         if name not in ("zero_variance", "accuracy_band") and not DOTTED.fullmatch(name):

@@ -8,6 +8,9 @@ from msgspec import Meta
 
 from asyncrl.config.sections.base import Count, Positive, Seconds, Section, Share
 
+#: Most groups that may be ahead of the learner. The service keeps about 1 KB for each, besides its samples.
+MOST_IN_FLIGHT_GROUPS = 1_000_000
+
 
 class BufferConfig(Section, frozen=True):
     """`[buffer]`: staleness, admission and storage."""
