@@ -85,7 +85,7 @@ _CATALOGUE = {
     ),
     "config.forbidden": (
         "this key does not allow it",
-        "use the server.key of the run: a join key is for producers and rewards",
+        "use a key of the role that may do this: asyncrl keys DIR --list shows them; docs/security.md has the table",
         EXIT_CONFIG,
     ),
     "store.unreachable": ("store does not answer", "start Redis or correct buffer.redis_url", EXIT_UNAVAILABLE),
@@ -107,6 +107,11 @@ _CATALOGUE = {
     "wire.size": ("message too large", "raise network.max_message_bytes on both ends", EXIT_FAILED),
     "wire.unexpected": ("message not expected here", "check the address of the service", EXIT_FAILED),
     "handshake.mismatch": ("peer runs another model or run", "start it with the same configuration", EXIT_HANDSHAKE),
+    "handshake.name": (
+        "the name is in use",
+        "stop the other process, wait until it is silent for buffer.lease_timeout_s, or start with another name",
+        EXIT_HANDSHAKE,
+    ),
     "buffer.lost_state": ("the buffer lost its state", "nothing: the learner registers again", EXIT_UNAVAILABLE),
     "fenced": ("another process has taken over this role", "do not restart this one", EXIT_FENCED),
     "learner.duplicate": ("a learner is already registered", "stop it first, or start with --takeover", EXIT_FENCED),

@@ -69,8 +69,8 @@ fsync = "{fsync}"
 [learner]
 steps = {steps}
 micro_batch_tokens = 20000
-[[reward]]
-function = "m:f"
+[environment]
+name = "m:Scored"
 """
 
 

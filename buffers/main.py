@@ -24,12 +24,11 @@ import uvloop
 
 from asyncrl.config import BufferConfig, Config
 from asyncrl.evaluation.ids import is_evaluation
-from asyncrl.net.auth import needs_owner
 from asyncrl.net.frames import keep_memory
 from asyncrl.net.responder import Responder
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.liveness import Sign
-from asyncrl.runtime.role import RoleArgs, Stop, run, run_key
+from asyncrl.runtime.role import RoleArgs, Stop, key_file, run, run_key
 from asyncrl.runtime.run_dir import RunDir, endpoint, run_id, run_keys, write_atomic
 from buffers.evaluation.evaluations import Evaluations
 from buffers.groups.failure_budget import load_filters
@@ -207,7 +206,7 @@ async def main_loop(args: RoleArgs, config: Config, stop: Stop) -> None:
         keys=keys,
         max_bytes=network.max_message_bytes,
         insecure=network.insecure_no_auth,
-        restricted=needs_owner,
+        key_file=key_file(args, config),
     )
     counts = ledger_counts(service.machine.table)
     print(

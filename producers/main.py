@@ -58,7 +58,7 @@ def make_parts(
     receiver = Receiver(
         sync or rundir.endpoint(config, "weightsync"),
         engine=engine,
-        name=args.name,
+        name=client.name,
         keys=keys,
         config=config.weightsync,
         insecure=config.network.insecure_no_auth,
@@ -70,12 +70,13 @@ def make_parts(
 
 async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     """Connect, load, work, and end in order."""
-    keys = role.join_key(args, config)
+    keys = role.worker_key(args, config, "producer")
     address, limit_s = args.connect or rundir.endpoint(config, "buffer"), config.network.request_timeout_s
     patience = Patience(f"buffer {address}", limit_s=limit_s, stop=stop)
     client = ProducerClient(
         address, name=args.name, keys=keys, max_bytes=config.network.max_message_bytes, timeout_s=limit_s
     )
+    client.may_rename = role.MAY_RENAME in os.environ
     engine: Any = find("asyncrl.engines", config.producers.engine)(own_url(config, args.name))
     held_out = HeldOutPrompts(config)
     leave = asyncio.Event()

@@ -17,6 +17,7 @@ import asyncio
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import uvloop
@@ -24,8 +25,8 @@ import uvloop
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.metrics import MetricsLog
-from asyncrl.net.auth import needs_owner
 from asyncrl.net.keys import Keys
+from asyncrl.net.peers import Peers
 from asyncrl.net.responder import Call, Responder
 from asyncrl.runtime import role
 from asyncrl.runtime.failpoints import failpoint
@@ -64,11 +65,12 @@ class HeldCall:
 class Service:
     """Made and used on one event loop."""
 
-    def __init__(self, config: Config, *, address: str, keys: Keys | None) -> None:
+    def __init__(self, config: Config, *, address: str, keys: Keys | None, key_file: Path | None = None) -> None:
         started_ms = time.time_ns() // 1_000_000
         self._run_id = run_id(config)
         self._epoch = started_ms
         self._rounds = Rounds(config.weightsync, generation=started_ms)
+        self._peers = Peers(silent_s=config.weightsync.member_timeout_s)
         self._polls: dict[str, HeldCall] = {}
         self._questions: dict[bytes, HeldCall] = {}
         self._sessions = 0
@@ -83,7 +85,7 @@ class Service:
             keys=keys,
             max_bytes=config.network.max_message_bytes,
             insecure=config.network.insecure_no_auth,
-            restricted=needs_owner,
+            key_file=key_file,
         )
         self.address = self._responder.address
 
@@ -118,6 +120,7 @@ class Service:
     def _answer(self, call: Call) -> Message | None:
         """The answer to one request; None if it is held."""
         message, now = call.message, time.monotonic()
+        self._peers.admit(call, now)
         if isinstance(message, MemberPoll):
             return self._hold_poll(call, message, now)
         if isinstance(message, RoundRequest):
@@ -195,16 +198,19 @@ class Service:
             held.call.reply(reply)
 
 
-async def serve(config: Config, stop: role.Stop, *, address: str, keys: Keys | None) -> None:
+async def serve(
+    config: Config, stop: role.Stop, *, address: str, keys: Keys | None, key_file: Path | None = None
+) -> None:
     """Run one service to its end."""
-    await Service(config, address=address, keys=keys).run(stop)
+    await Service(config, address=address, keys=keys, key_file=key_file).run(stop)
 
 
 def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     """Hold the run's lock and serve."""
     lock = RunDir(config.run_dir).lock("weightsync")
     try:
-        uvloop.run(serve(config, stop, address=endpoint(config, "weightsync"), keys=role.run_key(args, config)))
+        address, keys = endpoint(config, "weightsync"), role.run_key(args, config)
+        uvloop.run(serve(config, stop, address=address, keys=keys, key_file=role.key_file(args, config)))
     finally:
         lock.close()
 

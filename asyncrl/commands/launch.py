@@ -18,7 +18,7 @@ examples:
   asyncrl launch all my.toml --set learner.steps=20
   asyncrl launch all base.toml more.toml          (more.toml wins)
   asyncrl launch all my.toml --dry-run            (nothing starts)
-  asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key join.key    (on another host)
+  asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key producer.key  (on another host)
   asyncrl launch rewards my.toml --judge slow      (more workers of one judge)
   asyncrl launch all my.toml --backend slurm --render jobs                         (writes the jobs of a cluster)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.launcher.launch import LaunchOptions, absolute, changes, checked_files, roles_here, worker_key
+from asyncrl.launcher.launch import LaunchOptions, absolute, changes, checked_files, roles_here, worker_keys
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan.interpreters import python_path, settle_interpreter
 from asyncrl.process_plan.plan import Joining, ProcessPlan, plan
@@ -30,7 +30,7 @@ def dry_run(paths: Sequence[Path], options: LaunchOptions, *, as_json: bool = Fa
     run = RunDir(config.run_dir)
     homed = settle_interpreter(config) if "producer" in roles else config
     joining = Joining(
-        connect=options.connect, key=options.key, worker_key=worker_key(config, roles), takeover=options.takeover
+        connect=options.connect, key=options.key, worker_keys=worker_keys(config, roles), takeover=options.takeover
     )
     plans = plan(
         homed, roles, config_path=run.config, joining=joining, python_path=python_path(), devices=devices.find_devices()

@@ -128,7 +128,7 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
         joining = Joining(
             connect=options.connect,
             key=options.key,
-            worker_key=worker_key(config, roles),
+            worker_keys=worker_keys(config, roles),
             takeover=options.takeover,
             tag=tag,
             judge=judge,
@@ -156,12 +156,12 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
     return Launched(config, run, outcome, started)
 
 
-def worker_key(config: Config, roles: Sequence[str]) -> str:
-    """The key file of producers and reward workers; empty if there are no keys or no workers. Raises
-    `config.network`.
-    """
-    needed = config.network.key_file and WORKERS & set(roles)
-    return str(worker_file(Path(config.network.key_file))) if needed else ""
+def worker_keys(config: Config, roles: Sequence[str]) -> dict[str, str]:
+    """The key files of producers and reward workers, by role; empty without keys. Raises `config.network`."""
+    if not config.network.key_file:
+        return {}
+    path = Path(config.network.key_file)
+    return {role: str(worker_file(path, "producer" if role == "producer" else "reward")) for role in WORKERS & {*roles}}
 
 
 def _only_judge(config: Config, options: LaunchOptions) -> str | None:

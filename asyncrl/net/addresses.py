@@ -82,7 +82,7 @@ def check_bind(address: str, *, keys: Keys | None, insecure: bool = False) -> No
     if keys is not None and not keys.server_secret:
         raise ConfigError(
             "config.network",
-            f"{address}: a join key cannot serve",
+            f"{address}: the key of a {keys.role} cannot serve",
             where="network",
             remedy="give services and the learner the server.key of the run",
         )

@@ -72,8 +72,8 @@ def connect(
     socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
     if keys is not None:
         socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
-        socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.client_public)
-        socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.client_secret)
+        socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
     connections = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)  # before the first connection exists
     try:
         socket.connect(address)

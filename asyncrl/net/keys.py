@@ -1,14 +1,16 @@
 """The keys of a run: which processes may join it or lead it, and the proof that weights come from the learner.
 
-`server.key` is for the services and the learner, `join.key` for producers and reward workers. Guarantees:
-1. a key file is readable only by its owner, whatever the umask, and is never overwritten;
+`server.key` is for the services and the learner. Every other key has one role: a producer, a reward worker or an
+observer. Guarantees:
+1. a key file is readable only by its owner, whatever the umask, and is never overwritten; only the list of admitted
+   keys in `server.key` changes;
 2. `read_keys` refuses a file that others can read or own, a damaged one, and files of other kinds;
-3. a join key can neither replace a service nor lead the run: it lacks the secrets of both. Workers read only this file
-   (`worker_file`), and keep nothing else of a given key;
+3. a guest's key can neither replace a service nor lead the run: it lacks the secrets of both. What its role may send is
+   in `asyncrl.net.auth`;
 4. `repr` shows no secret, so logs and tracebacks hold none;
 5. a signature covers its purpose and every part with its length: parts cannot be confused.
 
-Example: `keys.sign("manifest", b"...")` is an HMAC-SHA256 by the run's own key, which both files hold.
+Example: `keys.sign("manifest", b"...")` is an HMAC-SHA256 by the run's own key, which learner and producers hold.
 """
 
 from __future__ import annotations
@@ -16,58 +18,60 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import stat
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from asyncrl.errors import UNREADABLE, ConfigError
 
-SERVER_FILE, JOIN_FILE = "server.key", "join.key"
-OWNER, JOINED = "owner", "join"  # roles of a peer, by its key
-LARGEST_FILE = 16 << 10
+Role = Literal["owner", "producer", "reward", "observer"]
+OWNER: Role = "owner"
+GUESTS: tuple[Role, ...] = ("producer", "reward", "observer")  # roles of the other keys
+SERVER_FILE = "server.key"
+LARGEST_FILE = 1 << 20
+MOST_KEYS = 4096  # of a run
+KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+
+class Holder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A key that services admit: its name, for logs and errors, and the role of its holder."""
+
+    name: str
+    role: Role
 
 
 class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """CURVE keys (Z85 text) and the signing key. A join file lacks the secrets of services and owner."""
+    """The content of a key file. CURVE keys are Z85 text."""
 
-    server_public: str
-    join_public: str
-    join_secret: str
-    run_key: str  # hex
-    server_secret: str = ""
-    owner_public: str = ""
-    owner_secret: str = ""
+    name: str
+    role: Role
+    server_public: str  # of the services
+    public: str  # of this holder
+    secret: str
+    run_key: str = ""  # hex; owner and producers: signs the weights
+    relay_public: str = ""  # owner and producers: of the sockets that producers pull weights from
+    relay_secret: str = ""
+    server_secret: str = ""  # owner
+    admitted: dict[str, Holder] = {}  # owner: public key of a guest -> who holds it
 
     @property
     def leads(self) -> bool:
         """Whether the holder may serve and lead the run."""
-        return bool(self.server_secret and self.owner_secret)
+        return bool(self.server_secret)
 
     @property
-    def client_public(self) -> str:
-        """Public key of this holder."""
-        return self.owner_public or self.join_public
-
-    @property
-    def client_secret(self) -> str:
-        """Secret half of `client_public`."""
-        return self.owner_secret or self.join_secret
-
-    @property
-    def known(self) -> dict[str, str]:
-        """Public keys that a service admits, and the roles of their holders."""
-        clients = {self.join_public: JOINED, self.owner_public: OWNER}
-        return {public: name for public, name in clients.items() if public}
-
-    def join_keys(self) -> Keys:
-        """The keys without the secrets of services and the owner."""
-        return msgspec.structs.replace(self, server_secret="", owner_public="", owner_secret="")
+    def known(self) -> dict[str, Holder]:
+        """Public keys that a service admits, and their holders."""
+        return {self.public: Holder(self.name, self.role), **self.admitted}
 
     def among_workers(self) -> Keys:
-        """Keys for sockets between workers: all of them hold only the join key."""
-        return msgspec.structs.replace(self.join_keys(), server_public=self.join_public, server_secret=self.join_secret)
+        """Keys for the sockets from which producers pull weights: one pair, which all producers and the owner hold."""
+        public, secret = self.relay_public, self.relay_secret
+        return Keys("relay", "producer", public, public, secret, server_secret=secret)
 
     def sign(self, purpose: str, *parts: bytes) -> str:
         """Hex HMAC of the parts for a purpose."""
@@ -81,53 +85,99 @@ class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return hmac.compare_digest(signature.encode(), self.sign(purpose, *parts).encode())
 
     def __repr__(self) -> str:
-        return f"Keys({'server' if self.leads else 'join'})"
+        return f"Keys({self.role} {self.name})"
 
     __str__ = __repr__
 
     def __rich_repr__(self):  # type: ignore[no-untyped-def]
-        yield "server" if self.leads else "join"
+        yield f"{self.role} {self.name}"
 
 
-def make_keys() -> Keys:
-    """New keys of a run."""
+def _make_pair() -> tuple[str, str]:
     import zmq
 
-    texts = [half.decode() for _ in range(3) for half in zmq.curve_keypair()]
-    server_public, server_secret, owner_public, owner_secret, join_public, join_secret = texts
-    return Keys(
-        server_public, join_public, join_secret, secrets.token_hex(32), server_secret, owner_public, owner_secret
-    )
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
 
 
-def join_path(path: Path) -> Path:
-    """The join file of a server file: `server.key` has `join.key`, `run.key` has `run.join.key`."""
-    return path.with_name(JOIN_FILE if path.name == SERVER_FILE else f"{path.stem}.join{path.suffix}")
+def _make_guest(owner: Keys, role: Role, name: str) -> Keys:
+    """A new key of a guest. Reward workers and observers have nothing to do with weights."""
+    public, secret = _make_pair()
+    shared = {name: getattr(owner, name) for name in ("run_key", "relay_public", "relay_secret")}
+    return Keys(name, role, owner.server_public, public, secret, **(shared if role == "producer" else {}))
 
 
-def worker_file(path: Path) -> Path:
-    """The key file of a producer or reward worker: the join file in the same folder, if it exists or will exist. Raises
-    `config.network` if the two files do not belong together: otherwise the sockets would just stay silent.
+def key_path(path: Path, name: str) -> Path:
+    """The file of a guest's key beside a server file: `server.key` has `NAME.key`, `run.key` has `run.NAME.key`."""
+    return path.with_name(f"{name}.key" if path.name == SERVER_FILE else f"{path.stem}.{name}{path.suffix}")
+
+
+def worker_file(path: Path, role: Role) -> Path:
+    """The key file of a producer or reward worker: the file of the role beside a server file, or the file itself if it
+    is one of this role. Raises `config.network` if there is none, or if the run does not admit it: otherwise the
+    sockets would just stay silent.
     """
-    join = join_path(path)
+    own = key_path(path, role)
     if not path.exists():
-        return join
-    if not join.is_file():
+        return own  # the first launch of a buffer makes both
+    keys = read_keys(path)
+    if keys.role == role:
         return path
-    if read_keys(join) != read_keys(path).join_keys():
-        remedy = f"remove both and make keys with: asyncrl keys {path.parent}"
-        raise ConfigError(
-            "config.network", f"{path.name} holds other keys than this one", where=str(join), remedy=remedy
-        )
-    return join
+    if not keys.leads:
+        raise ConfigError("config.network", f"it is the key of a {keys.role}, not of a {role}", where=str(path))
+    if not own.is_file() or read_keys(own).public not in keys.admitted:
+        state = "is not a key of this run" if own.is_file() else "is missing"
+        remedy = f"make a key of this role with: asyncrl keys {path.parent} --add {role} --name NAME; give it by --key"
+        raise ConfigError("config.network", f"the key of a {role} {state}", where=str(own), remedy=remedy)
+    return own
+
+
+# ------------------------------------------------------------ files
 
 
 def write_keys(path: Path) -> Keys:
-    """Create the keys of a run: a server file at `path` and its join file. Raises `config.network`."""
-    keys = make_keys()
-    _write(join_path(path), keys.join_keys())
-    _write(path, keys)
-    return keys
+    """Create the keys of a run: a server file at `path` and one file for each role. Raises `config.network`."""
+    (server_public, server_secret), (public, secret), (relay_public, relay_secret) = (_make_pair() for _ in range(3))
+    run_key = secrets.token_hex(32)
+    owner = Keys(OWNER, OWNER, server_public, public, secret, run_key, relay_public, relay_secret, server_secret)
+    guests = [_make_guest(owner, role, role) for role in GUESTS]
+    owner = msgspec.structs.replace(owner, admitted={one.public: Holder(one.name, one.role) for one in guests})
+    for one in guests:
+        _write(key_path(path, one.name), one)
+    _write(path, owner)
+    return owner
+
+
+def add_key(path: Path, role: Role, name: str) -> Path:
+    """Make one more key and admit it. Running services notice it. Returns its file. Raises `config.network`."""
+    owner = _read_owner(path)
+    if not KEY_NAME.fullmatch(name) or name == OWNER:
+        raise ConfigError("config.network", f"{name!r} is no name of a key: letters, digits, - and _", where=str(path))
+    if any(holder.name == name for holder in owner.admitted.values()):
+        raise ConfigError("config.network", f"there is a key {name} already", where=str(path))
+    if len(owner.admitted) >= MOST_KEYS:
+        raise ConfigError("config.network", f"a run has at most {MOST_KEYS} keys", where=str(path))
+    guest = _make_guest(owner, role, name)
+    _write(key_path(path, name), guest)
+    _replace(path, msgspec.structs.replace(owner, admitted={**owner.admitted, guest.public: Holder(name, role)}))
+    return key_path(path, name)
+
+
+def revoke_key(path: Path, name: str) -> None:
+    """Admit this key no more. Running services notice it. Raises `config.network` without such a key."""
+    owner = _read_owner(path)
+    kept = {public: holder for public, holder in owner.admitted.items() if holder.name != name}
+    if len(kept) == len(owner.admitted):
+        known = ", ".join(holder.name for holder in owner.admitted.values()) or "none"
+        raise ConfigError("config.network", f"there is no key {name}; there are {known}", where=str(path))
+    _replace(path, msgspec.structs.replace(owner, admitted=kept))
+
+
+def _read_owner(path: Path) -> Keys:
+    owner = read_keys(path)
+    if not owner.leads:
+        raise ConfigError("config.network", f"it is the key of a {owner.role}: only server.key admits", where=str(path))
+    return owner
 
 
 def _write(path: Path, keys: Keys) -> None:
@@ -145,6 +195,16 @@ def _write(path: Path, keys: Keys) -> None:
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(descriptor, 0o600)
         file.write(msgspec.json.format(msgspec.json.encode(keys, order="deterministic"), indent=1) + b"\n")
+        file.flush()
+        os.fsync(descriptor)
+
+
+def _replace(path: Path, keys: Keys) -> None:
+    """Replace a server file by one with another list of admitted keys."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    _write(temporary, keys)
+    os.replace(temporary, path)
 
 
 def read_keys(path: Path) -> Keys:
@@ -177,12 +237,14 @@ def _check_keys(path: Path, keys: Keys) -> None:
     """Every key must decode to 32 bytes: with a wrong one the socket would just stay silent."""
     from zmq.utils import z85
 
+    sockets = [keys.server_public, keys.public, keys.secret, *keys.admitted]
+    sockets += [text for text in (keys.relay_public, keys.relay_secret, keys.server_secret) if text]
     try:
-        given = [getattr(keys, name) for name in keys.__struct_fields__ if name != "run_key"]
-        right = all(len(z85.decode(text)) == 32 for text in given if text) and len(bytes.fromhex(keys.run_key)) == 32
+        right = all(len(z85.decode(text)) == 32 for text in sockets)
+        right = right and len(bytes.fromhex(keys.run_key)) == (32 if keys.role in (OWNER, "producer") else 0)
     except (ValueError, KeyError, ArithmeticError, LookupError, TypeError):
         right = False
-    if not right or not all((keys.server_public, keys.join_public, keys.join_secret)):
+    if not right or keys.leads != (keys.role == OWNER):
         raise ConfigError(
             "config.network",
             "key file: its keys are damaged",

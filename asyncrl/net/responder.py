@@ -2,14 +2,13 @@
 
 Guarantees:
 1. a frame that does not decode is counted and, if its sender is known, answered with `Refused`; it never raises;
-2. with keys the service knows a sender by its key and refuses requests that only the owner may send
-   (`config.forbidden`).
+2. with keys the service knows a sender by its key and refuses requests that the role of the key may not send
+   (`config.forbidden`), before anything else looks at them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import time
 from collections import Counter
@@ -20,9 +19,9 @@ import zmq
 
 from asyncrl.errors import AsyncRLError, ConfigError, WireError
 from asyncrl.net.addresses import check_bind, is_exposed, prepare_folder, remove_unused, short_folder_prefix
-from asyncrl.net.auth import receive_authenticated, start_authenticator
+from asyncrl.net.auth import Admission, is_allowed, receive_authenticated, start_authenticator
 from asyncrl.net.frames import Pump, SocketContext, receive_frames, set_limits
-from asyncrl.net.keys import OWNER, Keys
+from asyncrl.net.keys import Holder, Keys
 from asyncrl.wire import (
     REPLY,
     REQUEST_MANY,
@@ -55,7 +54,7 @@ def _beat(socket: zmq.Socket[bytes]) -> None:
 class Call:
     """One request at a service. Answer it once with `reply`, at once or later; `peer` is stable while connected.
 
-    `user` is the role of the sender's key: `owner` or `join`; empty if the service has no keys.
+    `holder` holds the key that the request came with; None if the service has no keys.
     """
 
     __slots__ = (
@@ -63,16 +62,16 @@ class Call:
         "_responder",
         "checksum",
         "header",
+        "holder",
         "message",
         "payloads",
         "peer",
         "received",
         "request",
-        "user",
     )
 
-    def __init__(self, responder: Responder, peer: bytes, packet: Packet, *, user: str = "") -> None:
-        self.user = user
+    def __init__(self, responder: Responder, peer: bytes, packet: Packet, *, holder: Holder | None = None) -> None:
+        self.holder = holder
         self._responder = responder
         self._many = packet.kind == REQUEST_MANY
         self.peer = peer
@@ -87,6 +86,10 @@ class Call:
         """Send the answer; a lost peer is counted, not raised."""
         self._responder.reply(self.peer, self.request, message, payloads, many=self._many)
 
+    def reaches(self, peer: bytes) -> bool:
+        """Whether another peer of the service is still connected."""
+        return self._responder.reaches(peer)
+
     def refuse(self, error: AsyncRLError) -> None:
         """Answer with an error of the catalogue."""
         self.reply(Refused(error.code, error.message, error.where))
@@ -95,8 +98,8 @@ class Call:
 class Responder:
     """Answers requests on a ROUTER socket. `handler` gets the decoded requests of one drain (at most 16) together.
 
-    `restricted` selects messages that only the owner of the run may send, if the service has keys. `counters`:
-    received, bad_frames, gone_peers, forbidden. Created and used on one event loop.
+    `key_file`: the server file that the keys come from; later changes of its list of keys count. `counters`: received,
+    bad_frames, gone_peers, forbidden. Created and used on one event loop.
     """
 
     def __init__(
@@ -105,19 +108,18 @@ class Responder:
         handler: Callable[[list[Call]], None],
         *,
         keys: Keys | None = None,
+        key_file: Path | None = None,
         max_bytes: int = 1 << 30,
         insecure: bool = False,
-        restricted: Callable[[Message], bool] = lambda _: False,
     ) -> None:
         check_bind(address, keys=keys, insecure=insecure)
-        self._known = {} if keys is None else {public.encode(): name for public, name in keys.known.items()}
-        self._restricted = restricted
+        self._admission = None if keys is None else Admission(keys, key_file)
         self.counters: Counter[str] = Counter()
         self._handler = handler
         self._together: dict[bytes, list[tuple[int, Message]]] | None = None  # answers of the current drain
         self._max_bytes = max_bytes
         self._context: SocketContext = SocketContext()
-        self._authenticator = start_authenticator(self._context, keys) if keys is not None else None
+        self._authenticator = start_authenticator(self._context, self._admission) if self._admission else None
         socket = self._context.socket(zmq.ROUTER)
         set_limits(socket, max_bytes)
         _beat(socket)
@@ -132,7 +134,7 @@ class Responder:
         self.address = _bind(socket, address)
         self._pump = Pump(
             socket,
-            self._take if keys is None else self._take_known,
+            self._take,
             receive=receive_frames if keys is None else receive_authenticated,
         )
         self._warning: asyncio.TimerHandle | None = None
@@ -144,18 +146,15 @@ class Responder:
         print(f"warning: {self.address} is open to every process that reaches this host: it has no keys", flush=True)
         self._warning = asyncio.get_running_loop().call_later(WARN_S, self._warn)
 
-    def _take_known(self, batch: list[list[Buffer]]) -> None:
-        self._take([frames for _, *frames in batch], [self._known.get(bytes(key), "") for key, *_ in batch])
-
-    def _take(self, batch: list[list[Buffer]], users: Sequence[str] = ()) -> None:
+    def _take(self, batch: list[list[Buffer]]) -> None:
         calls: list[Call] = []
-        for (peer, *frames), user in zip(batch, users or itertools.repeat(""), strict=False):
+        admission = self._admission
+        for message in batch:
+            key, (peer, *frames) = (b"", message) if admission is None else (bytes(message[0]), message[1:])
             self.counters["received"] += 1
             try:
-                call = Call(self, bytes(peer), decode(frames, max_bytes=self._max_bytes), user=user)
-                if self._known and user != OWNER and self._restricted(call.message):
-                    self._forbid(call)
-                else:
+                call = Call(self, bytes(peer), decode(frames, max_bytes=self._max_bytes))
+                if admission is None or self._is_allowed(call, admission.find(key)):
                     calls.append(call)
             except WireError as error:
                 self.counters["bad_frames"] += 1
@@ -176,10 +175,24 @@ class Responder:
                     packed = tuple((number, encode_header(message)) for number, message in answers)
                     self._send(peer, 0, Replies(packed), ())
 
-    def _forbid(self, call: Call) -> None:
+    def _is_allowed(self, call: Call, holder: Holder | None) -> bool:
+        """Whether the sender's key may send this; else it is refused."""
+        call.holder = holder
+        if holder is not None and is_allowed(call.message, holder.role):
+            return True
         self.counters["forbidden"] += 1
-        what = f"{type(call.message).__name__} is not for holders of a join key"
-        call.refuse(ConfigError("config.forbidden", what, where=self.address))
+        who = f"key {holder.name} of role {holder.role}" if holder is not None else "a key that was revoked"
+        said = getattr(call.message, "role", "")
+        what = f"{type(call.message).__name__}{f' as {said}' if said else ''} is not allowed to {who}"
+        call.refuse(ConfigError("config.forbidden", what[:400], where=self.address))
+        return False
+
+    def reaches(self, peer: bytes) -> bool:
+        """Whether the peer is still connected."""
+        try:
+            return self._pump.send([peer, *encode(Replies(()), request=0, kind=REPLY)])
+        except zmq.ZMQError:
+            return False
 
     def reply(
         self, peer: bytes, request: int, message: Message, payloads: Sequence[Buffer] = (), *, many: bool = False

@@ -25,6 +25,7 @@ from asyncrl.config.judges import find_judge, list_judges
 from asyncrl.config.sections.reward import DEFAULT
 from asyncrl.net.addresses import LOOPBACK
 from asyncrl.process_plan.device_assignment import Devices, assign_devices, device_environment
+from asyncrl.runtime.role import MAY_RENAME
 from asyncrl.runtime.run_dir import endpoint
 
 #: What `asyncrl launch TARGET` starts, in order.
@@ -71,7 +72,7 @@ class Joining:
 
     connect: str = ""  # address of the buffer; empty: from the configuration
     key: str = ""
-    worker_key: str = ""  # for producers and reward workers; empty: `key`
+    worker_keys: Mapping[str, str] = field(default_factory=dict)  # producer, reward -> its key; else `key`
     takeover: bool = False
     node_rank: int = 0  # number of this host in a gang of several
     head: str = ""  # host:port of the gang's first host
@@ -96,6 +97,7 @@ def plan(
     for role in (role for role in TARGETS["all"] if role in roles):
         for number, (name, judge) in enumerate(_members(role, config, how)):
             own = device_environment(number, places, devices) if role == "producer" else {}
+            own |= {MAY_RENAME: "1"} if role in WORKERS else {}
             interpreter = config.producers.python if role == "producer" and config.producers.python else python
             plans.append(
                 ProcessPlan(
@@ -213,7 +215,7 @@ def _command(
     words += ["--judge", judge] if judge else []
     if how.connect and role not in SERVICES:
         words += ["--connect", how.connect]
-    key = (how.worker_key if role in WORKERS else "") or how.key
+    key = how.worker_keys.get(role, how.key)
     if key:
         words += ["--key", key]
     if role != "learner":

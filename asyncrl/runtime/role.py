@@ -23,12 +23,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncrl.config import Config, load
-from asyncrl.errors import EXIT_INTERNAL, AsyncRLError
-from asyncrl.net.keys import Keys, read_keys
+from asyncrl.errors import EXIT_INTERNAL, AsyncRLError, ConfigError
+from asyncrl.net.keys import Keys, Role, read_keys
 from asyncrl.runtime.failpoints import arm
 from asyncrl.runtime.run_dir import RunDir
 
 PR_SET_PDEATHSIG = 1
+MAY_RENAME = "ASYNCRL_MAY_RENAME"  # set by the launcher: a worker takes a suffix if its name is in use
 
 
 class Stop:
@@ -98,16 +99,25 @@ def install_signals(stop: Stop) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
-def run_key(args: RoleArgs, config: Config) -> Keys | None:
-    """The run's keys from `--key`, else from the configuration."""
+def key_file(args: RoleArgs, config: Config) -> Path | None:
+    """The key file of this process: `--key`, else the one of the configuration."""
     path = args.key or config.network.key_file
-    return read_keys(Path(path)) if path else None
+    return Path(path) if path else None
 
 
-def join_key(args: RoleArgs, config: Config) -> Keys | None:
-    """The keys of a worker, without the secrets that it does not need, whatever the file holds."""
+def run_key(args: RoleArgs, config: Config) -> Keys | None:
+    """The run's keys of this process; None without a file."""
+    path = key_file(args, config)
+    return read_keys(path) if path else None
+
+
+def worker_key(args: RoleArgs, config: Config, role: Role) -> Keys | None:
+    """The key of a worker. Raises `config.network` for one of another role: code in a worker must not have more."""
     keys = run_key(args, config)
-    return keys and keys.join_keys()
+    if keys is not None and keys.role != role:
+        what, remedy = f"a {role} was given the key of role {keys.role}", f"give it a key made for the role {role}"
+        raise ConfigError("config.network", what, where=str(key_file(args, config)), remedy=remedy)
+    return keys
 
 
 def run(role: str, body: Callable[[RoleArgs, Config, Stop], None], argv: Sequence[str] | None = None) -> int:

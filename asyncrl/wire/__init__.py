@@ -67,7 +67,7 @@ from asyncrl.wire.training import (
     Register,
     Registered,
 )
-from asyncrl.wire.validation import checked_arrays, validate_samples
+from asyncrl.wire.validation import LOWEST_LOGPROB, SampleLimits, checked_arrays, validate_samples
 from asyncrl.wire.weights import (
     BaseOffer,
     Fetch,
@@ -102,6 +102,7 @@ __all__ = [
     "COPY_THRESHOLD_BYTES",
     "DTYPES",
     "LARGEST",
+    "LOWEST_LOGPROB",
     "MAGIC",
     "MAX_HEADER_BYTES",
     "PREFIX",
@@ -161,6 +162,7 @@ __all__ = [
     "RoundReply",
     "RoundRequest",
     "SampleHead",
+    "SampleLimits",
     "Samples",
     "SamplesAt",
     "SamplesReply",

@@ -55,7 +55,7 @@ class RewardFailure(Message, frozen=True):
     group: int
     index: int
     token: int
-    reason: str  # raised | timeout | memory | not_finite | died | parts
+    reason: str  # raised | timeout | memory | not_finite | too_large | died | parts
     detail: str = ""
 
 

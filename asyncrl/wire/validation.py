@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -14,16 +16,65 @@ from asyncrl.wire.arrays import unpack_arrays
 from asyncrl.wire.base import Buffer
 from asyncrl.wire.work import SampleHead, Samples
 
+LOWEST_LOGPROB: Final = -1000.0  # float32 draws no token of a probability below 1e-38; raw log-probs go a little lower
+MOST_ROW_BYTES: Final = 16 << 20  # of a prompt's row as JSON
+
+
+class SampleLimits(msgspec.Struct, frozen=True):
+    """What a run's configuration allows a sample."""
+
+    prompt_tokens: int  # of the group's prompt
+    sequence_tokens: int  # of one sequence of a sample, without the group's prompt
+    sequences: int  # of one sample
+    reward: float  # largest absolute reward
+    scores: bool  # whether producers may send rewards, because an environment scores
+
 
 def validate_samples(
-    head: Samples, payload: Buffer, *, group_size: int, vocab_size: int = 0, newest_version: int | None = None
+    head: Samples,
+    payload: Buffer,
+    *,
+    group_size: int,
+    vocab_size: int = 0,
+    newest_version: int | None = None,
+    limits: SampleLimits | None = None,
 ) -> str:
-    """Why these samples must not be trained; empty if they are valid (faults.md F21).
+    """Why these samples must not be trained; empty if they are valid.
 
     Cheap numpy checks: lengths agree, indices in range, log-probs finite and not positive, token ids inside the
-    vocabulary (if `vocab_size` is known), no version newer than `newest_version`, no empty response.
+    vocabulary (if `vocab_size` is known), no version newer than `newest_version`, no empty response, nothing beyond
+    `limits`.
     """
+    beyond = _check_limits(head, limits) if limits is not None else ""
+    if beyond:
+        return beyond
     return checked_arrays(head, payload, group_size=group_size, vocab_size=vocab_size, newest_version=newest_version)[1]
+
+
+def _check_limits(head: Samples, limits: SampleLimits) -> str:
+    if head.prompt_tokens > limits.prompt_tokens:
+        return f"length: a prompt of {head.prompt_tokens} tokens, {limits.prompt_tokens} are allowed"
+    if len(head.row) > MOST_ROW_BYTES:
+        return f"length: a row of {len(head.row)} bytes, {MOST_ROW_BYTES} are allowed"
+    for sample in head.samples:
+        starts = [start for start, _ in sample.rows if start] if sample.rows else []
+        if len(starts) >= limits.sequences:
+            return f"rows: {len(starts) + 1} sequences in sample {sample.index}, {limits.sequences} are allowed"
+        longest = max((end - start for start, end in itertools.pairwise([0, *starts, sample.length])), default=0)
+        if longest > limits.sequence_tokens:
+            return f"length: {longest} tokens in sample {sample.index}, {limits.sequence_tokens} are allowed"
+    return _check_rewards(head, limits)
+
+
+def _check_rewards(head: Samples, limits: SampleLimits) -> str:
+    scored = bool(head.rewards or head.parts) or any(sample.turns for sample in head.samples)
+    if scored and not limits.scores:
+        return f"reward: {head.producer} sent rewards, and no environment scores in this run"
+    turns = [reward for sample in head.samples for _, reward in sample.turns]
+    for reward in (*head.rewards.values(), *turns, *(part for parts in head.parts.values() for part in parts.values())):
+        if abs(reward) > limits.reward:
+            return f"reward: {reward:g} is beyond reward_workers.max_reward = {limits.reward:g}"
+    return ""
 
 
 def checked_arrays(
@@ -118,8 +169,8 @@ def _check_arrays(head: Samples, arrays: Mapping[str, npt.NDArray[Any]], vocab_s
         return wrong
     logprobs = arrays["logprobs"]
     # NaN propagates through both, and a comparison with NaN is False
-    if not (np.minimum.reduce(logprobs) > -math.inf and np.maximum.reduce(logprobs) <= 1e-4):
-        return "logprobs: not finite or above 0"
+    if not (np.minimum.reduce(logprobs) >= LOWEST_LOGPROB and np.maximum.reduce(logprobs) <= 1e-4):
+        return f"logprobs: not finite, above 0 or below {LOWEST_LOGPROB:g}"
     if vocab_size:
         low = min(int(arrays["prompt"].min()), int(arrays["response"].min()))
         high = max(int(arrays["prompt"].max()), int(arrays["response"].max()))

@@ -9,21 +9,28 @@ Guarantees of every client of the buffer:
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 
 from asyncrl import wire
+from asyncrl.errors import HandshakeError
 from asyncrl.net.async_requester import AsyncRequester
 from asyncrl.net.keys import Keys
 from asyncrl.wire import Buffer
 
 MAX_BYTES = 1 << 30
+RENAMES = 4
 
 
 class AsyncClient:
-    """Base of the clients on an event loop."""
+    """Base of the clients on an event loop.
+
+    With `may_rename` the process takes a suffix if its name is in use; `name` is the name that it got.
+    """
 
     role = ""
+    may_rename = False
 
     def __init__(
         self, address: str, *, name: str, keys: Keys | None = None, max_bytes: int = MAX_BYTES, timeout_s: float = 60.0
@@ -40,11 +47,26 @@ class AsyncClient:
         self, fingerprint: str = "", role: str = "", run_id: str = "", *, evaluation_rows: int = 0
     ) -> wire.Welcome:
         """Introduce this process; must come first. Leases of an earlier process of this name are lost."""
-        hello = wire.Hello(
-            role or self.role, self.name, self._pid, self._host, run_id, fingerprint, evaluation_rows=evaluation_rows
-        )
-        welcome: wire.Welcome = (await self._ask(hello)).message
-        return welcome
+        given = self.name
+        for _ in range(RENAMES):
+            hello = wire.Hello(
+                role or self.role,
+                self.name,
+                self._pid,
+                self._host,
+                run_id,
+                fingerprint,
+                evaluation_rows=evaluation_rows,
+            )
+            try:
+                welcome: wire.Welcome = (await self._ask(hello)).message
+                return welcome
+            except HandshakeError as error:
+                if error.code != "handshake.name" or not self.may_rename:
+                    raise
+                self.name = f"{given}-{secrets.token_hex(2)}"
+                print(f"{error.message}: this process works as {self.name}", flush=True)
+        raise HandshakeError("handshake.name", f"{given} and {RENAMES} names like it are in use")
 
     async def heartbeat(
         self,

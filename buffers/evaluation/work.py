@@ -152,6 +152,8 @@ class PromptWork:
     def poison(self, prompt: Prompt, reason: str) -> None:
         self.leases.lose(prompt, reason)
 
+    def count_poison(self, reason: str) -> None: ...
+
     # ------------------------------------------------------------ samples
 
     def store(self, prompt: Prompt, head: Samples, accepted: set[int], record: Record) -> None:

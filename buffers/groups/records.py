@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -56,6 +57,7 @@ class Settings(msgspec.Struct, frozen=True):
     lease_timeout_s: float = 30.0
     reward_retries: int = 2
     max_failed_groups: int = 64
+    max_reward: float = math.inf
     max_poison_rate: float = 0.5
     poison_window: int = 64
     learner_timeout_s: float = 10.0
@@ -91,6 +93,7 @@ def settings_of(config: Config) -> Settings:
         lease_timeout_s=buffer.lease_timeout_s,
         reward_retries=config.reward_workers.retries,
         max_failed_groups=config.reward_workers.max_failed_groups,
+        max_reward=config.reward_workers.max_reward,
         max_poison_rate=buffer.max_poison_rate,
         seed=config.run.seed,
         depth_rule=buffer.pipeline_depth if isinstance(buffer.pipeline_depth, str) else "fixed",

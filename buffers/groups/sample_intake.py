@@ -8,7 +8,9 @@ The rules are the same for training groups and held-out prompts. Guarantees:
 3. a sample made by an older version than the lease's lowers the deadline of its group, a newer one does not raise it;
 4. a group is complete with the first `group_size` samples that arrive. With `over_issue` more were asked for: those are
    refused, their generation is cancelled, and nothing downstream sees them;
-5. a group with all rewards passes the filters before it is READY.
+5. a group with all rewards passes the filters before it is READY;
+6. samples of a guest that may not be trained cost its prompt an attempt, as its own loss would. Samples of the owner
+   poison the group.
 """
 
 from __future__ import annotations
@@ -57,6 +59,9 @@ class IntakeTarget(Protocol):
     def poison(self, item: Any, reason: str) -> None:
         """The samples of the item may not be used."""
 
+    def count_poison(self, reason: str) -> None:
+        """Samples could not be used, and their item is tried again."""
+
 
 class SampleIntake:
     """Decides on messages of samples for one kind of items."""
@@ -81,9 +86,17 @@ class SampleIntake:
         self.target = target
 
     def take(
-        self, head: Samples, *, checksum: int, invalid: Callable[[], str], keep: Callable[[], Record]
+        self,
+        head: Samples,
+        *,
+        checksum: int,
+        invalid: Callable[[], str],
+        keep: Callable[[], Record],
+        guest: bool = False,
     ) -> SamplesReply:
-        """Take finished samples. `invalid` says why they may not be used, `keep` stores their bytes."""
+        """Take finished samples. `invalid` says why they may not be used, `keep` stores their bytes. `guest`: they
+        came with a key that does not lead the run.
+        """
         self.workers.see("producer", head.producer, self.tx.now)
         item = self.target.get(head.group)
         if item is None:
@@ -95,7 +108,7 @@ class SampleIntake:
                 invalid() or self.target.wrong_version(head) or self.wrong_digest(head) or self._wrong_rewards(head)
             )
             if reason:
-                refused |= dict.fromkeys(accepted, self._refuse(item, reason))
+                refused |= dict.fromkeys(accepted, self._refuse(item, reason, guest=guest))
                 accepted = []
             else:
                 self.target.store(item, head, set(accepted), keep())
@@ -132,15 +145,20 @@ class SampleIntake:
                 accepted.append(sample.index)
         return accepted, duplicate, refused
 
-    def _refuse(self, item: Any, reason: str) -> str:
+    def _refuse(self, item: Any, reason: str, *, guest: bool) -> str:
         """The samples may not be used: the text of the refusal."""
         kind = reason.split(":", maxsplit=1)[0]
-        if kind in NOT_PUBLISHED and item.attempt < self.live.current.max_reissue:
+        again = item.attempt < self.live.current.max_reissue
+        if kind in NOT_PUBLISHED and again:
             # The service has not heard of these weights: a wrong producer, or a store or a learner that went back while
             # generators have not yet. The prompt is not at fault, so it is tried again before it counts as poisoned.
             self.leases.lose(item, NOT_PUBLISHED[kind])
             return f"not published: {reason}"
-        self.target.poison(item, reason)
+        if guest and again:
+            self.target.count_poison(reason)
+            self.leases.lose(item, f"poison:{kind}")
+        else:
+            self.target.poison(item, reason)
         return f"poison: {reason}"
 
     def wrong_digest(self, head: Samples | Pieces) -> str:
@@ -221,6 +239,9 @@ class GroupSamples:
 
     def poison(self, group: Group, reason: str) -> None:
         self.budget.poison(group, reason)
+
+    def count_poison(self, reason: str) -> None:
+        self.budget.count_poison(reason)
 
     def store(self, group: Group, head: Samples, accepted: set[int], record: Record) -> None:
         verdict: Verdict | None = None

@@ -15,6 +15,7 @@ A sample may be scored before its group is complete.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
@@ -217,8 +218,11 @@ class Scoring:
         found = self.find_sample(score, judge)
         if isinstance(found, str):
             return found
-        if not all(map(math.isfinite, (score.reward, *score.parts.values()))):
-            failure = RewardFailure(score.group, score.index, score.token, "not_finite", f"reward {score.reward}")
+        limit = min(self.live.current.max_reward, sys.float_info.max)
+        beyond = [value for value in (score.reward, *score.parts.values()) if not abs(value) <= limit]  # NaN too
+        if beyond:
+            why, detail = ("too_large", f", above {limit:g}") if math.isfinite(beyond[0]) else ("not_finite", "")
+            failure = RewardFailure(score.group, score.index, score.token, why, f"reward {beyond[0]}{detail}")
             return self.fail(failure, message)
         if not self.budget.accept_parts(score.parts):
             return self.fail(RewardFailure(score.group, score.index, score.token, "parts", TOO_MANY_PARTS), message)

@@ -11,7 +11,6 @@ It decides nothing about ages and weights: `buffers.groups.partial_samples` does
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,8 +47,8 @@ def check(
     reasons = (_wrong_head(item, group_size, max_tokens, newest_version) for item in head.samples)
     reason = next(filter(None, reasons), "")
     logprobs = arrays["logprobs"]
-    if not reason and not (np.minimum.reduce(logprobs) > -math.inf and np.maximum.reduce(logprobs) <= 1e-4):
-        reason = "logprobs: not finite or above 0"
+    if not reason and not (np.minimum.reduce(logprobs) >= wire.LOWEST_LOGPROB and np.maximum.reduce(logprobs) <= 1e-4):
+        reason = f"logprobs: not finite, above 0 or below {wire.LOWEST_LOGPROB:g}"
     return arrays, reason
 
 

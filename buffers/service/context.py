@@ -11,7 +11,9 @@ from asyncrl import wire
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, HandshakeError
 from asyncrl.metrics.length_bias import LengthWatch
+from asyncrl.net.peers import Peers
 from asyncrl.net.responder import Call
+from asyncrl.runtime.fingerprint import model_fingerprint
 from asyncrl.wire import Buffer, Message
 from buffers.evaluation.evaluations import Evaluations
 from buffers.groups.machine import GroupMachine
@@ -26,6 +28,14 @@ class Poll(msgspec.Struct):
 
     call: Call
     until: float
+
+
+def _read_fingerprint(config: Config) -> str:
+    """The fingerprint of the run's model; empty if its folder is not on this host."""
+    try:
+        return model_fingerprint(config.model.path, dtype=config.model.dtype)
+    except (AsyncRLError, OSError):
+        return ""
 
 
 class Context:
@@ -45,6 +55,7 @@ class Context:
         self.evaluations = evaluations
         self.segments = segments
         self.dead_letters = dead_letters
+        self.peers = Peers(silent_s=config.buffer.lease_timeout_s, log_every_s=config.log.heartbeat_s / 2)
         self.counters: Counter[str] = Counter()
         self.bad_frames = 0
         self.lengths = LengthWatch()  # running means of the length-bias alarm
@@ -53,7 +64,8 @@ class Context:
         self.continues = machine.table.meta.done and machine.table.meta.version < config.learner.steps
         self.polls_changed = True  # a poll was added since the polls were last looked at
         self._answers: list[tuple[Call, Message, Sequence[Buffer]]] = []
-        self._fingerprint = ("", "")  # first process that reported one, and its fingerprint
+        self._fingerprint = _read_fingerprint(config)
+        self._unchecked: dict[str, str] = {}  # producer -> model that it runs, while that of the run is unknown
 
     @property
     def now(self) -> float:
@@ -96,11 +108,24 @@ class Context:
         """Why no more work will come."""
         return f"the buffer stops: {self.stop_reason}" if self.stop_reason else "the run is complete"
 
-    def check_fingerprint(self, name: str, fingerprint: str) -> None:
-        """All processes run the same model. Raises `handshake.mismatch`."""
-        owner, known = self._fingerprint
+    def check_fingerprint(self, name: str, fingerprint: str, *, leads: bool = False) -> None:
+        """All processes run the model of the configuration. Raises `handshake.mismatch`.
+
+        If the model's folder is not on this host, the learner says which it is (`leads`). Until then nothing is
+        trained, and a producer of another model is refused at its first request after that.
+        """
         if not fingerprint:
             return
-        if known and fingerprint != known:
-            raise HandshakeError("handshake.mismatch", f"{name} runs model {fingerprint}, {owner} runs {known}")
-        self._fingerprint = (owner or name, fingerprint)
+        if leads and not self._fingerprint:
+            self._fingerprint = fingerprint
+        if not leads and not self._fingerprint:
+            self._unchecked[name] = fingerprint
+        elif fingerprint != self._fingerprint:
+            raise HandshakeError(
+                "handshake.mismatch", f"{name} runs model {fingerprint}, the run has {self._fingerprint}"
+            )
+
+    def check_early(self, name: str) -> None:
+        """Check what a producer said before the model of the run was known. Raises `handshake.mismatch`."""
+        if self._fingerprint and name in self._unchecked:
+            self.check_fingerprint(name, self._unchecked.pop(name))

@@ -40,7 +40,7 @@ class LearnerRequests:
         """`since`: when it began to wait for a sign of life of the learner before it."""
         ask: wire.Register = call.message
         context, machine = self.context, self.context.machine
-        context.check_fingerprint(ask.name, ask.fingerprint)
+        context.check_fingerprint(ask.name, ask.fingerprint, leads=True)
         name, pid, host = machine.table.meta.learner
         try:
             epoch = machine.register(

@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl import wire
+from asyncrl.config import Config
+from asyncrl.config.mode import evaluation_sampling, streams
 from asyncrl.errors import WireError
 from asyncrl.evaluation.ids import is_evaluation
+from asyncrl.net.keys import OWNER
 from asyncrl.net.responder import Call
 from asyncrl.wire import Buffer
 from buffers.groups.records import Record
 from buffers.payloads import partial_samples
 from buffers.service.context import Context, Poll
+
+
+def sample_limits(config: Config, max_new_tokens: int) -> wire.SampleLimits:
+    """What the configuration allows a sample. Only a row of a data set or an environment has a reward of its own."""
+    longest = config.data.max_prompt_tokens + max_new_tokens
+    single = config.environment.is_single_turn
+    return wire.SampleLimits(
+        prompt_tokens=config.data.max_prompt_tokens if single else longest,
+        sequence_tokens=max_new_tokens if single else longest,
+        sequences=1 if single else config.environment.max_turns,
+        reward=config.reward_workers.max_reward,
+        scores=streams(config) or config.environment.scores,
+    )
 
 
 class ProducerRequests:
@@ -20,6 +36,9 @@ class ProducerRequests:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.polls: dict[str, Poll] = {}
+        config = context.config
+        self._limits = sample_limits(config, config.sampling.max_new_tokens)
+        self._held_out_limits = sample_limits(config, evaluation_sampling(config).max_new_tokens)
 
     def look_at_polls(self) -> None:
         """Answer the polls that have work, or whose time is over."""
@@ -35,6 +54,8 @@ class ProducerRequests:
     def _lease(self, call: Call, max_groups: int) -> tuple[wire.Lease, ...]:
         ask: wire.LeaseRequest = call.message
         version, request = ask.engine_version, call.request
+        if self.context.peers.paused_s("producer", ask.producer, self.context.now):
+            return ()
         groups = self.context.machine.lease(
             ask.producer, engine_version=version, max_groups=max_groups, request=request, now=self.context.now
         )
@@ -49,6 +70,8 @@ class ProducerRequests:
         if not why and not leases:
             fault = machine.budget.fault
             why = fault[1] if fault else machine.lease_blocked(ask.engine_version, ask.producer)
+            paused_s = self.context.peers.paused_s("producer", ask.producer, self.context.now)
+            why = f"{ask.producer} sent what may not be trained: no work for {paused_s:.0f} s" if paused_s else why
             why = self.context.end_reason if ended else why
         begun, payloads = self._partial_samples(leases)
         self.context.answer(call, wire.Leases(leases, machine.table.meta.version, why, ended, begun), payloads)
@@ -68,6 +91,7 @@ class ProducerRequests:
     def lease(self, call: Call) -> None:
         """A `LeaseRequest`: it becomes a poll, unless it was answered before."""
         ask: wire.LeaseRequest = call.message
+        self.context.check_early(ask.producer)
         worker = self.context.machine.workers.see("producer", ask.producer, self.context.now)
         waiting = self.polls.get(ask.producer)
         if waiting is not None and waiting.call.request > call.request:
@@ -113,8 +137,11 @@ class ProducerRequests:
         def invalid() -> str:
             # Producers hear of a publish before the learner's commit arrives here, hence one version more.
             newest = machine.table.meta.newest + 1
-            more = 0 if intake is not machine.intake else machine.settings.over_issue
-            return wire.validate_samples(head, payload, group_size=intake.target.size + more, newest_version=newest)
+            more, limits = 0, self._held_out_limits
+            if intake is machine.intake:
+                more, limits = machine.settings.over_issue, self._limits
+            size = intake.target.size + more
+            return wire.validate_samples(head, payload, group_size=size, newest_version=newest, limits=limits)
 
         def keep() -> Record:
             context.counters["ingest_bytes"] += memoryview(payload).nbytes
@@ -124,9 +151,14 @@ class ProducerRequests:
                 return context.segments.adopt(place, header, payload, again=unscored)
             return context.segments.append(header, payload, checksum, again=unscored)
 
-        reply = intake.take(head, checksum=checksum, invalid=invalid, keep=keep)
+        guest = call.holder is not None and call.holder.role != OWNER
+        reply = intake.take(head, checksum=checksum, invalid=invalid, keep=keep, guest=guest)
         if reply.refused and any(why.startswith("poison: ") for why in reply.refused.values()):
             context.dead_letters.put(group=head.group, token=head.token, header=header, payload=payload)
+            if guest:
+                context.peers.pause("producer", head.producer, context.now)
+        if reply.accepted:
+            context.peers.note_good("producer", head.producer)
         context.counters["duplicates"] += len(reply.duplicate)
         context.counters["refused_samples"] += len(reply.refused)
         context.answer(call, reply)
@@ -155,6 +187,7 @@ class ProducerRequests:
 
     def give_back(self, call: Call) -> None:
         """A `LeaseReturn`."""
+        self.context.peers.note_returned(call, len(call.message.groups), self.context.now)
         self.context.machine.give_back(call.message, now=self.context.now)
         self.context.evaluations.leases.give_back(call.message)
         self.context.answer(call, wire.Ok())

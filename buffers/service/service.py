@@ -116,6 +116,7 @@ class BufferService:
             try:
                 if handler is None:
                     raise WireError("wire.unexpected", f"the buffer takes no {type(call.message).__name__}")
+                self.context.peers.admit(call, self.context.now)
                 handler(call)
             except AsyncRLError as error:
                 if error.code == "internal":
@@ -194,8 +195,9 @@ class BufferService:
         self.session.write_metrics()
 
     def tidy(self) -> None:
-        """Every second: delete files of silent producers that hold nothing."""
+        """Every second: delete files of silent producers that hold nothing, and free the names of silent processes."""
         now, limit = self._clock(), self.machine.settings.lease_timeout_s
+        self.context.peers.expire(now)
         workers = self.machine.workers.known.items()
         self.segments.guests.keep_only({name for (_, name), worker in workers if now - worker.seen <= limit})
 

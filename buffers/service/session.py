@@ -22,6 +22,7 @@ from buffers.service.replies import status_json
 from buffers.service.reward_requests import RewardRequests
 
 ROLES = ("producer", "reward", "learner", "observer")
+WAIT_CHARS = 500  # of the reason why a process waits
 
 
 class Session:
@@ -47,7 +48,7 @@ class Session:
             raise HandshakeError("handshake.mismatch", f"{hello.name} belongs to run {hello.run_id}, this is {mine}")
         if hello.role not in ROLES:
             raise WireError("wire.unexpected", f"role {hello.role!r} is unknown")
-        context.check_fingerprint(hello.name, hello.fingerprint)
+        context.check_fingerprint(hello.name, hello.fingerprint, leads=hello.role == "learner")
         if hello.role == "producer":
             context.evaluations.greet(hello.name, hello.evaluation_rows)
         self._sessions += 1
@@ -82,14 +83,16 @@ class Session:
                 pid=beat.pid,
                 host=beat.host,
                 now=context.now,
-                waiting_for=beat.waiting_for,
+                waiting_for=beat.waiting_for[:WAIT_CHARS],
                 stats=beat.stats,
                 holds=beat.holds,
             )
             context.evaluations.heartbeat(beat.role, beat.name, pid=beat.pid, holds=beat.holds)
-        self._roles_log.write(
-            beat.stats, role=beat.role, name=beat.name, pid=beat.pid, host=beat.host, waiting_for=beat.waiting_for
-        )
+        if leads or context.peers.may_log(beat.role, beat.name, context.now):
+            waits = beat.waiting_for[:WAIT_CHARS]
+            self._roles_log.write(
+                beat.stats, role=beat.role, name=beat.name, pid=beat.pid, host=beat.host, waiting_for=waits
+            )
         cancelled = machine.workers.take_cancelled(beat.name, again=True) if beat.role == "producer" else ()
         context.answer(call, wire.Ok(cancelled=cancelled))
 

@@ -14,6 +14,7 @@ It imports no torch and runs no user function in its own process.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -219,10 +220,11 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
         address,
         name=args.name,
         judge=judge.name,
-        keys=role.join_key(args, config),
+        keys=role.worker_key(args, config, "reward"),
         max_bytes=config.network.max_message_bytes,
         timeout_s=limit_s,
     )
+    client.may_rename = role.MAY_RENAME in os.environ
     worker = Worker(
         config,
         client=client,

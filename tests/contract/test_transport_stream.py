@@ -159,7 +159,9 @@ def test_keys_are_needed_beyond_loopback_and_checked(tmp_path: Path) -> None:
     rig = Keyed(tmp_path, deadline_s=3.0)
     assert run_round(rig, 2, 1) == [rig.expected()] * 2
     others = write_keys(tmp_path / "others")
-    another = msgspec.structs.replace(rig.keys, join_public=others.join_public)  # of the source: it is not who it says
+    another = msgspec.structs.replace(
+        rig.keys, relay_public=others.relay_public
+    )  # of the source: it is not who it says
     for keys in (None, others, another):
         started = time.monotonic()
         with pytest.raises(TransportError, match="silent"):

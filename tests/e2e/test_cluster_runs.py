@@ -82,7 +82,7 @@ def test_slurm_jobs_train_and_end(run: Any, cluster: dict[str, str], hosts: int)
     ) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert left == "", "the learner ended the others"
-    for name in ("server.key", "join.key"):
+    for name in ("server.key", "producer.key", "reward.key"):
         assert (jobs / "keys" / name).stat().st_mode & 0o177 == 0
 
 

@@ -192,10 +192,10 @@ MUTANTS = (
         ("tests/contract/test_stores.py",),
     ),
     Mutant(
-        "permissions.join_key_may_publish",
+        "permissions.producers_may_publish",
         "asyncrl/net/auth.py",
-        "        wire.Publish,\n",
-        "",
+        "    wire.Publish: _OWNER,\n",
+        "    wire.Publish: _PRODUCERS,\n",
         ("tests/security/test_keys.py", "tests/security/test_other_host.py"),
     ),
     Mutant(

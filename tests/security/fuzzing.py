@@ -32,7 +32,7 @@ import zmq
 from asyncrl import wire
 from asyncrl.config import dump, parse
 from asyncrl.errors import WireError
-from asyncrl.net.keys import write_keys
+from asyncrl.net.keys import read_keys, write_keys
 from asyncrl.net.requester import Requester
 from asyncrl.net.responder import Call
 from asyncrl.runtime.run_dir import RunDir, endpoint
@@ -362,7 +362,8 @@ class Live:
     def __init__(self, folder: Path, role: str) -> None:
         from buffer_lab import TOML
 
-        self.keys = write_keys(folder / f"{role}.key")
+        write_keys(folder / f"{role}.key")
+        guest = read_keys(folder / f"{role}.producer.key")
         lines = f'key_file = "{folder / role}.key"\n'
         self.config = parse(TOML.format(store="sqlite", buffer="", dir=folder / role) + lines)
         self.run = RunDir(self.config.run_dir).create()
@@ -377,8 +378,8 @@ class Live:
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             )
-        self.asker = Requester(endpoint(self.config, role), keys=self.keys.join_keys(), resend_s=2.0)
-        self._thrower = Requester(endpoint(self.config, role), keys=self.keys.join_keys())._socket  # as it is
+        self.asker = Requester(endpoint(self.config, role), keys=guest, resend_s=2.0)
+        self._thrower = Requester(endpoint(self.config, role), keys=guest)._socket  # as it is
         self.sent = 0
         self.status(timeout_s=60)
 

@@ -2,7 +2,9 @@
 
 import os
 import stat
+import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import msgspec
@@ -13,10 +15,12 @@ from bare_config import BARE
 from asyncrl import wire
 from asyncrl.config import Config, parse
 from asyncrl.errors import ConfigError
-from asyncrl.launcher.launch import worker_key
-from asyncrl.net.auth import OWNER_ALONE, needs_owner
-from asyncrl.net.keys import Keys, join_path, read_keys, worker_file, write_keys
-from asyncrl.runtime.role import RoleArgs, join_key, run_key
+from asyncrl.launcher.launch import worker_keys
+from asyncrl.net import auth
+from asyncrl.net.auth import ALLOWED, is_allowed
+from asyncrl.net.keys import GUESTS, Holder, Keys, add_key, read_keys, revoke_key, worker_file, write_keys
+from asyncrl.runtime.role import RoleArgs, run_key, worker_key
+from buffers.service.service import BufferService
 from weightsync.plan.signature import is_genuine, sign
 
 
@@ -31,55 +35,91 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_command_makes_both_files_and_never_writes_over_one(tmp_path: Path) -> None:
-    folder = tmp_path / "made" / "keys"
+def run_command(*words: str) -> "subprocess.CompletedProcess[str]":
     code = "import os, sys; os.umask(0); from asyncrl.cli import main; sys.exit(main(sys.argv[1:]))"
-    words = [sys.executable, "-c", code, "keys", str(folder)]
-    done = warm.run(words, timeout=60, capture_output=True, text=True)
+    return warm.run([sys.executable, "-c", code, "keys", *words], timeout=60, capture_output=True, text=True)
+
+
+def test_the_command_makes_a_file_for_each_role_and_never_writes_over_one(tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "keys"
+    done = run_command(str(folder))
     assert done.returncode == 0, done.stderr
-    assert {path.name: mode(path) for path in folder.iterdir()} == {"server.key": 0o600, "join.key": 0o600}
+    names = ("server.key", "producer.key", "reward.key", "observer.key")
+    assert {path.name: mode(path) for path in folder.iterdir()} == dict.fromkeys(names, 0o600)
     assert mode(folder) == 0o700
-    server, join = read_keys(folder / "server.key"), read_keys(folder / "join.key")
-    assert server.join_keys() == join and server.leads and not join.leads
+    server = read_keys(folder / "server.key")
+    assert server.leads and not any(read_keys(folder / name).leads for name in names[1:])
     held = (folder / "server.key").read_bytes()
-    for secret in (server.server_secret, server.owner_secret, server.join_secret, server.run_key):
+    for secret in (server.server_secret, server.secret, server.relay_secret, server.run_key):
         assert secret not in done.stdout + done.stderr
-    again = warm.run(words, timeout=60, capture_output=True, text=True)
+    again = run_command(str(folder))
     assert again.returncode == 2 and "never overwritten" in again.stderr and "->" in again.stderr
     assert (folder / "server.key").read_bytes() == held
 
 
-def test_a_join_file_lacks_what_services_and_the_learner_have(tmp_path: Path) -> None:
+def test_keys_are_added_listed_and_revoked_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    run_command(str(folder))
+    added = run_command(str(folder), "--add", "producer", "--name", "lab-b")
+    assert added.returncode == 0 and "lab-b.key" in added.stdout, added.stderr
+    made = read_keys(folder / "lab-b.key")
+    assert (made.name, made.role, mode(folder / "lab-b.key")) == ("lab-b", "producer", 0o600)
+    assert made.public != read_keys(folder / "producer.key").public
+    listed = run_command(str(folder), "--list").stdout.split()
+    words = ["owner", "owner", "lab-b", "producer", "producer", "producer", "reward", "reward", "observer", "observer"]
+    assert listed == words
+    assert run_command(str(folder), "--revoke", "lab-b").returncode == 0
+    assert made.public not in read_keys(folder / "server.key").known and mode(folder / "server.key") == 0o600
+    for wrong in (["--revoke", "lab-b"], ["--add", "reward", "--name", "reward"], ["--add", "reward"], ["--name", "x"]):
+        refused = run_command(str(folder), *wrong)
+        assert refused.returncode == 2 and "->" in refused.stderr, wrong
+
+
+def test_a_guests_file_lacks_what_services_and_the_learner_have(tmp_path: Path) -> None:
     server = write_keys(tmp_path / "run.key")
-    join = read_keys(tmp_path / "run.join.key")
-    text = (tmp_path / "run.join.key").read_text()
-    assert server.server_secret not in text and server.owner_secret not in text
-    assert server.known == {server.join_public: "join", server.owner_public: "owner"}
-    assert (join.client_public, server.client_public) == (server.join_public, server.owner_public)
-    assert join.among_workers() == server.among_workers(), "whoever relays weights is known to whoever pulls them"
+    guests = {role: read_keys(tmp_path / f"run.{role}.key") for role in GUESTS}
+    for role, guest in guests.items():
+        text = (tmp_path / f"run.{role}.key").read_text()
+        assert server.server_secret not in text and server.secret not in text and guest.role == role
+        shares = role == "producer"
+        assert (server.run_key in text) is shares and (server.relay_secret in text) is shares
+    assert server.known == {server.public: Holder("owner", "owner")} | {
+        guest.public: Holder(role, role) for role, guest in guests.items()
+    }
+    relays = guests["producer"].among_workers()
+    assert relays == server.among_workers(), "whoever relays weights is known to whoever pulls them"
 
 
-def test_a_worker_reads_the_join_file_and_keeps_nothing_else(tmp_path: Path) -> None:
+def test_a_worker_reads_the_file_of_its_role_and_no_other(tmp_path: Path) -> None:
     server = tmp_path / "server.key"
-    assert worker_file(server) == tmp_path / "join.key", "the first launch will make it"
+    assert worker_file(server, "reward") == tmp_path / "reward.key", "the first launch will make it"
     keys = write_keys(server)
-    assert worker_file(server) == tmp_path / "join.key"
-    assert worker_file(tmp_path / "join.key") == tmp_path / "join.key", "what another host was given"
+    assert worker_file(server, "producer") == tmp_path / "producer.key"
+    assert worker_file(tmp_path / "producer.key", "producer") == tmp_path / "producer.key", (
+        "what another host was given"
+    )
+    with pytest.raises(ConfigError, match="the key of a producer, not of a reward"):
+        worker_file(tmp_path / "producer.key", "reward")
     found = config_with(key_file=str(server))
     args = RoleArgs(key="")
-    assert run_key(args, found) == keys and join_key(args, found) == keys.join_keys()
-    assert join_key(args, config_with()) is None
-    (tmp_path / "join.key").unlink()
-    assert worker_file(server) == server
+    assert run_key(args, found) == keys
+    with pytest.raises(ConfigError, match="a producer was given the key of role owner"):
+        worker_key(args, found, "producer")
+    own = config_with(key_file=str(tmp_path / "producer.key"))
+    assert worker_key(args, own, "producer") == read_keys(tmp_path / "producer.key")
+    assert worker_key(args, config_with(), "producer") is None
+    (tmp_path / "reward.key").unlink()
+    with pytest.raises(ConfigError, match="the key of a reward is missing"):
+        worker_file(server, "reward")
     write_keys(tmp_path / "other.key")
-    (tmp_path / "other.join.key").rename(tmp_path / "join.key")
-    with pytest.raises(ConfigError, match="other keys") as caught:
-        worker_file(server)
-    assert str(tmp_path / "join.key") in caught.value.render() and "asyncrl keys" in caught.value.render()
-    with pytest.raises(ConfigError, match="other keys"):
-        worker_key(found, ("buffer", "producer"))
-    assert worker_key(found, ("buffer", "learner")) == "", "who starts no worker does not look"
-    assert worker_key(config_with(), ("producer",)) == ""
+    (tmp_path / "other.reward.key").rename(tmp_path / "reward.key")
+    with pytest.raises(ConfigError, match="not a key of this run") as caught:
+        worker_file(server, "reward")
+    assert str(tmp_path / "reward.key") in caught.value.render() and "asyncrl keys" in caught.value.render()
+    with pytest.raises(ConfigError, match="not a key of this run"):
+        worker_keys(found, ("buffer", "reward"))
+    assert worker_keys(found, ("buffer", "learner")) == {}, "who starts no worker does not look"
+    assert worker_keys(config_with(), ("producer",)) == {}
 
 
 @pytest.mark.parametrize("bits", [0o604, 0o640, 0o610, 0o601, 0o666])
@@ -110,8 +150,9 @@ def test_damaged_files_are_one_clear_error(tmp_path: Path) -> None:
         msgspec.json.encode(msgspec.structs.replace(keys, run_key="zz")),
         msgspec.json.encode(msgspec.structs.replace(keys, run_key="00")),
         msgspec.json.encode(msgspec.structs.replace(keys, server_public="short")),
-        msgspec.json.encode(msgspec.structs.replace(keys, join_secret="\u00fc" * 40)),
-        msgspec.json.encode(msgspec.structs.replace(keys, join_secret="")),
+        msgspec.json.encode(msgspec.structs.replace(keys, secret="\u00fc" * 40)),
+        msgspec.json.encode(msgspec.structs.replace(keys, secret="")),
+        msgspec.json.encode(msgspec.structs.replace(keys, role="producer")),
         b"[" * 100_000,
     ]  # fmt: skip
     for data in broken:
@@ -126,14 +167,13 @@ def test_damaged_files_are_one_clear_error(tmp_path: Path) -> None:
 def test_keys_in_a_log_show_no_secret(tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "server.key")
     texts = (repr(keys), str(keys), f"{keys}", f"{keys!r}", repr({"keys": keys}), repr(list(keys.__rich_repr__())))
-    for secret in (keys.server_secret, keys.owner_secret, keys.join_secret, keys.run_key):
+    for secret in (keys.server_secret, keys.secret, keys.relay_secret, keys.run_key):
         assert not any(secret in text for text in texts)
-    assert join_path(tmp_path / "server.key") == tmp_path / "join.key"
 
 
 def test_only_the_learners_manifest_is_genuine(tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "server.key")
-    join = read_keys(tmp_path / "join.key")
+    join = read_keys(tmp_path / "producer.key")
     manifest = sign(MANIFEST, keys)
     assert is_genuine(manifest, keys) and is_genuine(manifest, join)
     assert is_genuine(MANIFEST, None) and sign(MANIFEST, None) == MANIFEST
@@ -162,18 +202,44 @@ def test_parts_of_a_signature_cannot_be_shifted(tmp_path: Path) -> None:
     assert keys.verify(keys.sign("p", b"ab"), "p", b"ab")
 
 
-def test_what_only_the_owner_may_say() -> None:
-    assert needs_owner(wire.Stop("now")) and needs_owner(wire.Tune("{}", "me", -1))
-    for role, wanted in (("learner", True), ("producer", False), ("reward", False)):
-        assert needs_owner(wire.Hello(role, "x", 1, "h", "", "")) is wanted
-        assert needs_owner(wire.Heartbeat(role, "x", 1, "h", "", {})) is wanted
-    changes = {wire.Stop, wire.Tune, wire.Checkpointed, wire.LedgerRequest, wire.EvaluationsRequest, wire.Goodbye}
-    learners = {wire.Register, wire.Claim, wire.Commit, wire.Quarantine, wire.Publish, wire.RoundRequest}
-    assert changes | learners == OWNER_ALONE
-    workers = {wire.LeaseRequest, wire.Samples, wire.Scores, wire.MemberPoll, wire.Fetch, wire.StatusRequest}
-    assert not workers & OWNER_ALONE
-
-
 def test_a_key_file_may_not_hold_more_than_it_should() -> None:
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert({"server_public": "", "join_public": "", "join_secret": "", "run_key": "", "more": 1}, Keys)
+    known = {"name": "x", "role": "reward", "server_public": "", "public": "", "secret": ""}
+    msgspec.convert(known, Keys)
+    for wrong in ({**known, "more": 1}, {**known, "role": "everything"}):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(wrong, Keys)
+
+
+def test_every_request_of_the_wire_is_in_the_table_of_roles() -> None:
+    handled = set(BufferService.__init__.__code__.co_names) & {kind.__name__ for kind in ALLOWED}
+    answers = {"Leases", "Ok", "Refused", "Replies", "StatusReply", "Tuned", "Welcome", "SamplesReply", "PiecesReply"}
+    answers |= {"RewardWork", "ScoresReply", "Registered", "NotYet", "Batch", "LedgerReply", "EvaluationsReply"}
+    answers |= {"Published", "RoundReply", "Instruction", "Fetched"}
+    messages = {kind.__name__ for kind in typing.get_args(wire.AnyMessage)}
+    assert messages - answers == {kind.__name__ for kind in ALLOWED} and len(handled) > 15
+    for kind, roles in ALLOWED.items():
+        assert "owner" in roles, kind
+    assert {kind for kind, roles in ALLOWED.items() if "observer" in roles} == {
+        wire.Hello, wire.Heartbeat, wire.StatusRequest
+    }  # fmt: skip
+    assert not [kind for kind, roles in ALLOWED.items() if {"producer", "reward"} < roles and "observer" not in roles]
+
+
+def test_a_guest_may_not_speak_as_another_role() -> None:
+    for role in GUESTS:
+        for claimed in (*GUESTS, "learner", "owner", ""):
+            assert is_allowed(wire.Hello(claimed, "x", 1, "h"), role) is (claimed == role)
+            assert is_allowed(wire.Heartbeat(claimed, "x", 1, "h", ""), role) is (claimed == role)
+    assert is_allowed(wire.Hello("learner", "x", 1, "h"), "owner")
+
+
+def test_a_change_of_the_list_reaches_a_running_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "LOOK_S", 0.0)
+    path = tmp_path / "server.key"
+    admission = auth.Admission(write_keys(path), path)
+    public = read_keys(add_key(path, "reward", "lab-c")).public.encode()
+    assert admission.find(public) == Holder("lab-c", "reward")
+    revoke_key(path, "lab-c")
+    assert admission.find(public) is None and admission.find(read_keys(path).public.encode()) is not None
+    path.write_text("broken")
+    assert admission.find(read_keys(tmp_path / "reward.key").public.encode()) == Holder("reward", "reward")

@@ -87,7 +87,7 @@ def wide(run: Any) -> list[str]:
 def test_another_host_is_answered_with_a_key_of_the_run_alone(run: Any, there: list[str]) -> None:
     main = run.start("launch", "services", str(run.config), *wide(run))
     run.wait("the services", lambda: len(run.living()) == 2)
-    join, stranger = run.folder / "join.key", run.folder / "stranger" / "join.key"
+    join, stranger = run.folder / "observer.key", run.folder / "stranger" / "observer.key"
     with_key = status_from(there, run, "--key", str(join))
     refused = [status_from(there, run), status_from(there, run, "--key", str(stranger))]
     assert with_key.returncode == 0, with_key.stdout + with_key.stderr + run.logs()
@@ -101,7 +101,7 @@ def test_another_host_is_answered_with_a_key_of_the_run_alone(run: Any, there: l
 def test_a_producer_of_another_host_works_for_the_run(run: Any, there: list[str]) -> None:
     main = run.start("launch", "all", str(run.config), *wide(run))
     run.wait("step 1", lambda: 1 in run.steps())
-    join = run.folder / "join.key"
+    join = run.folder / "producer.key"
     elsewhere = [
         "--connect",
         f"tcp://{HERE}:{BUFFER}",

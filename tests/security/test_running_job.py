@@ -89,7 +89,7 @@ class Job:
         self.run = run
         self.folder: Path = run.folder
         self.keys: Keys = write_keys(self.folder / "server.key")
-        self.join: Keys = read_keys(self.folder / "join.key")
+        self.join: Keys = read_keys(self.folder / "producer.key")
         self.ports = {name: free_port() for name in ("buffer", "weightsync")}
         settings = [f"network.{name}=tcp://127.0.0.1:{port}" for name, port in self.ports.items()]
         settings += [f"network.key_file={self.folder / 'server.key'}", "buffer.store=redis", "learner.ranks=2"]
@@ -154,9 +154,10 @@ def test_a_job_with_keys_is_closed_to_all_without(job: Job) -> None:
     audit_files(run.dir)
     secrets = secrets_of(job)
     commands = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(job.main.pid))
-    owner, joiner = job.keys.owner_secret.encode(), job.keys.join_secret.encode()
     for name in ("producer-0", "reward-0"):
-        assert holds(run.pid(name), joiner) and not holds(run.pid(name), owner), f"{name} holds more than it needs"
+        own = read_keys(job.folder / f"{name.removesuffix('-0')}.key").secret.encode()
+        owner = job.keys.secret.encode()
+        assert holds(run.pid(name), own) and not holds(run.pid(name), owner), f"{name} holds more than it needs"
     assert holds(run.pid("buffer"), job.keys.server_secret.encode()), "the search finds what is there"
     out = end(run, job.main)
     said = commands.decode(errors="replace") + out
@@ -190,7 +191,7 @@ def holds(pid: int, secret: bytes) -> bool:
 
 def secrets_of(job: Job) -> dict[str, str]:
     """What nobody may find in a log: and that the search would find it is clear from where it is."""
-    names = ("server_secret", "owner_secret", "join_secret", "run_key")
+    names = ("server_secret", "secret", "relay_secret", "run_key")
     found = {name: getattr(job.keys, name) for name in names}
     found["redis admin"] = (job.run.dir / "store" / "redis.admin").read_text()
     text = (job.folder / "server.key").read_text()

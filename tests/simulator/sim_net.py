@@ -86,12 +86,14 @@ class Ask:
 class SimCall:
     """What the service gets instead of `asyncrl.net.responder.Call`: the same attributes."""
 
-    __slots__ = ("_ask", "_net", "checksum", "header", "message", "payloads", "peer", "received", "request")
+    __slots__ = ("_ask", "_net", "checksum", "header", "holder", "message", "payloads", "peer", "received", "request")
 
     def __init__(self, net: Network, ask: Ask, packet: wire.Packet) -> None:
         self._net = net
         self._ask = ask
-        self.peer = b""
+        self.holder = None
+        self.peer = f"{ask.process.name}/{ask.process.pid}".encode()
+        net.connected[self.peer] = ask.process
         self.request = packet.request
         self.message = packet.message
         self.payloads = packet.payloads
@@ -102,6 +104,10 @@ class SimCall:
     def reply(self, message: wire.Message, payloads: Any = ()) -> None:
         """Send the answer."""
         self._net.answer(self._ask, message, tuple(payloads))
+
+    def reaches(self, peer: bytes) -> bool:
+        """Whether another peer is still connected."""
+        return bool(self._net.connected[peer].alive)
 
     def refuse(self, error: AsyncRLError) -> None:
         """Answer with an error of the catalogue."""
@@ -203,6 +209,7 @@ class Network:
         self.hits: Counter[str] = Counter()
         self.service: Any = None  # has `arrive(call)`; None while no service lives
         self.watch: Callable[[Ask, wire.Message], None] = lambda ask, message: None
+        self.connected: dict[bytes, Any] = {}  # peer -> its process
         self.messages = 0
         self.note: Callable[[str], None] | None = None
 

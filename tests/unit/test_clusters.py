@@ -62,7 +62,9 @@ def test_the_same_configuration_gives_the_same_files_without_a_secret(backend: s
     text = "".join(files.values())
     for role in ("services", "producers", "rewards", "learner"):
         assert f"launch {role}" in text.replace('"', "").replace(",\n", " ") or f"- {role}" in text
-    for name in ("join.key", "server.key"):
+    for name in (
+        ("producer.key", "reward.key", "server.key") if backend != "k8s" else ("producer", "reward", "server.key")
+    ):
         assert name in text
 
 
@@ -100,7 +102,7 @@ def test_slurm_scripts_are_shell_and_say_what_they_need() -> None:
         assert one["time"] == "24:00:00" and "exclusive" in one
     assert learner["signal"] == "B:TERM@120", "and the services are not stopped before it"
     assert not [name for name, text in files.items() if name != "learner.sbatch" and "--signal=B" in text]
-    assert "join.key" in files["producers.sbatch"] and "server.key" not in files["producers.sbatch"]
+    assert "producer.key" in files["producers.sbatch"] and "server.key" not in files["producers.sbatch"]
     assert "server.key" in files["learner.sbatch"]
     assert "gpus-per-node" not in directives(files["services.sbatch"])
 
@@ -170,12 +172,12 @@ def test_pods_get_what_their_role_needs_and_no_more() -> None:
 
     producers, rewards = pods("producers.yaml")
     [services], [learner] = pods("services.yaml"), pods("learner.yaml")
-    for pod, key in ((producers, "join"), (rewards, "join"), (services, "server"), (learner, "server")):
+    for pod, key in ((producers, "producer"), (rewards, "reward"), (services, "server"), (learner, "server")):
         [secret] = [volume["secret"] for volume in pod["volumes"] if "secret" in volume]
         assert secret == {"secretName": f"my-run-3-{key}-key", "defaultMode": 0o440}
         assert f"/etc/asyncrl-secret/{key}.key" in pod["initContainers"][0]["command"]
         assert pod["terminationGracePeriodSeconds"] == 300 and pod["automountServiceAccountToken"] is False
-        assert ("priorityClassName" in pod) == (key == "join")
+        assert ("priorityClassName" in pod) == (key in ("producer", "reward"))
     limits = [pod["containers"][0]["resources"]["limits"] for pod in (producers, rewards)]
     assert limits == [{"memory": "16Gi", "nvidia.com/gpu": 1}, {"memory": "16Gi"}]
     [plain] = [one for one in objects("k8s", "learner.yaml", cluster__memory="16000") if one["kind"] == "Job"]

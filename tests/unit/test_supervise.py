@@ -116,10 +116,10 @@ def test_plan_of_a_joining_launch() -> None:
 
 def test_workers_are_started_with_their_own_key_file() -> None:
     for key, leading in (("", None), ("/server.key", "/server.key")):
-        joining = Joining(key=key, worker_key="/join.key")
+        joining = Joining(key=key, worker_keys={"producer": "/producer.key", "reward": "/reward.key"})
         plans = plan(config(), TARGETS["all"], config_path=Path("c"), joining=joining)
         given = {one.role: one.argv[one.argv.index("--key") + 1] if "--key" in one.argv else None for one in plans}
-        assert given.pop("producer") == given.pop("reward") == "/join.key"
+        assert (given.pop("producer"), given.pop("reward")) == ("/producer.key", "/reward.key")
         assert given == dict.fromkeys(("buffer", "weightsync", "learner"), leading)
 
 

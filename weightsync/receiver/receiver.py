@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ from pathlib import Path
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.engine import Engine
-from asyncrl.errors import AsyncRLError, Unavailable, WorkError
+from asyncrl.errors import AsyncRLError, HandshakeError, Unavailable, WorkError
 from asyncrl.net.async_requester import AsyncRequester
 from asyncrl.net.keys import Keys
 from asyncrl.runtime.failpoints import failpoint
@@ -95,7 +96,7 @@ class Receiver:
         self.waited_s = 0.0  # time in the last transfer that was spent waiting
         self._address = address
         self._engine = engine
-        self._name = name
+        self._name = self._given_name = name  # with a suffix if another process has the name
         self._keys = keys
         self._config = config
         self._transports = dict(transports if transports is not None else built_in_transports(config, keys=keys))
@@ -194,6 +195,12 @@ class Receiver:
                 self.waiting_for = f"the weight-sync service ({self._address}), silent for {silent:.0f} s"
                 if silent > self._max_outage_s:
                     raise
+                continue
+            except HandshakeError as error:
+                if error.code != "handshake.name" or self._name != self._given_name:
+                    raise
+                self._name = f"{self._given_name}-{secrets.token_hex(2)}"
+                print(f"{error.message}: this member works as {self._name}", flush=True)
                 continue
             answered = time.monotonic()
             if instruction.action == "stop":

@@ -7,7 +7,7 @@
    and nothing is sent again that has arrived;
 3. a version that is gone is an error at once; while a member pulls, its version is not overwritten, one version at a
    time; it is released when all have read it, or without a request for `IDLE_S`;
-4. beyond loopback both ends hold the run's keys, a source the join key as its own; a frame that was damaged, or
+4. beyond loopback both ends hold the relay key, which the owner and all producers have; a frame that was damaged, or
    overwritten before it left, fails its checksum and is requested again;
 5. a source that stays silent for half the deadline is an error; nothing waits longer than the deadline;
 6. pieces begin small, double while they come fast and halve while they come slowly: requests take a few seconds at most

@@ -28,6 +28,7 @@ class AgentConfig(Section, frozen=True):
 
 
 SINGLE_TURN = "single_turn"
+UNSCORED = ("chat", "tools")  # environments of several turns that leave the reward to reward workers
 
 
 class EnvironmentConfig(Section, frozen=True):
@@ -51,3 +52,8 @@ class EnvironmentConfig(Section, frozen=True):
     def is_single_turn(self) -> bool:
         """Whether a sample is one answer to its prompt."""
         return self.name == SINGLE_TURN
+
+    @property
+    def scores(self) -> bool:
+        """Whether the environment may reward its samples; else only reward workers do."""
+        return self.name not in (SINGLE_TURN, *UNSCORED)

@@ -74,6 +74,7 @@ class RewardWorkersConfig(Section, frozen=True):
     memory_bytes: Count = 0  # limit of one process that runs functions; 0: half of the machine's memory
     max_processes: Positive = 512  # processes that the functions of one worker may start; more fails the sample
     max_failed_groups: Count = 64  # failed groups of the run, each by rewards, filters or environments; then it ends
+    max_reward: Annotated[float, Meta(gt=0)] = 1e6  # largest absolute reward or part; beyond it a sample is refused
     restarts: Count = 5  # in 10 minutes
 
 

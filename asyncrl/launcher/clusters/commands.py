@@ -18,6 +18,7 @@ from asyncrl.net.addresses import LOOPBACK
 
 Files = dict[str, str]
 ROLES = ("services", "producers", "rewards", "learner")
+WORKER_KEYS = {"producers": "producer", "rewards": "reward"}  # role -> name of its key
 
 
 class Site(NamedTuple):

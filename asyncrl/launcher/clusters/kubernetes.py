@@ -24,7 +24,7 @@ import yaml
 
 from asyncrl.config import Config, dump
 from asyncrl.errors import EXIT_CONFIG, EXIT_DATA, EXIT_HANDSHAKE, ConfigError
-from asyncrl.launcher.clusters.commands import Files, Site, environment, launch, summary
+from asyncrl.launcher.clusters.commands import WORKER_KEYS, Files, Site, environment, launch, summary
 
 
 class _Dumper(yaml.SafeDumper):
@@ -151,12 +151,12 @@ class _Pods:
         A Job without a number of completions is a queue of work: a pod that ends with 0 found the run complete, and
         none is made after it. A Deployment would start producers of a run that is over again and again.
         """
+        key, producers = WORKER_KEYS[role], role == "producers"
         words = launch(
-            self.config, role, config_path=CONFIG, connect=self.connect, key=f"{KEYS}/join.key", host="$(POD_IP)"
+            self.config, role, config_path=CONFIG, connect=self.connect, key=f"{KEYS}/{key}.key", host="$(POD_IP)"
         )
-        producers = role == "producers"
         pod = self._pod(
-            role, words, key="join", gpus=self.cluster.producer_gpus if producers else self.cluster.reward_gpus
+            role, words, key=key, gpus=self.cluster.producer_gpus if producers else self.cluster.reward_gpus
         )
         if self.cluster.preemptible_class:
             pod["priorityClassName"] = self.cluster.preemptible_class
@@ -326,7 +326,7 @@ def _apply(config: Config, site: Site) -> str:
         "    exit 1",
         "fi",
         f"[ -e {keys}/server.key ] || python -m asyncrl keys {keys}",
-        "for key in server join; do",
+        "for key in server producer reward; do",
         f"    kubectl create secret generic {name}-$key-key --namespace {space} \\",
         f"        --from-file=$key.key={keys}/$key.key --dry-run=client --output yaml | kubectl apply -f -",
         "done",
@@ -351,6 +351,6 @@ def _end(config: Config) -> str:
         f"{delete} deployment {name}-services {wait}",
         "kubectl delete --ignore-not-found -f learner.yaml -f producers.yaml -f services.yaml -f network.yaml \\",
         "    -f config.yaml",
-        f"{delete} secret {name}-server-key {name}-join-key",
+        f"{delete} secret {name}-server-key {name}-producer-key {name}-reward-key",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"

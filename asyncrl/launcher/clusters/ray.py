@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from asyncrl.config import Config
-from asyncrl.launcher.clusters.commands import Files, Site, environment, launch, shell, summary
+from asyncrl.launcher.clusters.commands import WORKER_KEYS, Files, Site, environment, launch, shell, summary
 
 DRIVER = '''"""{summary}. Rendered by asyncrl; run it where `ray.init` finds the cluster: python driver.py"""
 
@@ -105,13 +105,12 @@ if __name__ == "__main__":
 def render(config: Config, site: Site) -> Files:
     cluster, path = config.cluster, f"{site.folder}/config.toml"
     more = ["--node-rank", "@NODE@", "--head", "@HEAD@"] if cluster.learner_hosts > 1 else []
-    join = {"config_path": path, "connect": "@CONNECT@", "key": f"{site.keys}/join.key", "host": "@HOST@"}
-    lead = {"config_path": path, "connect": "@CONNECT@", "key": f"{site.keys}/server.key", "host": "@HOST@"}
+    join = {"config_path": path, "connect": "@CONNECT@", "host": "@HOST@"}
+    workers = {role: launch(config, role, key=f"{site.keys}/{key}.key", **join) for role, key in WORKER_KEYS.items()}
     commands = {
         "services": launch(config, "services", config_path=path),
-        "producers": launch(config, "producers", **join),
-        "rewards": launch(config, "rewards", **join),
-        "learner": launch(config, "learner", more=more, **lead),
+        **workers,
+        "learner": launch(config, "learner", more=more, key=f"{site.keys}/server.key", **join),
     }
     lines = {role: shell(words).replace(" \\\n    ", " ") for role, words in commands.items()}
     text = DRIVER.format(

@@ -15,7 +15,17 @@ import shlex
 from collections.abc import Sequence
 
 from asyncrl.config import Config
-from asyncrl.launcher.clusters.commands import Files, Shell, Site, environment, launch, setup_lines, shell, summary
+from asyncrl.launcher.clusters.commands import (
+    WORKER_KEYS,
+    Files,
+    Shell,
+    Site,
+    environment,
+    launch,
+    setup_lines,
+    shell,
+    summary,
+)
 
 ADDRESS = Shell('"$ADDRESS"')
 HOST = '"$HOST"'
@@ -86,12 +96,10 @@ def _find_services(config: Config, site: Site) -> str:
 
 
 def _worker(config: Config, site: Site, role: str) -> str:
-    cluster, more = config.cluster, ["--requeue"]
+    cluster, more, key = config.cluster, ["--requeue"], f"{site.keys}/{WORKER_KEYS[role]}.key"
     if role == "producers":
         more.append(f"--array=0-{cluster.producers - 1}")
-    command = launch(
-        config, role, config_path=f"{site.folder}/config.toml", connect=ADDRESS, key=f"{site.keys}/join.key", host=HOST
-    )
+    command = launch(config, role, config_path=f"{site.folder}/config.toml", connect=ADDRESS, key=key, host=HOST)
     gpus = cluster.producer_gpus if role == "producers" else cluster.reward_gpus
     lines = [_header(config, site, role, gpus=gpus, more=more), _find_services(config, site), "exec " + shell(command)]
     return "\n".join(lines) + "\n"
