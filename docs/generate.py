@@ -200,6 +200,23 @@ def wire_messages() -> str:
     return "\n".join(parts) + "\n"
 
 
+def security() -> str:
+    """`docs/security.md` with the table of roles and messages."""
+    from asyncrl.net.auth import ALLOWED
+    from asyncrl.net.keys import GUESTS, OWNER
+
+    roles = (OWNER, *GUESTS)
+    lines = ["| message | " + " | ".join(roles) + " |", "| --- |" + " --- |" * len(roles)]
+    for kind, allowed in ALLOWED.items():
+        marks = ("as its own role" if role != OWNER else "yes" for role in roles)
+        if kind not in (wire.Hello, wire.Heartbeat):
+            marks = ("yes" if role in allowed else "-" for role in roles)
+        lines.append(f"| `{kind.__name__}` | " + " | ".join(marks) + " |")
+    begin, end = "<!-- begin: messages by role -->", "<!-- end: messages by role -->"
+    before, _, rest = (FOLDER / "security.md").read_text().partition(begin)
+    return "\n".join([before + begin, *lines, end]) + rest.partition(end)[2]
+
+
 def algorithm_names() -> str:
     """Names, options, papers and presets, from the tables, the signatures and the files."""
     parts = [
@@ -288,6 +305,7 @@ PAGES = {
     "errors.md": error_codes,
     "metrics.md": metric_names,
     "wire.md": wire_messages,
+    "security.md": security,
     "../asyncrl/config/sections/algorithm_options.json": option_data,
     "algorithms.md": algorithm_names,
     "cli.md": command_line,

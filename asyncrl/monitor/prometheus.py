@@ -11,7 +11,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import http.server
 import os
 import re
 import sys
@@ -25,6 +24,7 @@ from asyncrl.config import Config, load
 from asyncrl.errors import error_for
 from asyncrl.metrics import CATALOGUE, OPEN, Metric
 from asyncrl.metrics.log import TAIL_BYTES
+from asyncrl.net.http_server import LimitedHandler, LimitedHTTPServer
 from asyncrl.runtime import role
 from asyncrl.runtime.liveness import Sign, Ticker
 from asyncrl.runtime.metrics_tail import Following, Heard
@@ -148,15 +148,14 @@ class Newest:
             return text_of(self._following.newest, run=self._name, now=now)
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
+class Handler(LimitedHandler):
     """GET /metrics, for loopback's own names."""
 
     server_version = "asyncrl"
     sys_version = ""
-    timeout = 5.0  # for an idle connection
     newest: Newest
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
         """Send the metrics, or the reason of a refusal."""
         if not HOSTS.fullmatch(self.headers.get("Host", "")):
             self._answer(403, "this answers to 127.0.0.1, localhost and [::1] alone\n")
@@ -188,10 +187,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Scrapes are not logged."""
 
 
-class Server(http.server.ThreadingHTTPServer):
+class Server(LimitedHTTPServer):
     """On loopback; port 0 takes a free one (`server_port`). Raises `net.port_in_use`."""
 
-    daemon_threads = True
     allow_reuse_address = True
 
     def __init__(self, run: RunDir, port: int) -> None:

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -22,6 +22,7 @@ from asyncrl.net.frames import _NOBLOCK
 from asyncrl.net.keys import GUESTS, OWNER, Holder, Keys, Role, read_keys
 
 LOOK_S = 1.0  # between two looks at the server file
+_SRCFD = int(zmq.SRCFD)
 
 _EVERYBODY = frozenset({OWNER, *GUESTS})
 _PRODUCERS: frozenset[Role] = frozenset({OWNER, "producer"})
@@ -70,14 +71,21 @@ def is_allowed(message: wire.Message, role: Role) -> bool:
     return role in ALLOWED.get(type(message), ())
 
 
-def receive_authenticated(socket: zmq.Socket[bytes]) -> list[wire.Buffer]:
-    """Like `receive_frames`, with the public key that ZAP admitted the sender by in front."""
-    frames: list[wire.Buffer] = [b""]
+class Source(NamedTuple):
+    """Where a message came from: the descriptor of its connection, and the public key that ZAP admitted."""
+
+    descriptor: int
+    key: bytes
+
+
+def receive_from(socket: zmq.Socket[bytes], *, keys: bool) -> list[Any]:
+    """Like `receive_frames`, with the `Source` in front. `keys`: the socket admits by keys."""
+    frames: list[Any] = [None]
     while True:
         frame = socket.recv(_NOBLOCK, copy=False)
         frames.append(frame.buffer)
         if not frame.more:
-            frames[0] = str(frame.get("User-Id")).encode()
+            frames[0] = Source(int(frame.get(_SRCFD)), str(frame.get("User-Id")).encode() if keys else b"")
             return frames
 
 

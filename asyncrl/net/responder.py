@@ -13,14 +13,17 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import zmq
 
 from asyncrl.errors import AsyncRLError, ConfigError, WireError
 from asyncrl.net.addresses import check_bind, is_exposed, prepare_folder, remove_unused, short_folder_prefix
-from asyncrl.net.auth import Admission, is_allowed, receive_authenticated, start_authenticator
-from asyncrl.net.frames import Pump, SocketContext, receive_frames, set_limits
+from asyncrl.net.auth import Admission, Source, is_allowed, receive_from, start_authenticator
+from asyncrl.net.connections import ConnectionGuard
+from asyncrl.net.frames import Pump, SocketContext, set_limits
 from asyncrl.net.keys import Holder, Keys
 from asyncrl.wire import (
     REPLY,
@@ -131,12 +134,14 @@ class Responder:
             socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.server_public)
             socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.server_secret)
             socket.setsockopt_string(zmq.ZAP_DOMAIN, "asyncrl")
-        self.address = _bind(socket, address)
-        self._pump = Pump(
-            socket,
-            self._take,
-            receive=receive_frames if keys is None else receive_authenticated,
-        )
+        self._guard = ConnectionGuard(socket)
+        try:
+            self.address = _bind(socket, address)
+        except ConfigError:
+            self._guard.close()
+            socket.close(0)
+            raise
+        self._pump = Pump(socket, self._take, receive=partial(receive_from, keys=keys is not None))
         self._warning: asyncio.TimerHandle | None = None
         if keys is None and is_exposed(address):
             self._warn()
@@ -146,15 +151,14 @@ class Responder:
         print(f"warning: {self.address} is open to every process that reaches this host: it has no keys", flush=True)
         self._warning = asyncio.get_running_loop().call_later(WARN_S, self._warn)
 
-    def _take(self, batch: list[list[Buffer]]) -> None:
+    def _take(self, batch: list[list[Any]]) -> None:
         calls: list[Call] = []
-        admission = self._admission
-        for message in batch:
-            key, (peer, *frames) = (b"", message) if admission is None else (bytes(message[0]), message[1:])
+        for source, peer, *frames in batch:
             self.counters["received"] += 1
             try:
                 call = Call(self, bytes(peer), decode(frames, max_bytes=self._max_bytes))
-                if admission is None or self._is_allowed(call, admission.find(key)):
+                self._guard.note_message(source.descriptor, source.key)
+                if self._is_allowed(call, source):
                     calls.append(call)
             except WireError as error:
                 self.counters["bad_frames"] += 1
@@ -175,9 +179,11 @@ class Responder:
                     packed = tuple((number, encode_header(message)) for number, message in answers)
                     self._send(peer, 0, Replies(packed), ())
 
-    def _is_allowed(self, call: Call, holder: Holder | None) -> bool:
+    def _is_allowed(self, call: Call, source: Source) -> bool:
         """Whether the sender's key may send this; else it is refused."""
-        call.holder = holder
+        if self._admission is None:
+            return True
+        call.holder = holder = self._admission.find(source.key)
         if holder is not None and is_allowed(call.message, holder.role):
             return True
         self.counters["forbidden"] += 1
@@ -216,6 +222,7 @@ class Responder:
         """Stop answering. Queued replies get half a second to leave."""
         if self._warning is not None:
             self._warning.cancel()
+        self._guard.close()
         self._pump.close(500)
         if self._authenticator is not None:
             self._authenticator.stop()
@@ -232,7 +239,6 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> str:
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        socket.close(0)
         if error.errno == zmq.EADDRINUSE:
             raise ConfigError("net.port_in_use", f"{address} is in use", where="network") from None
         raise ConfigError("config.network", f"cannot listen at {address}: {error}", where="network") from None

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from asyncrl.config import Config, load
 from asyncrl.errors import EXIT_INTERNAL, AsyncRLError, ConfigError
+from asyncrl.net.descriptors import raise_descriptor_limit
 from asyncrl.net.keys import Keys, Role, read_keys
 from asyncrl.runtime.failpoints import arm
 from asyncrl.runtime.run_dir import RunDir
@@ -130,6 +131,7 @@ def run(role: str, body: Callable[[RoleArgs, Config, Stop], None], argv: Sequenc
     started = time.monotonic()
     try:
         arm()
+        raise_descriptor_limit()
         config = load(args.config)
         RunDir(config.run_dir).create().record_process(role, args.name)
         body(args, config, stop)

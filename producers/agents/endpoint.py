@@ -2,7 +2,8 @@
 
 Needs the extra `http` (aiohttp). Routes: `POST /v1/chat/completions`, `POST /v1/completions`, `GET /v1/models`,
 `POST /v1/reward`; and the same below `/s/KEY/v1`, for agents that cannot set a key. Guarantees:
-1. it listens on 127.0.0.1; a request without the key of a running session gets 401;
+1. it listens on 127.0.0.1; a request without the key of a running session gets 401, and a connection without one with
+   such a key is closed after `SILENT_S`, earlier if there are more than `MOST_CONNECTIONS`;
 2. an agent that disconnects ends its turn, and so does the end of its session: the sample has nothing of it;
 3. errors have the form of the interface; no error ends the producer;
 4. `POST /v1/reward` takes {"reward": 1.0, "parts": {...}}, or with "turn" the reward of a turn; the last one counts.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import Any
@@ -20,6 +22,7 @@ import msgspec
 
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import UNREADABLE, ConfigError
+from asyncrl.net.descriptors import SILENT_S
 from producers.agents import openai_api as api
 from producers.agents.dialogue import Dialogue
 from producers.agents.openai_api import Answer, ApiError, ChatRequest
@@ -29,6 +32,8 @@ from producers.environments.conversation import require_number
 MOST_BYTES = 32 << 20  # of a request's body
 GRACE_S = 1.0  # for answers under way at the end
 HOST = "127.0.0.1"
+MOST_CONNECTIONS = 512
+LOOK_S = 0.25  # between two looks at the connections
 
 
 class Session:
@@ -52,6 +57,9 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}
         self._runner: Any = None
         self._web: Any = None
+        self._silent: dict[Any, float] = {}  # connection without a request of a session -> since when, oldest first
+        self._known: set[Any] = set()  # connections with one
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
@@ -79,8 +87,24 @@ class Endpoint:
             where = "environment.agent.port"
             raise ConfigError("net.port_in_use", f"{HOST}:{self.port}: {error.strerror}", where=where) from None
         self.port = int(self._runner.addresses[0][1])
+        self._watching = asyncio.create_task(self._drop_silent())
+
+    async def _drop_silent(self) -> None:
+        """Close connections that only take up descriptors."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            open_, now = self._runner.server.connections, time.monotonic()
+            self._known.intersection_update(open_)
+            silent = [one for one in open_ if one not in self._known]
+            self._silent = {one: self._silent.get(one, now) for one in silent}
+            excess = max(0, len(open_) - MOST_CONNECTIONS)
+            for number, (connection, since) in enumerate(sorted(self._silent.items(), key=lambda item: item[1])):
+                if (number < excess or now - since > SILENT_S) and connection.transport is not None:
+                    connection.transport.abort()
 
     async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -102,6 +126,7 @@ class Endpoint:
         async def guard(request: Any) -> Any:
             try:
                 session, task = self._find_session(request), asyncio.current_task()
+                self._known.add(request.protocol)
                 assert task is not None
                 session.under_way.add(task)
                 try:

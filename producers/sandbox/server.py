@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import base64
 import binascii
-import http.server
 import json
 import signal
 import sys
@@ -25,6 +24,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from asyncrl.errors import UNREADABLE, AsyncRLError
+from asyncrl.net.descriptors import raise_descriptor_limit
+from asyncrl.net.http_server import LimitedHandler, LimitedHTTPServer
 from asyncrl.runtime.role import die_with_parent
 from producers.sandbox import Sandbox, SandboxJob, SandboxLimits, SandboxResult, open_sandbox
 from producers.sandbox.base import MIB
@@ -32,7 +33,7 @@ from producers.sandbox.base import MIB
 ROUTE = "/run_code"
 MAX_BODY_BYTES = 16 * MIB
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-IDLE_S = 120.0  # of a connection
+IDLE_S = 120.0  # of a connection between two requests
 LANGUAGES = ("python", "python3")
 
 
@@ -87,12 +88,12 @@ def build_answer(result: SandboxResult) -> dict[str, Any]:
     }
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
+class Handler(LimitedHandler):
     server: Server
     protocol_version = "HTTP/1.1"
-    timeout = IDLE_S
+    idle_s = IDLE_S
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
         stated = self.headers.get("Content-Length") or ""
         length = int(stated) if stated.isdecimal() and len(stated) <= len(str(MAX_BODY_BYTES)) else -1
         if not self._is_allowed() or not 0 <= length <= MAX_BODY_BYTES or self.path != ROUTE:
@@ -114,7 +115,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             answer = {"status": "SandboxError", "message": error.message}
         self._answer(200, answer)
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
         self._answer(200 if self.path == "/v1/ping" and self._is_allowed(body=False) else 404, "pong")
 
     def _is_allowed(self, *, body: bool = True) -> bool:
@@ -137,10 +138,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return
 
 
-class Server(http.server.ThreadingHTTPServer):
+class Server(LimitedHTTPServer):
     """A thread for each connection; programs wait for a place in the sandbox."""
-
-    daemon_threads = True
 
     def __init__(self, sandbox: Sandbox, port: int) -> None:
         super().__init__(("127.0.0.1", port), Handler)
@@ -165,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT."""
     args = parser().parse_args(argv)
     die_with_parent()
+    raise_descriptor_limit()
     limits = SandboxLimits(timeout_s=args.timeout_s, memory_bytes=args.memory_bytes, output_bytes=args.output_bytes)
     try:
         with open_sandbox(args.kind, limits, workers=args.workers) as sandbox:

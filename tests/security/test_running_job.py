@@ -6,7 +6,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def test_a_default_job_opens_no_port_but_on_loopback(run: Any) -> None:
 class Job:
     """Everything that can listen at once: TCP services with keys, Redis, two ranks, Gloo, a source of weights."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Any, *, more: Sequence[str] = ()) -> None:
         self.run = run
         self.folder: Path = run.folder
         self.keys: Keys = write_keys(self.folder / "server.key")
@@ -94,7 +94,7 @@ class Job:
         settings = [f"network.{name}=tcp://127.0.0.1:{port}" for name, port in self.ports.items()]
         settings += [f"network.key_file={self.folder / 'server.key'}", "buffer.store=redis", "learner.ranks=2"]
         settings += ["weightsync.transport=collective", "learner.steps=3000", "producers.count=1"]
-        words = [word for setting in settings for word in ("--set", setting)]
+        words = [word for setting in (*settings, *more) for word in ("--set", setting)]
         self.main = run.start("launch", "all", str(run.config), *words)
         run.wait("step 1", lambda: 1 in run.steps())
 
