@@ -25,8 +25,10 @@ import uvloop
 from asyncrl.config import BufferConfig, Config
 from asyncrl.evaluation.ids import is_evaluation
 from asyncrl.net.frames import keep_memory
+from asyncrl.net.keys import Keys
 from asyncrl.net.responder import Responder
 from asyncrl.runtime.failpoints import failpoint
+from asyncrl.runtime.history_chain import signing_key
 from asyncrl.runtime.liveness import Sign
 from asyncrl.runtime.role import RoleArgs, Stop, key_file, run, run_key
 from asyncrl.runtime.run_dir import RunDir, endpoint, run_id, run_keys, write_atomic
@@ -89,8 +91,8 @@ def _last_epoch(run_dir: RunDir) -> int:
         return 0
 
 
-def open_service(config: Config, store: Store) -> BufferService:
-    """Read the state back and bring payloads, index and history to agreement."""
+def open_service(config: Config, store: Store, keys: Keys | None = None) -> BufferService:
+    """Read the state back and bring payloads, index and history to agreement. `keys` sign the history if it is set."""
     now = time.monotonic()
     opened = store.open(floor=max(int(time.time()), _last_epoch(RunDir(config.run_dir)) + 1))
     write_atomic(RunDir(config.run_dir).service, b"%d" % opened.epoch)
@@ -117,7 +119,12 @@ def open_service(config: Config, store: Store) -> BufferService:
         fsync=buffer.fsync,
         live=[*records, *pieces],
     )
-    history = History(run_dir.history, last=dict(opened.rows).get(KEY, b""), fsync=buffer.fsync)
+    history = History(
+        run_dir.history,
+        last=dict(opened.rows).get(KEY, b""),
+        fsync=buffer.fsync,
+        key=signing_key(keys) if config.log.sign else b"",
+    )
     for line in segments.report:
         print(f"buffer: {line}", flush=True)
     machine.note_start(now)
@@ -198,7 +205,7 @@ async def main_loop(args: RoleArgs, config: Config, stop: Stop) -> None:
 
     asyncio.get_running_loop().set_exception_handler(on_failure)
     store = open_store(config, stop.is_set)
-    service = open_service(config, store)
+    service = open_service(config, store, keys)
     network = config.network
     responder = Responder(
         endpoint(config, "buffer"),

@@ -88,6 +88,7 @@ class Services:
         self._fingerprint = fingerprint
         self._heart = heart
         self._vocabulary = vocabulary  # 0: unknown
+        self._history = ""  # head of the history's chain, as told with the newest commit
         self.fetch_s = 0.0  # time to read and check the payloads of the newest batch
         self._publishes = not streams(config)
         self._committed = -1
@@ -204,7 +205,7 @@ class Services:
 
     def _usable(self, batch: ClaimedBatch) -> ClaimedBatch:
         if self._archive is not None:
-            self._archive.put(batch, epoch=self.mark.epoch)
+            self._archive.put(batch, epoch=self.mark.epoch, history=self._history)
         limit = self._config.learner.micro_batch_tokens
         bad = dict(batch.invalid)
         for group in batch.groups:
@@ -265,7 +266,11 @@ class Services:
 
     def commit(self, step: int) -> None:
         """Commit the step: its groups are trained and version `step` exists."""
-        self._send(lambda: self.buffer.commit(step=step, version=step, digest=self.digests.get(step, "")))
+
+        def tell() -> None:
+            self._history = self.buffer.commit(step=step, version=step, digest=self.digests.get(step, "")) or ""
+
+        self._send(tell)
 
     def ledger(self, step: int) -> str:
         """Return the ledger for a checkpoint of `step`; the account's if the buffer does not answer."""

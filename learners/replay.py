@@ -24,9 +24,9 @@ import msgspec
 from asyncrl.config import Config, load
 from asyncrl.errors import AsyncRLError
 from asyncrl.metrics import CATALOGUE
-from asyncrl.runs import batch_file
 from asyncrl.runs.replay_report import END, LINES, PLAN, Done, End, Plan, Step
 from asyncrl.runs.score_file import GroupScores, read_scores, responses_digest
+from asyncrl.runtime import batch_file
 from asyncrl.runtime.role import RoleArgs, Stop, run
 from asyncrl.runtime.run_dir import RunDir, write_atomic
 

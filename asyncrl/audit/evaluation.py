@@ -25,6 +25,7 @@ from asyncrl.evaluation.statistics import Outcome, figures, metric_names
 Scores = dict[int, dict[int, tuple[float, str, str]]]  # group -> sample -> reward, answer, data source
 
 
+KNOWN = frozenset({"begin", "lease", "lost", "sample", "score", "failed", "skip", "end"})
 COUNTS = ("prompts", "scored", "failed", "missing")  # reported about its prompts at the end of an evaluation
 
 
@@ -52,6 +53,8 @@ class EvaluationReader:
 
     def take(self, name: str, event: Mapping[str, Any]) -> None:
         what = name.removeprefix(MARK)
+        if what not in KNOWN:
+            self.found.violation("log", f"no event is of the kind {name[:200]!r}")
         if what == "begin":
             self._no_ending()
             self.begun = Begun(

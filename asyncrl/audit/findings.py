@@ -67,6 +67,9 @@ class Audit(msgspec.Struct):
     evaluation_prompts: dict[str, int] = {}  # of all of them: prompts, scored, failed, missing
     evaluation_samples: int = 0  # that were scored
     torn: bool = False
+    drains: int = 0  # seals of the chain
+    signed: int = 0  # of them with a signature
+    anchors: int = 0  # heads of the chain that the learner kept
     lengths: Lengths = msgspec.field(default_factory=Lengths)
     violations: list[str] = []
     notes: list[str] = []
@@ -109,6 +112,7 @@ def render(found: Audit) -> str:
         f"{found.replayed_steps}; leases lost {found.lost_leases}, cancelled {found.cancelled_leases}; "
         f"fenced {found.fenced}",
         *_evaluation_lines(found),
+        f"  chain: {found.drains} drains, {found.signed} signed; {found.anchors} heads kept by the learner",
         *_length_lines(found.lengths),
     ]
     lines += [f"  note: {note}" for note in found.notes[:SHOWN]]

@@ -1,24 +1,30 @@
-"""Proves from `history.jsonl` alone that nothing was lost, trained twice, too old or made by unknown weights.
+"""Proves from `history.jsonl` that nothing was lost, trained twice, too old or made by unknown weights, and that the
+history is the one that was written.
 
 Guarantees:
 1. every issued group is counted in exactly one of: trained, dropped and dead (by reason), superseded, in flight, lost;
 2. it keeps no state of the service it audits and shares no code with it: only the log is believed (the configuration
    says the size of a group, `result.json` whether the run is done, a `fork.json` where a fork begins; figures of
-   evaluations come from the same formulas);
+   evaluations and the chain come from the same formulas);
 3. a last line cut by a crash is left out and noted; a damaged line elsewhere is a violation;
 4. the log is read line by line: memory grows with groups, samples and steps, to about the size of the log.
-It does not look at weights or samples themselves.
+5. the chain of the log, the heads of it that the learner kept, its digests of versions and its archived batches must
+   agree with the log (`asyncrl.audit.chain`, `asyncrl.audit.witnesses`).
+It does not look at weights or at tokens.
 
 What it checks, and the name of each violation:
   lost       the run is done and an issued group has no ending
   doubled    a group in more different steps of the surviving history than it may be used for, twice in a step, with two
              endings, or issued again after it was trained
   unknown    a group is trained, dropped or dead that was never issued or claimed for that step
-  lease      a group is leased while it is held, or trained without a lease; a sample under a token that no lease has
-  sample     a sample was accepted twice or after its group was ready, its spans do not cover its tokens, or a trained
-             group is not complete
-  score      a sample of a trained group was never scored, or not before its step took it
-  ready      a group was handed out for a step, or trained, before it was ready
+  lease      a group is leased while it is held or complete, or trained without a lease; a sample under a token that no
+             lease has or that is over, or of another producer than the lease's
+  issue      groups are not issued in the order of their numbers
+  sample     a sample was accepted twice or after its group was complete, its spans do not cover its tokens, or a
+             trained group is not complete
+  score      a sample of a trained group was never scored, or not before its step took it; a score before its sample,
+             after its group was ready, or twice
+  ready      a group was handed out for a step, or trained, before it was ready, or was ready before it was complete
   claim      a step that was handed out again is not the recorded batch, less what was quarantined since
   lag        a token of a trained group is older than the bound of its lease (on_late = train, by the configuration or
              a change before that step, allows it: then a note)
@@ -27,12 +33,14 @@ What it checks, and the name of each violation:
              committed without one (a learner that came back may not know it: then a note)
   steps      a step was left out, or did not train as many groups as a batch has (less its quarantined groups), or the
              run is done without a durable checkpoint of its last step
-  version    versions do not rise by one from step to step
+  version    versions do not rise by one from step to step, or tokens are of a version that did not exist yet
+  time       the time of a service runs backwards (that of a later service may: then a note)
+  chain, anchor, sign, archive   see asyncrl.audit.chain and asyncrl.audit.witnesses
   epoch      a learner or service wrote after a newer one had begun, or was never heard to begin
   tune       changes of settings out of order
   evaluation a held-out prompt was trained, or an evaluation does not come out again (`asyncrl.audit.evaluation`)
-  log        a line in the middle cannot be read, lines at the beginning are missing, or at the end of a run that is
-             done by its result.json
+  log        a line in the middle cannot be read or is of an unknown kind, lines at the beginning are missing, or at the
+             end of a run that is done by its result.json
 
 A restart from the checkpoint of step s takes back the commits after s of older learner epochs: their groups are claimed
 again until the same step is committed once more. Example: commits of steps 1 2 3, register(step=1), commits 2 3 4 with
@@ -48,10 +56,12 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.audit.chain import ChainReader
 from asyncrl.audit.findings import Audit, render
 from asyncrl.audit.reader import Reader
-from asyncrl.audit.records import Commit
 from asyncrl.audit.verdict import Expected, fork_origin, judge
+from asyncrl.audit.witnesses import Witnesses
+from asyncrl.config import Config
 from asyncrl.errors import UNREADABLE
 
 __all__ = ["Audit", "Expected", "audit", "audit_command", "audit_file", "audit_run", "render"]
@@ -62,8 +72,9 @@ class Log:
     last line is incomplete. A missing file has no events.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, chain: ChainReader | None = None) -> None:
         self.path = path
+        self.chain = chain or ChainReader()
         self.events = 0
         self.damaged: list[int] = []
         self.torn = False
@@ -73,6 +84,7 @@ class Log:
             return
         with self.path.open("rb") as file:
             for number, text in enumerate(file, start=1):
+                self.chain.take(text)
                 if not text.strip():
                     continue
                 try:
@@ -87,10 +99,23 @@ class Log:
                 yield event
 
 
-def audit_file(path: Path, *, allow_over_bound: bool = False, expected: Expected | None = None) -> Audit:
-    """The audit of a history file."""
-    log = Log(path)
-    found = audit(log, allow_over_bound=allow_over_bound, expected=expected)
+def audit_file(
+    path: Path,
+    *,
+    allow_over_bound: bool = False,
+    expected: Expected | None = None,
+    witnesses: Witnesses | None = None,
+) -> Audit:
+    """The audit of a history file. `witnesses`: what the learner kept outside of it."""
+    known = expected or Expected(allow_over_bound=allow_over_bound)
+    chain = ChainReader(anchors=witnesses.anchors if witnesses is not None else (), key=known.key)
+    log, reader = Log(path, chain=chain), Reader(keeps_batches=witnesses is not None and bool(witnesses.steps))
+    for event in log:
+        reader.take(event)
+    found = judge(reader, known)
+    if witnesses is not None:
+        witnesses.judge(reader, fork_step=known.fork_step)
+    chain.judge(found, elsewhere=known.parent_heads, expects_signatures=known.signed)
     found.torn = log.torn
     if log.torn:
         found.notes.append("the last line was cut and is left out")
@@ -121,7 +146,8 @@ def audit_run(root: Path) -> Audit:
 
     run = RunDir(root)
     parent, step = fork_origin(run.root)
-    known = Expected(fork_of=parent, fork_step=step, parent=_parent_commits(run.root, parent, step))
+    witnesses = Witnesses(run)
+    known = _known_of_parent(run.root, parent, step, witnesses)
     try:
         config = load(run.config)
         known = msgspec.structs.replace(
@@ -129,23 +155,43 @@ def audit_run(root: Path) -> Audit:
             group_size=config.sampling.group_samples,
             allow_over_bound=config.buffer.on_late == "train",
             correct_above=config.learner.algorithm.shaping.correct_above,
+            signed=config.log.sign,
+            key=_signing_key(config),
         )
     except AsyncRLError:
         pass  # only the log
-    found = audit_file(run.history, expected=known)
+    found = audit_file(run.history, expected=known, witnesses=witnesses)
     if read_object(run.result).get("done") is True and not found.done:  # the buffer records the end before the learner
         found.violation("log", "result.json says that the run is done, the log has no such end: lines are missing")
     return found
 
 
-def _parent_commits(root: Path, parent: str, step: int) -> dict[int, Commit]:
-    """The surviving steps of the parent up to the fork; empty if its folder is not on this host."""
+def _signing_key(config: Config) -> bytes:
+    """The key of the signatures; empty if its file cannot be read here."""
+    from asyncrl.errors import AsyncRLError
+    from asyncrl.runtime.history_chain import signing_key
+    from asyncrl.runtime.run_dir import run_keys
+
+    try:
+        return signing_key(run_keys(config))
+    except AsyncRLError:
+        return b""
+
+
+def _known_of_parent(root: Path, parent: str, step: int, witnesses: Witnesses) -> Expected:
+    """What is known of the parent of a fork: its surviving steps up to the fork, and those heads of its chain that the
+    copied checkpoint names. A parent whose folder is not on this host is believed.
+    """
     if not parent:
-        return {}
-    reader = Reader()
-    for event in Log((root / parent).resolve() / "history.jsonl"):
+        return Expected()
+    copied = {anchor.head for anchor in witnesses.anchors if anchor.step and anchor.step <= step}
+    history = (root / parent).resolve() / "history.jsonl"
+    chain, reader = ChainReader(anchors=witnesses.anchors), Reader()
+    for event in Log(history, chain=chain):
         reader.take(event)
-    return {number: commit for number, commit in reader.commits.items() if number <= step}
+    heads = chain.found_heads if history.exists() else copied
+    commits = {number: commit for number, commit in reader.commits.items() if number <= step}
+    return Expected(fork_of=parent, fork_step=step, parent=commits, parent_heads=frozenset(heads))
 
 
 def audit_command(root: Path, *, as_json: bool) -> int:

@@ -1,11 +1,11 @@
-"""Follows the events of a history for the audit: the state of every group, step, lease and epoch.
+"""Follows the events of a history for the audit: lives of services and learners, steps, versions, the clock.
 
 Guarantees:
 1. an event that is impossible when it is read is a violation at once; `asyncrl.audit.verdict` judges the rest at the
    end;
 2. the surviving history: a learner that registers at step s takes back the commits after s;
-3. state in the service's memory (holders of leases) is judged within one of its lives: a store may be restored to its
-   state of a second before the crash.
+3. state in the service's memory (holders of leases, the order of a group's events, the clock) is judged within one of
+   its lives: a store may be restored to its state of a second before the crash.
 """
 
 from __future__ import annotations
@@ -13,36 +13,42 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from asyncrl.audit.evaluation import EvaluationReader
 from asyncrl.audit.findings import Audit, Tuned
-from asyncrl.audit.records import TOKEN_SHIFT, Claim, Commit, Group
+from asyncrl.audit.group_reader import GroupReader
+from asyncrl.audit.records import Claim, Commit, Group, Origin
 from asyncrl.evaluation.ids import MARK
 
-#: Reasons of a lost lease that also discard the group's samples.
-FORGETFUL = frozenset({"late", "payload_lost", "store_lost", "abandoned"})
+#: Events that nothing is concluded from.
+SKIPPED = frozenset({"continue", "discard", "judged"})
 
 
 class Reader:
-    """Follows the log event by event; `found` collects immediate violations."""
+    """Follows the log event by event; `found` collects immediate violations. `keeps_batches`: note the origin of the
+    samples of every claim, in `batches`.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_batches: bool = False) -> None:
         self.found = Audit(dropped={}, dead={}, violations=[], notes=[], tuned=[])
         self.held_out = EvaluationReader(self.found)
-        self.groups: dict[int, Group] = {}
+        self.work = GroupReader(self.found, keeps_origins=keeps_batches)
+        self.groups, self.forgotten = self.work.groups, self.work.forgotten
         self.commits: dict[int, Commit] = {}  # the surviving history, by step
         self.claims: dict[int, Claim] = {}
         self.taken_back: dict[int, Commit] = {}  # commits undone by a restart, until they are repeated
-        self.forgotten: set[int] = set()  # issued in a lost life of the store, and not again since
         self.digests: dict[int, set[str]] = {}  # version -> digests it was committed with
         self.retired = 0
         self.started_at: int | None = None  # step of the first registration
         self._epoch = 0
         self._life = 0  # life of the service at the last registration
-        self._services: set[int] = set()
         self._events = 0
-        self._made: dict[Any, tuple[frozenset[int], dict[int, str]]] = {}  # samples made alike share what is kept
-        self._bounds: set[int] | None = set()  # values that max_staleness ever had; None: unknown in older logs
         self._suspects: list[tuple[int, int]] = []  # commits by another epoch than the registered one
+        self._keeps_batches = keeps_batches
+        self.batches: dict[int, dict[int, dict[int, Origin]]] = {}  # step -> group -> sample, as claimed last
+        self.adopted: set[int] = set()  # versions whose commit is from the ledger of a checkpoint: digests are unsure
+        self._time: float | None = None  # of the newest event
 
     def take(self, event: dict[str, Any]) -> None:
         """Follow one event; irrelevant ones are skipped."""
@@ -50,24 +56,43 @@ class Reader:
         self._events += 1
         if self._events == 1 and name != "service":
             self._bad("log", f"it begins with {name!r}, not with the start of a service: lines are missing")
+        self._follow_time(name, event)
         if self._suspects and name not in ("commit", "drop", "lost"):
             self.settle(believed=name == "register")
         held_out = name.startswith(MARK)
-        handler = partial(self.held_out.take, name) if held_out else getattr(self, f"on_{name}", None)
+        owner = self if hasattr(self, f"on_{name}") else self.work
+        handler = partial(self.held_out.take, name) if held_out else getattr(owner, f"on_{name}", None)
+        if handler is None and name not in SKIPPED:
+            self._bad("log", f"no event is of the kind {name[:200]!r}")
         if handler is not None:
             try:
                 handler(event)
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 self._bad("log", f"event {name!r} lacks or garbles a field: {error!r}")
 
+    def _follow_time(self, name: str, event: dict[str, Any]) -> None:
+        """The time of a service never runs backwards; that of a later one may."""
+        time = event.get("t")
+        if not isinstance(time, int | float):
+            if self._time is not None:
+                self._bad("log", f"event {name!r} has no time")
+            return
+        if self._time is not None and time < self._time:
+            text = f"event {name!r} is {self._time - time:.6f} s earlier than the one before it"
+            if name == "service":
+                self.found.notes.append(f"time: {text}: the clock was set back between two services")
+            else:
+                self._bad("time", text)
+        self._time = time
+
     # ------------------------------------------------------------ lives
 
     def on_service(self, event: dict[str, Any]) -> None:
         epoch = int(event["service_epoch"])
-        if self._services and epoch <= max(self._services):
-            self._bad("epoch", f"a service started with epoch {epoch} after epoch {max(self._services)}")
-        self._services.add(epoch)
-        self._note_bound(event.get("max_staleness"))
+        if epoch <= (newest := max(self.work.services, default=-1)):
+            self._bad("epoch", f"a service started with epoch {epoch} after epoch {newest}")
+        self.work.start_life(epoch)
+        self.work.note_bound(event.get("max_staleness"))
         self.found.service_starts += 1
         self.found.ended = self.found.done = False
 
@@ -76,7 +101,8 @@ class Reader:
         lost_all = not start and self._life != self.found.service_starts  # no process knows the old epochs any more
         if epoch <= self._epoch and not lost_all:
             self._bad("epoch", f"a learner registered with epoch {epoch} after epoch {self._epoch}")
-        self._epoch, self._life, self.retired = epoch, self.found.service_starts, min(self.retired, start)
+        self._epoch, self._life, self.retired = epoch, self.found.service_starts, start  # of a durable checkpoint
+        self.work.newest = max(self.work.newest, start)
         self.started_at = start if self.started_at is None else self.started_at
         self.found.learner_starts += 1
         self.found.ended = self.found.done = False
@@ -84,11 +110,7 @@ class Reader:
             commit = self.commits.pop(step)
             self.taken_back[step] = commit
             for number in commit.groups:
-                self.groups[number].take_back(step)
-
-    def _note_bound(self, bound: Any) -> None:
-        """Record a new value of `max_staleness`; None: bounds of leases are unknown from then on."""
-        self._bounds = None if bound is None or self._bounds is None else {*self._bounds, int(bound)}
+                self.groups[number].take_back(step, self._life)
 
     def on_end(self, event: dict[str, Any]) -> None:
         self.found.ended = True
@@ -101,7 +123,7 @@ class Reader:
         number = int(event["n"])
         change = (event["old"], event["new"])
         if event["key"] == "buffer.max_staleness":
-            self._note_bound(event["new"])
+            self.work.note_bound(event["new"])
         last = self.found.tuned[-1] if self.found.tuned else None
         if last is not None and last.n == number:  # one change of several settings
             last.changed[str(event["key"])] = change
@@ -120,114 +142,26 @@ class Reader:
             )
         )
 
-    # ------------------------------------------------------------ groups
-
-    def on_issue(self, event: dict[str, Any]) -> None:
-        number, uses = int(event["g"]), int(event.get("uses", 1))
-        known = self.groups.get(number)
-        if known is not None and known.steps:
-            self._bad("doubled", f"group {number} was issued again after step {min(known.steps)} had trained it")
-            return
-        if known is not None and known.issued == self.found.service_starts:
-            self._bad("doubled", f"group {number} was issued twice")
-        elif known is not None:  # the store was lost: it does not know this group and later ones
-            self.forgotten |= {other for other, group in self.groups.items() if other > number and not group.steps}
-        self.groups[number] = Group(uses, issued=self.found.service_starts)
-        self.forgotten.discard(number)
-
-    def on_lease(self, event: dict[str, Any]) -> None:
-        group, token, bound = self._group(event), int(event["token"]), int(event["bound"])
-        life = self.found.service_starts
-        if group.holder and group.life == life:
-            self._bad("lease", f"group {event['g']} was leased under token {token} while {group.holder} held it")
-        if token >= 1 << TOKEN_SHIFT and token >> TOKEN_SHIFT not in self._services:
-            self._bad(
-                "epoch",
-                f"token {token} of group {event['g']} is of service epoch {token >> TOKEN_SHIFT}, which never started",
-            )
-        if group.oldest and group.bound not in (-1, bound):
-            self._bad("bound", f"group {event['g']} was leased under bound {bound} and held samples of {group.bound}")
-        elif self._bounds and bound not in self._bounds:
-            known = ", ".join(map(str, sorted(self._bounds)))
-            self._bad("bound", f"group {event['g']} was leased under bound {bound}, max_staleness was {known}")
-        group.bound, group.holder, group.life = bound, token, life
-        group.tokens.add(token)
-
-    def on_lost(self, event: dict[str, Any]) -> None:
-        self.found.lost_leases += 1
-        group = self._group(event)
-        group.holder = 0
-        if str(event["why"]) in FORGETFUL:
-            if group.steps:  # a store restored to an older state does not know the step that trained it
-                group.given_up = True
-            else:
-                group.forget()
-        if event["why"] == "store_lost":  # including its end, unless a checkpoint knows it: it is issued again
-            group.dropped = group.dead = ""
-
-    def on_cancel(self, event: dict[str, Any]) -> None:
-        self.found.cancelled_leases += 1
-        self._group(event).holder = 0
-
-    def on_sample(self, event: dict[str, Any]) -> None:
-        group, index, token = self._group(event), int(event["i"]), int(event["token"])
-        name = f"group {event['g']} sample {index}"
-        if token not in group.tokens:
-            self._bad("lease", f"{name} came under token {token}, which no lease has")
-        elif group.accepted.get(index) == self.found.service_starts:  # a store may have forgotten an earlier life's
-            self._bad("sample", f"{name} was accepted twice")
-        elif group.ready == self.found.service_starts and group.ready:
-            self._bad("sample", f"{name} came after its group was ready")
-        runs = [(int(version), int(count)) for version, count in event["runs"]]
-        digests = {int(version): str(digest) for version, digest in event["digests"].items()}
-        length, covered = int(event["length"]), sum(count for _, count in runs)
-        if length < 0 or index < 0:
-            raise ValueError(f"{name} has {length} tokens")
-        if covered != length:
-            self._bad("sample", f"{name}: its spans cover {covered} of {length} tokens")
-        versions = tuple(version for version, _ in runs)
-        made = self._made.setdefault((versions, *digests.items()), (frozenset(versions), digests))
-        group.versions[index], group.digests[index] = made
-        if runs:
-            group.oldest[index] = min(versions)
-        group.lengths[index] = length
-        group.accepted[index] = self.found.service_starts
-        if event.get("reward") is not None:
-            group.scored.add(index)
-
-    def on_score(self, event: dict[str, Any]) -> None:
-        self._group(event).scored.add(int(event["i"]))
-
-    def on_ready(self, event: dict[str, Any]) -> None:
-        group = self._group(event)
-        group.ready, group.holder = max(1, self.found.service_starts), 0
-
-    def on_drop(self, event: dict[str, Any]) -> None:
-        group, reason = self._group(event), str(event["reason"])
-        if event["e"] == "drop":
-            group.dropped = reason
-        else:
-            group.dead = reason
-        group.holder = 0
-        self.found.rolled_back += reason == "rolled_back"
-
-    on_dead = on_drop
-
     # ------------------------------------------------------------ steps
 
     def on_claim(self, event: dict[str, Any]) -> None:
         step, epoch = int(event["step"]), int(event["epoch"])
         claim = Claim(int(event["version"]), epoch, tuple(map(int, event["groups"])))
         self._current(f"claim of step {step}", epoch)
+        if claim.version != step - 1:
+            self._bad("version", f"step {step} was claimed to start from version {claim.version}")
         self.held_out.trains(claim.groups, f"the batch of step {step}")
         earlier = self.claims.get(step)
         if event.get("replayed") or (earlier is not None and earlier.epoch == epoch):
-            self._same_batch(step, earlier, claim)
+            claim = self._same_batch(step, earlier, claim)
         if len(set(claim.groups)) < len(claim.groups):
             self._bad("doubled", f"the batch of step {step} holds a group twice")
         if not event.get("replayed"):
             self._could_be_trained(step, claim)
         self.claims[step] = claim
+        if self._keeps_batches:
+            known = (number for number in claim.groups if number in self.groups)
+            self.batches[step] = {number: dict(self.groups[number].origins) for number in known}
         self.found.replayed_steps += bool(event.get("replayed"))
 
     def _could_be_trained(self, step: int, claim: Claim) -> None:
@@ -236,18 +170,19 @@ class Reader:
             group = self.groups.get(number)
             if group is None:
                 continue  # reported when the step is committed
+            self.work.goes_on(group, {"g": number, "e": "claim"})
             if not group.ready:
                 self._bad("ready", f"group {number} was handed out for step {step} before it was ready")
-            elif unscored := group.lengths.keys() - group.scored:
+            elif unscored := group.lengths.keys() - group.scored.keys():
                 self._bad(
                     "score", f"group {number} was handed out for step {step} before sample {min(unscored)} was scored"
                 )
 
-    def _same_batch(self, step: int, earlier: Claim | None, claim: Claim) -> None:
+    def _same_batch(self, step: int, earlier: Claim | None, claim: Claim) -> Claim:
         """A recorded batch is returned unchanged and in order, except for groups quarantined since."""
         if earlier is None:
             self._bad("claim", f"step {step} was replayed, but no batch of it was recorded")
-            return
+            return claim
         gone = {number for number in earlier.groups if number in self.groups and self.groups[number].removed}
         left = [number for number in earlier.groups if number not in gone or number in claim.groups]
         if list(claim.groups) != left or claim.version != earlier.version:
@@ -255,6 +190,7 @@ class Reader:
                 "claim",
                 f"step {step} was handed out again with other groups: {list(claim.groups)[:8]} after {left[:8]}",
             )
+        return msgspec.structs.replace(claim, gone=earlier.gone.union(gone).difference(claim.groups))
 
     def on_commit(self, event: dict[str, Any]) -> None:
         step = int(event["step"])
@@ -267,6 +203,7 @@ class Reader:
         )
         if commit.epoch != self._epoch:  # from a checkpoint's ledger, right before its learner registers?
             self._suspects.append((step, commit.epoch))
+        self.work.newest = max(self.work.newest, commit.version)
         if commit.digest:
             self.digests.setdefault(commit.version, set()).add(commit.digest)
         earlier = self.commits.get(step)
@@ -288,7 +225,9 @@ class Reader:
             self.groups.setdefault(number, Group()).steps.add(step)
 
     def on_retire(self, event: dict[str, Any]) -> None:
-        self.retired = int(event["step"])
+        before, self.retired = self.retired, int(event["step"])
+        if self.retired < before:
+            self._bad("version", f"step {self.retired} was retired after step {before}")
         if self.retired > max(self.commits, default=0):
             self._bad("version", f"step {self.retired} was retired before it was committed")
 
@@ -296,6 +235,8 @@ class Reader:
 
     def settle(self, *, believed: bool = False) -> None:
         """Judge commits of another epoch than the registered one; also at the end of the log."""
+        if believed:
+            self.adopted.update(step for step, _ in self._suspects)
         for step, epoch in () if believed else self._suspects:
             self._current(f"commit of step {step}", epoch)
         self._suspects = []
@@ -304,14 +245,6 @@ class Reader:
         if epoch != self._epoch:
             self.found.fenced += 1
             self._bad("epoch", f"{what} by learner epoch {epoch}, registered was {self._epoch}")
-
-    def _group(self, event: dict[str, Any]) -> Group:
-        number = int(event["g"])
-        if number not in self.groups:
-            if event.get("why") != "store_lost":  # a checkpoint knew it and the store did not: it is issued again
-                self._bad("unknown", f"group {number} has a {event['e']!r} but was never issued")
-            self.groups[number] = Group()
-        return self.groups[number]
 
     def _bad(self, kind: str, text: str) -> None:
         self.found.violation(kind, text)

@@ -21,7 +21,9 @@ from asyncrl.metrics.length_bias import Story, compare
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """Facts from outside of the log. `parent`: commits of the parent of a fork, by step."""
+    """Facts from outside of the log. `parent`: commits of the parent of a fork, by step; `parent_heads`: heads of its
+    chain. `signed`: whether the configuration asks for signatures; `key`: to check them, empty if it is unknown.
+    """
 
     group_size: int = 0  # samples of a group; 0: those of the largest one
     batch_groups: int = 0
@@ -29,6 +31,9 @@ class Expected(msgspec.Struct, frozen=True):
     fork_of: str = ""
     fork_step: int = 0
     parent: dict[int, Commit] = {}
+    parent_heads: frozenset[str] = frozenset()
+    signed: bool = False
+    key: bytes = b""
     correct_above: float | None = None  # a sample is correct above this reward; None: unknown
 
 
@@ -122,7 +127,7 @@ class _Verdict:
             self.found.violation("steps", f"step {step} did not train group {missing[0]} of its batch")
         if self.found.tuned or claim is None:  # the size of a batch may have been tuned
             return
-        if len(commit.groups) + len(removed) != self.found.batch_groups:
+        if len(commit.groups) + len(claim.gone.union(removed)) != self.found.batch_groups:
             size = self.found.batch_groups
             self.found.violation("steps", f"step {step} trained {len(commit.groups)} groups of {size}")
 
@@ -137,7 +142,7 @@ class _Verdict:
                 self.found.violation("lease", f"{who} was never leased")
             if len(group.lengths) < size:
                 self.found.violation("sample", f"{who} has {len(group.lengths)} samples of {size}")
-            unscored = sorted(set(group.lengths) - group.scored)
+            unscored = sorted(group.lengths.keys() - group.scored.keys())
             if unscored:
                 self.found.violation("score", f"{who}: sample {unscored[0]} was never scored")
             if not group.ready:
@@ -220,7 +225,7 @@ class _Verdict:
 
     def evaluations(self) -> None:
         """No sample of an evaluation was trained, and its reported figures are correct."""
-        trained = (group.tokens for group in self.groups.values() if group.steps)
+        trained = (set(group.tokens) for group in self.groups.values() if group.steps)
         known = {version: set(digests) for version, digests in self.reader.digests.items()}
         for commit in self.expected.parent.values():
             known.setdefault(commit.version, set()).update({commit.digest} if commit.digest else ())

@@ -29,11 +29,11 @@ from asyncrl.config.mode import DATA_PREFIX
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.metrics import read_lines
 from asyncrl.process_plan.plan import MODULES, plan
-from asyncrl.runs import batch_file
 from asyncrl.runs.child_process import run_child
 from asyncrl.runs.fork import checkpoints_in
 from asyncrl.runs.replay_report import END, LINES, PLAN, Done, End, Plan, Step, judge, render
 from asyncrl.runs.score_file import read_scores
+from asyncrl.runtime import batch_file
 from asyncrl.runtime.run_dir import RunDir, format_json, write_atomic
 
 RESULT, TEXT = "replay.json", "replay.txt"

@@ -28,9 +28,9 @@ from asyncrl.config import Config, RewardFunctionConfig, dump, load
 from asyncrl.config.judges import list_judges, parse_display_name
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.metrics import read_lines
-from asyncrl.runs import batch_file
 from asyncrl.runs.child_process import run_child
 from asyncrl.runs.score_file import GroupScores, Head, write_scores
+from asyncrl.runtime import batch_file
 from asyncrl.runtime.run_dir import RunDir, format_json, write_atomic
 
 MODULE = "producers.rewards.rescore"

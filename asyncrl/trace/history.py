@@ -18,7 +18,7 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, WireError
 from asyncrl.metrics import decode_line
-from asyncrl.runs import batch_file
+from asyncrl.runtime import batch_file
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import decode_samples, unpack_arrays, validate_samples
 from asyncrl.wire.batch_arrays import decode_batch

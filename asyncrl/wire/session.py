@@ -42,7 +42,7 @@ class Refused(Message, frozen=True, tag=3):
 
 class Ok(Message, frozen=True, tag=4):
     """Done. In answers to a producer's heartbeat, `cancelled` are leases (group, token) whose samples are no longer
-    needed.
+    needed. In the answer to a `Commit`, `detail` is the head of the history's chain, which the learner archives.
     """
 
     detail: str = ""

@@ -95,11 +95,14 @@ class LearnerClient:
             return self.claim(step=step, version=version, wait_s=wait_s)
         return decode_batch(batch, payloads)
 
-    def commit(self, *, step: int, version: int, digest: str) -> None:
-        """The optimizer step is done; `digest` is that of the weights of `version`."""
+    def commit(self, *, step: int, version: int, digest: str) -> str:
+        """The optimizer step is done; `digest` is that of the weights of `version`. Return the head of the history's
+        chain (asyncrl.runtime.history_chain), which covers the claim of the step.
+        """
         self._step = step
         groups = tuple(sorted(self._batch[1])) if self._batch[0] == step else None
-        self._ask(wire.Commit(self.epoch, step, version, digest, groups))
+        done: wire.Ok = self._ask(wire.Commit(self.epoch, step, version, digest, groups)).message
+        return done.detail
 
     def quarantine(self, *, step: int, groups: Sequence[int], reason: str) -> None:
         """Groups of a claimed step that cannot be used; they are dead."""

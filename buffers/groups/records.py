@@ -252,6 +252,7 @@ class Ledger(msgspec.Struct, frozen=True):
     steps: dict[int, tuple[int, ...]] = {}  # trained steps whose commit the buffer may not know: their groups
     tuning: str = ""  # JSON of the row `tuning`, where something was tuned
     uses: dict[int, tuple[int, ...]] = {}  # of groups in `trained` that may be trained again: the steps that did
+    history: str = ""  # head of the history's chain when the buffer wrote this ledger
 
     def to_json(self) -> str:
         """The text that goes into the checkpoint."""

@@ -5,7 +5,9 @@ the file. Guarantees:
 1. a line stands in the file exactly if its transition is in the store: on open, lines that a kill kept from the file
    are appended from the row. Lines after those of the row say that the store was restored to an earlier state;
 2. lines are written whole; a last line cut by a loss of power is completed or removed on open;
-3. a loss of power costs what it costs the store: nothing with `always`, about a second with `everysec`.
+3. a loss of power costs what it costs the store: nothing with `always`, about a second with `everysec`;
+4. every drain is sealed (`asyncrl.runtime.history_chain`). The row holds the sealed lines; a new service continues the
+   chain after the last whole line of the file, whatever wrote it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import Unavailable
+from asyncrl.runtime.history_chain import MARK, Chain, find_seal
 
 LINE_BYTES = 1 << 20  # longer than a line
 KEY = "hist"
@@ -32,14 +35,25 @@ def lines_of(events: Sequence[Any]) -> bytes:
 
 
 class History:
-    """The file. `last` is the row that the store held on open."""
+    """The file. `last` is the row that the store held on open; `key` signs the seals (empty: none are signed)."""
 
-    def __init__(self, path: Path, *, last: bytes = b"", fsync: str = "everysec") -> None:
+    def __init__(self, path: Path, *, last: bytes = b"", fsync: str = "everysec", key: bytes = b"") -> None:
         self._fsync = fsync
+        self._chain = Chain(key)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self.found = os.fstat(self._file).st_size > 0  # written by services before this one
         self.went_back = False  # the store was restored to an earlier state: later transitions stand here
         self._complete(last)
+        self._continue_chain()
+
+    @property
+    def head(self) -> str:
+        """Of the chain: it covers every line up to the last drain."""
+        return self._chain.head
+
+    def seal(self, lines: bytes) -> bytes:
+        """The lines of a drain, at least one, as they go into store and file."""
+        return self._chain.seal(lines)
 
     def _complete(self, last: bytes) -> None:
         size = os.fstat(self._file).st_size
@@ -62,6 +76,21 @@ class History:
             return False
         with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as whole:
             return whole.rfind(lines) >= 0
+
+    def _continue_chain(self) -> None:
+        """Take up the chain after the newest seal; lines after it belong to the next one."""
+        if not os.fstat(self._file).st_size:
+            return
+        with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as whole:
+            place = whole.rfind(MARK)
+            while place >= 0:
+                start, end = whole.rfind(b"\n", 0, place) + 1, whole.find(b"\n", place) + 1
+                if end and (seal := find_seal(whole[start:end])) is not None:
+                    self._chain.restart(seal)
+                    break
+                place = whole.rfind(MARK, 0, place)
+            with memoryview(whole) as data:
+                self._chain.add(data[end if place >= 0 else 0 :])
 
     def write(self, lines: bytes) -> None:
         if lines:

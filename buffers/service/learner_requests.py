@@ -22,11 +22,18 @@ class LearnerRequests:
     """A claim waits here until its batch is complete, a registration until the learner before it is gone."""
 
     def __init__(
-        self, context: Context, *, process_gone: Callable[[int, str], bool], write_metrics: Callable[[int], None]
+        self,
+        context: Context,
+        *,
+        process_gone: Callable[[int, str], bool],
+        history_head: Callable[[], str],
+        write_metrics: Callable[[int], None],
     ) -> None:
+        """`history_head`: the head of the history's chain, which the learner keeps elsewhere."""
         self.context = context
         self.claim_poll: Poll | None = None
         self._process_gone = process_gone
+        self._history_head = history_head
         self._write_metrics = write_metrics
         self._registering: tuple[Call, float] | None = None  # the call, and since when it waits
 
@@ -145,7 +152,7 @@ class LearnerRequests:
         if is_evaluation_due(self.context.config, ask.step):
             self.context.evaluations.due(ask.step, ask.digest)
         self._write_metrics(ask.step)
-        self.context.answer(call, wire.Ok())
+        self.context.answer(call, wire.Ok(self._history_head()))
 
     def quarantine(self, call: Call) -> None:
         """A `Quarantine`: the messages of the groups become dead letters before their payloads are freed."""
@@ -175,6 +182,7 @@ class LearnerRequests:
         """A `LedgerRequest`: what a checkpoint says about groups."""
         ask: wire.LedgerRequest = call.message
         ledger = self.context.machine.batches.ledger(epoch=ask.epoch, step=ask.step)
+        ledger = msgspec.structs.replace(ledger, history=self._history_head())
         self.context.answer(call, wire.LedgerReply(ledger.to_json()))
 
     def checkpointed(self, call: Call) -> None:

@@ -73,6 +73,7 @@ class BufferService:
         self.learner = LearnerRequests(
             self.context,
             process_gone=process_gone,
+            history_head=lambda: self.history.head,
             write_metrics=lambda step: self.session.write_metrics(step=step),
         )
         self._seen_generation = -1
@@ -140,7 +141,7 @@ class BufferService:
         self.evaluations.settle()
         changes = self.machine.take()
         samples, ended = self.evaluations.take()
-        lines = lines_of(changes.events) if changes.events else b""
+        lines = self.history.seal(lines_of(changes.events)) if changes.events else b""
         rows = [*changes.rows, Change(KEY, lines)] if lines else changes.rows
         self._evaluation_files.write_samples(samples)
         if rows:

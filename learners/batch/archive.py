@@ -14,6 +14,7 @@ Cost: about 8 bytes per token (ids and log-probs) and one fsync per step; nothin
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable
@@ -25,8 +26,8 @@ import msgspec
 from asyncrl import wire
 from asyncrl.config import Config, dump
 from asyncrl.errors import WireError
-from asyncrl.runs import batch_file
-from asyncrl.runs.batch_file import BatchFile, Meta, Note
+from asyncrl.runtime import batch_file
+from asyncrl.runtime.batch_file import BatchFile, Meta, Note
 from asyncrl.runtime.run_dir import RunDir, write_atomic
 from asyncrl.wire.batch_arrays import decode_batch
 
@@ -47,20 +48,22 @@ class Archive:
         self._config = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         self._text = text
 
-    def put(self, batch: ClaimedBatch, *, epoch: int) -> None:
-        """Record the batch as it was claimed, unless the file has it."""
+    def put(self, batch: ClaimedBatch, *, epoch: int, history: str = "") -> None:
+        """Record the batch as it was claimed, unless the file has it. `history`: newest known head of the chain."""
         if batch.frames is None:  # made by hand, not claimed
             return
+        path = batch_file.batch_path(self.folder, batch.step)
         try:
             self._prepare()
-            path = batch_file.batch_path(self.folder, batch.step)
             if path.exists() and self._is_there(path, batch):
                 return
-            meta = Meta(config=self._config, epoch=epoch, t=time.time())
+            meta = Meta(config=self._config, epoch=epoch, t=time.time(), history=history)
             plain = msgspec.structs.replace(batch.frames.batch, places=(), replayed=False)
             batch_file.write(path, plain, batch.frames.payloads, meta=meta)
         except OSError as error:
             self.lost += 1
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)  # the batch that an earlier learner got is not the one that is trained
             self._say(f"ERROR: the batch of step {batch.step} is not archived ({self.lost} so far): {error}")
 
     def quarantine(self, step: int, group: int, reason: str) -> None:

@@ -22,9 +22,9 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.config.judges import Judge, judges_for, list_judges
 from asyncrl.errors import AsyncRLError, WireError
-from asyncrl.runs import batch_file
 from asyncrl.runs.rescore import LINES, PLAN, VERSIONS, Plan
 from asyncrl.runs.score_file import GroupScores, responses_digest
+from asyncrl.runtime import batch_file
 from asyncrl.runtime.role import RoleArgs, Stop, run
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import RewardItem

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import warm
 
-from asyncrl.runs import batch_file
+from asyncrl.runtime import batch_file
 from asyncrl.wire.batch_arrays import decode_batch
 
 pytestmark = pytest.mark.slow

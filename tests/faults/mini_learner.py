@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ from producers.engines.model_files import read_facts
 from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
 from weightsync.publisher.publisher import Publisher
 
+KEPT = 3  # states for the audit
 TENSORS = ("first", "second", "third")
 
 
@@ -147,8 +149,18 @@ class MiniLearner:
         state.ledger, state.digests = self.services.ledger(state.step), dict(self.services.digests)
         self.services.mark.check()
         write_atomic(place_of(self.config), msgspec.json.encode(state))
+        self.keep_state(msgspec.json.encode(state))
         self.saved = state.step
         self.services.checkpointed(state.step, state.ledger)
+
+    def keep_state(self, data: bytes) -> None:
+        """As the checkpoints of `learners.checkpoints` do, for the audit: in a folder per step, the newest few."""
+        root = RunDir(self.config.run_dir).checkpoints
+        folder = root / f"step_{self.state.step:06d}"
+        folder.mkdir(exist_ok=True)
+        write_atomic(folder / "state.json", data)
+        for old in sorted(root.glob("step_*"))[:-KEPT]:
+            shutil.rmtree(old)
 
 
 def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:

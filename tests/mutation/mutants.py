@@ -283,7 +283,7 @@ MUTANTS = (
     ),
     Mutant(
         "audit.tokens_without_version",
-        "asyncrl/audit/reader.py",
+        "asyncrl/audit/group_reader.py",
         "        if covered != length:",
         "        if covered > length:",
         (

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, Fenced, Unavailable, WireError
+from asyncrl.runtime.history_chain import Chain, find_seal
 from asyncrl.wire import Place
 from buffers.groups.records import Change, Record
 from buffers.payloads.record_format import GUEST
@@ -274,6 +275,18 @@ class SimHistory:
         self.went_back = last in lines[:-1] and lines[-1] != last
         if last and not self.went_back and lines[-1:] != [last]:
             lines.append(last)
+        self._chain = Chain()
+        if lines:
+            seal = find_seal(lines[-1])
+            assert seal is not None
+            self._chain.restart(seal)
+
+    @property
+    def head(self) -> str:
+        return self._chain.head
+
+    def seal(self, lines: bytes) -> bytes:
+        return self._chain.seal(lines)
 
     def write(self, lines: bytes) -> None:
         """Append."""

@@ -13,7 +13,7 @@ import pytest
 from asyncrl import wire
 from asyncrl.config import Config, load, parse
 from asyncrl.errors import WireError
-from asyncrl.runs import batch_file
+from asyncrl.runtime import batch_file
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.trace.history import load_words
 from asyncrl.wire.batch_arrays import ClaimedBatch, decode_batch

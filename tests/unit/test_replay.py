@@ -10,10 +10,10 @@ import pytest
 from synthetic_run import digest_of, write_run
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.runs import batch_file
 from asyncrl.runs.fork import fork
 from asyncrl.runs.replay import plan_replay, replay_command, replay_command_line
 from asyncrl.runs.replay_report import Done, End, Plan, Step, judge, render
+from asyncrl.runtime import batch_file
 from asyncrl.runtime.run_dir import RunDir
 from learners.replay import distance, drop_overrides
 

@@ -1,4 +1,4 @@
-"""Rules of `[run]`, `[data]`, `[buffer]`, `[[reward]]` and `[network]`.
+"""Rules of `[run]`, `[data]`, `[buffer]`, `[log]`, `[[reward]]` and `[network]`.
 
 Example: `buffer.pipeline_depth = 4` with `buffer.max_staleness = 2`: the last two batches would be too old on arrival.
 """
@@ -27,6 +27,8 @@ def problems(config: Config) -> Iterator[Conflict]:
         yield conflict("data", "set exactly one of data.path and data.source", code="config.data")
     if config.data.as_chat and not config.data.chat_template:
         yield conflict("data.as_chat", "data.as_chat makes chat messages, and data.chat_template is off")
+    if config.log.sign and not config.network.key_file:
+        yield conflict("log.sign", "log.sign needs a key: network.key_file is empty")
     yield from _reward_problems(config)
     yield from _length_problems(config)
     for name in ("buffer", "weightsync"):

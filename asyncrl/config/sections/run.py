@@ -34,3 +34,4 @@ class LogConfig(Section, frozen=True):
     samples_per_step: Count = 2  # samples kept for the report
     heartbeat_s: Seconds = 1.0  # interval of the workers' heartbeats
     archive: bool = False  # keep the batch of every step for trace and replay: about 8 bytes per token, never removed
+    sign: bool = False  # sign the history's chain with network.key_file: only its holders can write or check one

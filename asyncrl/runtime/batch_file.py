@@ -32,6 +32,7 @@ FORMAT = 1
 NOTES = "quarantined.jsonl"  # groups of archived batches that were not trained: step, group, reason
 _HEAD = struct.Struct("<8sII")
 _CHECK_BYTES = 8
+LARGEST_META = 1 << 16
 _NAME = re.compile(r"step-(\d{8,})\.batch")
 
 
@@ -41,6 +42,7 @@ class Meta(msgspec.Struct, frozen=True):
     config: str = ""
     epoch: int = 0  # of the learner
     t: float = 0.0  # wall time
+    history: str = ""  # head of the history's chain (asyncrl.runtime.history_chain) at the commit before this step
 
 
 class BatchFile(NamedTuple):
@@ -126,6 +128,22 @@ def read(path: Path) -> BatchFile:
     if not isinstance(batch, wire.Batch) or sum(len(head.records) for head in batch.groups) != count - 2:
         raise WireError("wire.decode", "it is no batch with its payloads", where=str(path))
     return BatchFile(meta, batch, tuple(frames[2:]))
+
+
+def read_meta(path: Path) -> Meta:
+    """The facts alone, without reading and checking the rest. Raises like `read`."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD.size + 8)
+        magic, number, count = _HEAD.unpack(head[: _HEAD.size]) if len(head) == _HEAD.size + 8 else (b"", 0, 0)
+        size = int.from_bytes(head[_HEAD.size :], "little")
+        if magic != MAGIC or number != FORMAT or size > LARGEST_META:
+            raise WireError("wire.prefix", "not a recorded batch of this format", where=str(path))
+        file.seek(_HEAD.size + 8 * count)
+        text = file.read(size)
+    try:
+        return msgspec.json.decode(text, type=Meta)
+    except UNREADABLE as error:
+        raise WireError("wire.decode", f"meta: {error}", where=str(path)) from None
 
 
 def read_quarantine(folder: Path) -> dict[int, dict[int, str]]:
