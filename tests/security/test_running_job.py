@@ -93,7 +93,7 @@ class Job:
         self.ports = {name: free_port() for name in ("buffer", "weightsync")}
         settings = [f"network.{name}=tcp://127.0.0.1:{port}" for name, port in self.ports.items()]
         settings += [f"network.key_file={self.folder / 'server.key'}", "buffer.store=redis", "learner.ranks=2"]
-        settings += ["weightsync.transport=collective", "learner.steps=3000", "producers.count=1"]
+        settings += ["weightsync.transport=collective", "learner.steps=3000", "producers.count=1", "log.sign=true"]
         words = [word for setting in (*settings, *more) for word in ("--set", setting)]
         self.main = run.start("launch", "all", str(run.config), *words)
         run.wait("step 1", lambda: 1 in run.steps())
@@ -160,6 +160,8 @@ def test_a_job_with_keys_is_closed_to_all_without(job: Job) -> None:
         assert holds(run.pid(name), own) and not holds(run.pid(name), owner), f"{name} holds more than it needs"
     assert holds(run.pid("buffer"), job.keys.server_secret.encode()), "the search finds what is there"
     out = end(run, job.main)
+    found = run.audit()
+    assert found["exit"] == 0 and found["signed"] == found["drains"] > 10, found
     said = commands.decode(errors="replace") + out
     assert not [name for name, secret in secrets.items() if secret in said]
     for path in run.dir.rglob("*"):
