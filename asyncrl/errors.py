@@ -45,6 +45,12 @@ _CATALOGUE = {
     "tune.refused": ("a setting cannot be changed to this value", "give another value", EXIT_CONFIG),
     "config.missing": ("a required setting is missing", "add the named key", EXIT_CONFIG),
     "config.model": ("model not found", "set model.path to a folder in Hugging Face format", EXIT_CONFIG),
+    "config.trust": (
+        "the code of a model folder may not run",
+        "read the folder's .py files; if you trust them, set trust_remote_code = true in [model], or in the [[judge]] "
+        "that names the folder",
+        EXIT_CONFIG,
+    ),
     "config.data": ("prompts cannot be read", "check data.path, data.source and data.prompt_key", EXIT_CONFIG),
     "config.reward": ("reward function cannot be used", "see docs/rewards.md for names and signatures", EXIT_CONFIG),
     "config.environment": (

@@ -144,7 +144,7 @@ def _prompts(folder: Path) -> list[list[int]]:
     from producers.data.tokenizer import Tokenizer
 
     rows = (ROOT / "runs" / "data" / f"{TASK}.jsonl").read_text().splitlines()[:PROMPTS]
-    tokenizer = Tokenizer(folder)
+    tokenizer = Tokenizer(folder, trust_remote_code=False)
     return [list(tokenizer.encode(json.loads(row)["prompt"])) for row in rows]
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.runtime.liveness import Sign, Ticker
 from asyncrl.runtime.role import RoleArgs, Stop, run, run_key
 from asyncrl.runtime.run_dir import RunDir
@@ -178,13 +178,11 @@ def _vocabulary(config: Config) -> int:
 
 def _decoder(config: Config) -> Any:
     """Return a function from token ids to text; None if the model folder has no tokenizer."""
-    from transformers import AutoTokenizer
+    from asyncrl.runtime.model_folder import load_tokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            config.model.path, trust_remote_code=config.model.trust_remote_code, local_files_only=True
-        )
-    except (OSError, ValueError) as error:
+        tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError, ConfigError) as error:
         print(f"learner: warning: samples are kept as token ids: {error}", flush=True)
         return None
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

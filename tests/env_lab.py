@@ -35,7 +35,7 @@ REASONING = (
 def tokenizer_in(folder: Path, template: str = CHATML, characters: str = ASCII) -> Tokenizer:
     """Made and read back as a producer does."""
     make_tokenizer(folder, characters=characters, chat_template=template)
-    return Tokenizer(folder)
+    return Tokenizer(folder, trust_remote_code=False)
 
 
 def config_of(folder: Path, text: str = "", *, reward: bool = True, room: int = 300) -> Config:

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.errors import UNREADABLE
+from asyncrl.errors import UNREADABLE, ConfigError
+from asyncrl.runtime.model_folder import build_model
 from learners.backends.safetensors_writer import MAX_BYTES, ShardFiles
 from learners.gang.gang import Gang
 
@@ -47,6 +48,7 @@ def write_folder(
     gang: Gang,
     config: Any,
     tokenizer: Path,
+    trust_remote_code: bool,
     generation: Any = None,
     max_bytes: int = MAX_BYTES,
 ) -> None:
@@ -55,7 +57,16 @@ def write_folder(
     `weights`: every parameter by its name in transformers, whole, valid until the next one; `generation`: its
     generation config if the start folder has none.
     """
-    writer = FolderWriter(folder, config, dtype=dtype, source=tokenizer, max_bytes=max_bytes) if gang.lead else None
+    writer = None
+    if gang.lead:
+        writer = FolderWriter(
+            folder,
+            config,
+            dtype=dtype,
+            source=tokenizer,
+            max_bytes=max_bytes,
+            trust_remote_code=trust_remote_code,
+        )
     for name, tensor in weights:
         if writer is not None:
             writer.add(name, tensor)
@@ -67,11 +78,20 @@ def write_folder(
 class FolderWriter:
     """Takes the tensors of a model one by one, in one process."""
 
-    def __init__(self, folder: Path, config: Any, *, dtype: torch.dtype, source: Path, max_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: Any,
+        *,
+        dtype: torch.dtype,
+        source: Path,
+        max_bytes: int,
+        trust_remote_code: bool,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._source, self._dtype = folder, source, dtype
         self._config = config_for(config, source=source, dtype=dtype)
-        self._skeleton = build_skeleton(self._config)
+        self._skeleton = build_skeleton(self._config, trust_remote_code=trust_remote_code)
         self._pieces = Pieces(self._skeleton)
         self.files = ShardFiles(folder, max_bytes=max_bytes)
 
@@ -162,15 +182,22 @@ def config_for(config: Any, *, source: Path, dtype: torch.dtype) -> Any:
     return own
 
 
-def build_skeleton(config: Any) -> Any:
-    """Return the model of a config without memory for weights; None if its class does not support that."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+def build_skeleton(config: Any, *, trust_remote_code: bool) -> Any:
+    """Return the model of a config without memory for weights; None if its class does not support that.
 
+    Raises:
+        ConfigError: `config.trust`: its class is code of the folder.
+    """
     kinds = getattr(config, "architectures", None) or [""]
-    auto: Any = AutoModelForSequenceClassification if kinds[0].endswith(SCORER) else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            return auto.from_config(config, trust_remote_code=bool(getattr(config, "auto_map", None)))
+            return build_model(
+                config,
+                "classifier" if kinds[0].endswith(SCORER) else "language",
+                trust_remote_code=trust_remote_code,
+            )
+    except ConfigError:
+        raise
     except Exception:  # a foreign class may raise anything; its tensors keep their names
         return None
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import UNREADABLE, AsyncRLError
+from asyncrl.runtime.model_folder import build_model, load_config, load_generation_config
 from learners.backends.sharded_checkpoint import Box, local_box
 from learners.models.score_model import new_head, scalar_head
 
@@ -108,7 +109,7 @@ def _range(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
 # ---------------------------------------------------------------- before the split
 
 
-def describe_model(path: str, *, scorer: bool, seed: int, **options: Any) -> Any:
+def describe_model(path: str, *, scorer: bool, seed: int, trust_remote_code: bool, **options: Any) -> Any:
     """Return the model of a folder without its weights; `fill` reads them after the split.
 
     `scorer`: a classifier with one label; without a head in the folder a new one is made from `seed`, as in
@@ -118,22 +119,19 @@ def describe_model(path: str, *, scorer: bool, seed: int, **options: Any) -> Any
         Unfit: the files do not hold the weights one by one.
         OSError, ValueError: the folder cannot be read.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-
     folder = Path(path)
     files = tensor_files(folder)
-    local = {"trust_remote_code": options["trust_remote_code"], "local_files_only": True}
-    shape = AutoConfig.from_pretrained(path, **local, **({"num_labels": 1} if scorer else {}))
+    shape = load_config(path, trust_remote_code=trust_remote_code, **({"num_labels": 1} if scorer else {}))
     if getattr(shape, "quantization_config", None) is not None:
         raise Unfit("its weights are quantized")
-    kind: Any = AutoModelForSequenceClassification if scorer else AutoModelForCausalLM
     architectures = shape.architectures
     with torch.device("meta"):
-        model = kind.from_config(
+        model = build_model(
             shape,
+            "classifier" if scorer else "language",
+            trust_remote_code=trust_remote_code,
             dtype=options["dtype"],
             attn_implementation=options["attn_implementation"],
-            trust_remote_code=options["trust_remote_code"],
         )
     model.config.architectures = architectures
     _settle_buffers(model)
@@ -187,11 +185,9 @@ def _settle_buffers(model: Any) -> None:
 
 def _generation(model: Any, path: str) -> None:
     """Set the generation config of the folder, like `from_pretrained`."""
-    from transformers import GenerationConfig
-
     if model.can_generate():
         try:
-            model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+            model.generation_config = load_generation_config(path)
         except OSError:
             return  # keep the model's own
 

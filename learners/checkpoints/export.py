@@ -25,6 +25,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.plugins import find
 from asyncrl.runs.export import DTYPES as DTYPE_NAMES
 from asyncrl.runs.export import no_checkpoint, parse_size, refuse_target, size_text
+from asyncrl.runtime.model_folder import load_config
 from asyncrl.runtime.run_dir import RunDir
 from learners.backends.hf_folder import SCORER, FolderWriter, build_skeleton
 from learners.backends.megatron.checkpoint import Store
@@ -115,9 +117,16 @@ def export_files(
     try:
         models = _models(config, store)
         if models and int(os.environ.get("RANK", "0")) == 0:
-            _write_and_rename(
-                target, lambda folder: _stream(models, store, folder, dtype=dtype, max_bytes=max_bytes, say=say)
+            stream = partial(
+                _stream,
+                models,
+                store,
+                dtype=dtype,
+                max_bytes=max_bytes,
+                trust_remote_code=config.model.trust_remote_code,
+                say=say,
             )
+            _write_and_rename(target, stream)
     finally:
         store.close()
     return models is not None
@@ -150,18 +159,14 @@ def _models(config: Config, store: Store) -> list[Model] | None:
 
 
 def _model(config: Config, path: str, folder: str, kind: str, store: Store, *, scorer: bool = False) -> Model | None:
-    from transformers import AutoConfig
-
     more: dict[str, Any] = {"num_labels": 1} if scorer else {}
     try:
-        hf = AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=config.model.trust_remote_code, **more
-        )
+        hf = load_config(path, trust_remote_code=config.model.trust_remote_code, **more)
     except (OSError, ValueError) as error:
         raise ConfigError("config.model", f"{path}: {error}") from error
     if scorer:
         hf.architectures = [SCORER]
-    skeleton = build_skeleton(hf)
+    skeleton = build_skeleton(hf, trust_remote_code=config.model.trust_remote_code)
     if skeleton is None:
         return None
     hf.architectures = [type(skeleton).__name__]
@@ -172,12 +177,26 @@ def _model(config: Config, path: str, folder: str, kind: str, store: Store, *, s
 
 
 def _stream(
-    models: Sequence[Model], store: Store, folder: Path, *, dtype: torch.dtype, max_bytes: int, say: Say
+    models: Sequence[Model],
+    store: Store,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    max_bytes: int,
+    trust_remote_code: bool,
+    say: Say,
 ) -> None:
     """Write every model of the checkpoint, tensor by tensor."""
     for model in models:
         place = folder / model.folder
-        writer = FolderWriter(place, model.config, dtype=dtype, source=model.tokenizer, max_bytes=max_bytes)
+        writer = FolderWriter(
+            place,
+            model.config,
+            dtype=dtype,
+            source=model.tokenizer,
+            max_bytes=max_bytes,
+            trust_remote_code=trust_remote_code,
+        )
         for name, shape in model.shapes.items():
             writer.add(name, store.read(model.kind, Part(name, shape, full_box(shape), full_box(shape))))
         written = writer.close(_generation(model.config))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
+from asyncrl.runtime.model_folder import load_model
 from learners.models.sequence_parallel import Split, hidden_states_at
 
 
@@ -47,17 +48,15 @@ class ScoreModel(nn.Module):
         return scores, torch.zeros_like(scores)
 
 
-def load_scorer(path: str, *, seed: int, **options: Any) -> Any:
+def load_scorer(path: str, *, seed: int, trust_remote_code: bool, **options: Any) -> Any:
     """Return the classifier of a model folder with one label; create the head if the folder has none.
 
     Raises:
         ConfigError: the architecture has no such classifier.
         OSError, ValueError: the folder cannot be read.
     """
-    from transformers import AutoModelForSequenceClassification
-
-    model, found = AutoModelForSequenceClassification.from_pretrained(
-        path, num_labels=1, output_loading_info=True, **options
+    model, found = load_model(
+        path, "classifier", trust_remote_code=trust_remote_code, num_labels=1, output_loading_info=True, **options
     )
     head = scalar_head(model, path)
     if any("score" in name for name in found["missing_keys"]):

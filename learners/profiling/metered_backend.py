@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from asyncrl.config import Config
+from asyncrl.runtime.model_folder import load_config
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.gang import Gang
 from learners.profiling.device_peaks import peak_flops
@@ -64,12 +65,8 @@ class Meter:
         return self._costs[key]
 
     def _read(self, path: str, scorer: bool) -> Costs | None:
-        from transformers import AutoConfig
-
         try:
-            config = AutoConfig.from_pretrained(
-                path, local_files_only=True, trust_remote_code=self._config.model.trust_remote_code
-            )
+            config = load_config(path, trust_remote_code=self._config.model.trust_remote_code)
             return model_costs(config.to_dict(), scorer=scorer)
         except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
             if self.known:

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.demo import tasks
+from asyncrl.runtime.model_folder import load_model, load_tokenizer
 from learners.warm_start.sft import Example, OptimizerName, pack, sft
 from learners.warm_start.tiny_model import SPECIAL_TOKENS, make_tiny_qwen3, make_tokenizer, save_model
 
@@ -315,10 +316,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(target: Path, *, task: str, size: int) -> float:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(str(target), local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(str(target), local_files_only=True)
+    model = load_model(target, "language", trust_remote_code=False)
+    tokenizer = load_tokenizer(target, trust_remote_code=False)
     return sampled_accuracy(model, tokenizer, task=task, size=size)
 
 

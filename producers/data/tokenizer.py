@@ -18,6 +18,7 @@ import msgspec
 from tokenizers import Tokenizer as FastTokenizer
 
 from asyncrl.errors import UNREADABLE, ConfigError
+from asyncrl.runtime.model_folder import load_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -25,9 +26,9 @@ Messages = Sequence[Mapping[str, Any]]
 class Tokenizer:
     """The tokenizer of a model folder."""
 
-    def __init__(self, path: str | Path, *, trust_remote_code: bool = False) -> None:
+    def __init__(self, path: str | Path, *, trust_remote_code: bool) -> None:
         self._folder = Path(path)
-        self._trust = trust_remote_code
+        self._trust_remote_code = trust_remote_code
         self._auto: Any = None
         self._fast = self._load_fast()
         self.end_id = -1  # the tokenizer's own end of sequence, else the first of the model's
@@ -49,11 +50,7 @@ class Tokenizer:
     def _transformers(self) -> Any:
         if self._auto is None:
             try:
-                from transformers import AutoTokenizer
-
-                self._auto = AutoTokenizer.from_pretrained(
-                    self._folder, local_files_only=True, trust_remote_code=self._trust
-                )
+                self._auto = load_tokenizer(self._folder, trust_remote_code=self._trust_remote_code)
             except (ImportError, OSError, ValueError, KeyError) as error:
                 raise ConfigError("config.tokenizer", str(error), where=str(self._folder)) from None
         return self._auto

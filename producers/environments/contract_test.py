@@ -166,7 +166,10 @@ class _Contract:
     ) -> None:
         self._config, self._row, self._says, self._transcript = config, row, says, transcript
         known = bool(config.model.path) and Path(config.model.path).is_dir()
-        self._tokenizer: Any = Tokenizer(config.model.path) if known else ByteTokenizer()
+        model = config.model
+        self._tokenizer: Any = (
+            Tokenizer(model.path, trust_remote_code=model.trust_remote_code) if known else ByteTokenizer()
+        )
         self._environment: Any = None
 
     async def findings(self) -> list[Finding]:
@@ -331,8 +334,10 @@ def config_for(name: str, *, args: Mapping[str, Any], model: str = "", base: Con
         setting = msgspec.structs.replace(setting, name=name, args={})
     if args:
         setting = msgspec.structs.replace(setting, args=dict(args))
-    model_config = msgspec.structs.replace(base.model, path=model) if model else base.model
-    return msgspec.structs.replace(base, environment=setting, model=model_config)
+    policy = base.model
+    if model and model != policy.path:  # the permission of the file is for its own folder
+        policy = msgspec.structs.replace(policy, path=model, trust_remote_code=False)
+    return msgspec.structs.replace(base, environment=setting, model=policy)
 
 
 def table(findings: Sequence[Finding], transcript: Sequence[Line] = ()) -> str:

@@ -168,7 +168,7 @@ def test_values_stand_before_their_tokens(model: Path, gang: Gang) -> None:
     """Each sample alone, through transformers' own body: the value of a token does not know the token."""
     config, backend, (part,), batch = share_of(model, gang)
     assert backend.critic is not None
-    scorer = load_scorer(str(model), seed=config.run.seed, dtype=torch.float32)
+    scorer = load_scorer(str(model), seed=config.run.seed, dtype=torch.float32, trust_remote_code=False)
     rows = [(group.prompt_ids, sample.response) for group in batch.groups for sample in group.samples]
     seen = 0
     for micro, found in zip(part.micro, backend.critic.values(part.micro), strict=True):
@@ -187,7 +187,7 @@ def test_values_stand_before_their_tokens(model: Path, gang: Gang) -> None:
 def test_one_step_equals_plain_torch(model: Path, gang: Gang, one: Any) -> None:
     """Monte-Carlo returns (gamma = lam = 1) are the reward at every token; loss, clipping, AdamW from torch."""
     config = cases.make_config(model)
-    scorer = load_scorer(str(model), seed=config.run.seed, dtype=torch.float32)
+    scorer = load_scorer(str(model), seed=config.run.seed, dtype=torch.float32, trust_remote_code=False)
     optimizer = torch.optim.AdamW(scorer.parameters(), lr=1e-3, weight_decay=0.0)
     total, tokens, errors, returns = torch.zeros(()), 0, [], []
     for group in cases.make_batch(1).groups:
@@ -238,7 +238,7 @@ def test_what_breaks_in_one_changes_neither(model: Path, gang: Gang, who: str, h
 
 
 def test_it_starts_from_a_reward_model(model: Path, gang: Gang, tmp_path: Path) -> None:
-    scorer = load_scorer(str(model), seed=1, dtype=torch.float32)
+    scorer = load_scorer(str(model), seed=1, dtype=torch.float32, trust_remote_code=False)
     with torch.no_grad():
         scorer.score.weight.fill_(0.25)
     scorer.save_pretrained(tmp_path)
@@ -274,7 +274,7 @@ def test_its_export_loads_back_to_equal_values(model: Path, gang: Gang, two: Any
     results, out = two
     folder = out / "checkpoint" / "export" / "critic"
     wanted = results["resume"]["critic"]
-    loaded = load_scorer(str(folder), seed=5, dtype=torch.float32)
+    loaded = load_scorer(str(folder), seed=5, dtype=torch.float32, trust_remote_code=False)
     found = {f"model.{name}": value.detach().flatten().tolist() for name, value in loaded.named_parameters()}
     assert found == wanted and "model.score.weight" in found
     assert (folder / "tokenizer.json").exists()

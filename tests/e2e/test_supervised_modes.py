@@ -111,7 +111,7 @@ def judged(run: Any, answers: list[str]) -> list[float]:
     from producers.rewards.sample import RewardSample
 
     folder = str(run.dir / "export")
-    tokenizer = Tokenizer(folder)
+    tokenizer = Tokenizer(folder, trust_remote_code=False)
     table = JudgeConfig("j", kind="classifier", model=folder, device="cpu")
     judge = Classifier(JudgeSettings(table, 60.0, folder, "float32", "prompt"))
     samples = []

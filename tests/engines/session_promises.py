@@ -58,7 +58,8 @@ def settings(bench: Bench, **environment: Any) -> tuple[Config, Tokenizer]:
     engine: Any = bench.engine
     folder = Path(engine._config.model.path)
     config = config_of(folder, engine="hf", kv="keep")
-    return msgspec.structs.replace(config, environment=EnvironmentConfig(**environment)), Tokenizer(folder)
+    whole = msgspec.structs.replace(config, environment=EnvironmentConfig(**environment))
+    return whole, Tokenizer(folder, trust_remote_code=False)
 
 
 async def play(environment: Environment, engine: Any, wanted: GenRequest) -> dict[int, Finished]:

@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     made = make_tokenizer(folder)
     made.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     made.save_pretrained(str(folder))
-    return Tokenizer(folder)
+    return Tokenizer(folder, trust_remote_code=False)
 
 
 def settings(mode: str, **overrides: Any) -> config.Config:

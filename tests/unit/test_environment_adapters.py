@@ -40,7 +40,7 @@ def played(folder: Path, text: str, script: Any, row: dict[str, Any]) -> tuple[F
 def whole(tokenizer_folder: Path, done: Finished) -> str:
     from producers.data.tokenizer import Tokenizer
 
-    return Tokenizer(tokenizer_folder).decode(done.sample.token_ids.tolist())
+    return Tokenizer(tokenizer_folder, trust_remote_code=False).decode(done.sample.token_ids.tolist())
 
 
 def seen_as_text(observation: Any) -> str:

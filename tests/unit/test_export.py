@@ -152,6 +152,7 @@ def test_names_are_those_of_save_pretrained(tmp_path: Path, family: str, more: d
         dtype=torch.float32,
         source=tmp_path / "wanted",
         max_bytes=20_000,
+        trust_remote_code=False,
     )
     for name, parameter in model.named_parameters():
         writer.add(name, parameter.detach())
@@ -165,7 +166,7 @@ def test_names_are_those_of_save_pretrained(tmp_path: Path, family: str, more: d
 def test_tensors_that_are_written_as_one_wait_for_each_other() -> None:
     config = AutoConfig.for_model("hrm_text", **(TINY | {"num_key_value_heads": 4}))
     model = AutoModelForCausalLM.from_config(config)
-    pieces, got = Pieces(build_skeleton(config)), dict[str, torch.Tensor]()
+    pieces, got = Pieces(build_skeleton(config, trust_remote_code=False)), dict[str, torch.Tensor]()
     for name, parameter in model.named_parameters():
         got |= pieces.add(name, parameter.detach())
     got |= pieces.close()

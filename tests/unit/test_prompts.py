@@ -230,15 +230,15 @@ def test_what_is_wrong_with_a_source_is_named(source: str, words: str) -> None:
 
 
 def test_plain_text_is_encoded_as_it_is(folder: Path) -> None:
-    tokenizer = Tokenizer(folder)
+    tokenizer = Tokenizer(folder, trust_remote_code=False)
     ids = encode_prompt({"prompt": "12+7="}, DataConfig(path="x"), tokenizer)
     assert ids.dtype == np.int32 and ids.tolist() == ids_of("12+7=")
     assert tokenizer.decode([1, *ids.tolist(), 2]) == "1 2 + 7 =" and tokenizer.eos_ids == (2,)
 
 
 def test_a_bos_comes_only_where_the_tokenizer_adds_one_and_an_eos_never(tmp_path: Path) -> None:
-    with_bos = Tokenizer(make_tokenizer(tmp_path / "a", bos=True))
-    with_both = Tokenizer(make_tokenizer(tmp_path / "b", bos=True, eos=True))
+    with_bos = Tokenizer(make_tokenizer(tmp_path / "a", bos=True), trust_remote_code=False)
+    with_both = Tokenizer(make_tokenizer(tmp_path / "b", bos=True, eos=True), trust_remote_code=False)
     assert with_bos.encode("1+") == with_both.encode("1+") == [1, *ids_of("1+")]
 
 
@@ -249,7 +249,7 @@ TEMPLATE = (
 
 
 def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(make_tokenizer(tmp_path / "chat", bos=True, template=TEMPLATE))
+    tokenizer = Tokenizer(make_tokenizer(tmp_path / "chat", bos=True, template=TEMPLATE), trust_remote_code=False)
     row = {"prompt": [{"role": "user", "content": "hi"}]}
     ids = encode_prompt(row, DataConfig(path="x"), tokenizer).tolist()
     assert ids == ids_of("<user>hi\n<assistant>")  # the template writes all special tokens: no BOS on top
@@ -258,10 +258,10 @@ def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
 def test_chat_messages_without_a_template_or_switched_off_stop_the_run(folder: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "hi"}]}
     with pytest.raises(ConfigError, match="no chat template") as caught:
-        encode_prompt(row, DataConfig(path="x"), Tokenizer(folder))
+        encode_prompt(row, DataConfig(path="x"), Tokenizer(folder, trust_remote_code=False))
     assert caught.value.code == "config.tokenizer"
     with pytest.raises(ConfigError, match="chat_template is off") as caught:
-        encode_prompt(row, DataConfig(path="x", chat_template=False), Tokenizer(folder))
+        encode_prompt(row, DataConfig(path="x", chat_template=False), Tokenizer(folder, trust_remote_code=False))
     assert caught.value.code == "config.data"
 
 
@@ -278,26 +278,28 @@ def test_chat_messages_without_a_template_or_switched_off_stop_the_run(folder: P
 )
 def test_a_bad_row_has_a_reason(folder: Path, prompt: Any, reason: str) -> None:
     with pytest.raises(BadPrompt) as caught:
-        encode_prompt({"prompt": prompt}, DataConfig(path="x", max_prompt_tokens=8), Tokenizer(folder))
+        encode_prompt(
+            {"prompt": prompt}, DataConfig(path="x", max_prompt_tokens=8), Tokenizer(folder, trust_remote_code=False)
+        )
     assert reason in caught.value.reason
 
 
 def test_all_ends_of_sequence_count(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     (folder / "config.json").write_text(json.dumps({"eos_token_id": None, "text_config": {"eos_token_id": 7}}))
-    assert Tokenizer(folder).eos_ids == (2, 5, 7)
+    assert Tokenizer(folder, trust_remote_code=False).eos_ids == (2, 5, 7)
 
 
 def test_a_tokenizer_that_cannot_be_used_is_refused(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="end of sequence") as caught:
-        Tokenizer(folder)
+        Tokenizer(folder, trust_remote_code=False)
     assert caught.value.code == "config.tokenizer"
     (folder / "tokenizer.json").write_text("{}")
     for place in (folder, tmp_path / "absent"):
         with pytest.raises(ConfigError) as caught:
-            Tokenizer(place)
+            Tokenizer(place, trust_remote_code=False)
         assert caught.value.code == "config.tokenizer"
 
 
@@ -336,7 +338,7 @@ def test_texts_become_chats_and_get_a_system_prompt(
 
 def test_a_text_as_chat_is_rendered_by_the_template(tmp_path: Path) -> None:
     template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}|"
-    tokenizer = Tokenizer(make_tokenizer(tmp_path / "model", template=template))
+    tokenizer = Tokenizer(make_tokenizer(tmp_path / "model", template=template), trust_remote_code=False)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "2+2"}))
     data = DataConfig(path=str(path), as_chat=True, system_prompt="sys")

@@ -23,7 +23,7 @@ from learners.models.score_model import load_scorer
 from learners.warm_start.tiny_model import make_tiny_qwen3, save_model
 
 OPTIONS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
-WHOLE = {**OPTIONS, "use_safetensors": True, "local_files_only": True}
+WHOLE = {**OPTIONS, "use_safetensors": True}
 
 
 def qwen(folder: Path) -> None:

@@ -12,5 +12,5 @@ class ModelConfig(Section, frozen=True):
 
     path: str  # folder with config.json, weights and tokenizer
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # dtype of training compute and of generation
-    trust_remote_code: bool = False  # run code that is part of the model folder
+    trust_remote_code: bool = False  # run code that is part of the model folder, or of the critic's
     attn_implementation: str = "auto"  # auto: flash_attention_2 if installed, else sdpa per sequence; varlen: torch's

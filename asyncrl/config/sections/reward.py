@@ -95,6 +95,7 @@ class JudgeConfig(Section, frozen=True):
     memory_bytes: Count = 0  # limit of one process that runs functions; 0: reward_workers.memory_bytes
     kind: Literal["functions", "classifier", "generative", "url"] = "functions"  # functions of its rewards, or a model
     model: str = ""  # folder of the model; kind = url: its name on the server
+    trust_remote_code: bool = False  # run code that is part of its model folder
     url: str = ""  # kind = url: an OpenAI-compatible server, such as http://127.0.0.1:8000/v1
     prompt: str = ""  # question with {prompt} {response} {ground_truth} and {column}; generative and url
     system: str = ""  # system message

@@ -212,6 +212,7 @@ class FSDP2Backend:
             config=self._config_json,
             generation=self._generation,
             tokenizer=Path(self._config.model.path),
+            trust_remote_code=self._config.model.trust_remote_code,
         )
         if self._adapters is not None:
             self._adapters.export(folder / FOLDER)

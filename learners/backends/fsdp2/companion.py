@@ -150,6 +150,7 @@ class Companion:
             config=hf.config,
             generation=getattr(hf, "generation_config", None),
             tokenizer=Path(self._config.model.path),
+            trust_remote_code=self._config.model.trust_remote_code,
         )
 
 

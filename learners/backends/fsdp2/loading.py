@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from asyncrl.config import Config, OptimConfig
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
+from asyncrl.runtime.model_folder import load_model as read_model
 from learners.backends import start_weights
 from learners.backends.base import DTYPES
 from learners.backends.fsdp2 import mesh as layout
@@ -32,15 +33,12 @@ def load_model(
 
     `scorer`: its body with a scalar head, as in mode reward_model. `say` reports why it was read whole.
     """
-    from transformers import AutoModelForCausalLM
-
     wanted = attention.select_kernel(config.model.attn_implementation, device, config.model.dtype)
     options: dict[str, Any] = {
         "dtype": torch.float32,
         "attn_implementation": wanted,
         "use_safetensors": True,
         "trust_remote_code": config.model.trust_remote_code,
-        "local_files_only": True,
     }
     path, scorer = path or config.model.path, scorer or config.learner.mode == "reward_model"
     try:
@@ -48,7 +46,7 @@ def load_model(
         if model is None and scorer:
             model = load_scorer(path, seed=config.run.seed, **options)
         elif model is None:
-            model = AutoModelForCausalLM.from_pretrained(path, **options)
+            model = read_model(path, "language", **options)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError("config.model", f"{path}: {error}") from error
     model.config.use_cache = False  # with a cache, packed rows are silently wrong

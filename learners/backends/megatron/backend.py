@@ -30,6 +30,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.runtime.model_folder import load_config, load_generation_config
 from learners.backends.base import (
     DTYPES,
     LossFunction,
@@ -68,18 +69,16 @@ class MegatronBackend:
     adapters = None  # all weights are trained
 
     def __init__(self, config: Config, gang: Gang) -> None:
-        from transformers import AutoConfig, GenerationConfig
-
         self._config, self._gang, self._device, self._place = config, gang, gang.device, gang.topology
         models.require()
         models.refuse(config, self._place, self._device)
         path = config.model.path
         try:
-            self._hf = AutoConfig.from_pretrained(path, local_files_only=True)
+            self._hf = load_config(path, trust_remote_code=config.model.trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError("config.model", f"{path}: {error}") from error
         generation = Path(path) / "generation_config.json"
-        self._generation = GenerationConfig.from_pretrained(path) if generation.exists() else None
+        self._generation = load_generation_config(path) if generation.exists() else None
         check_head(self._hf)
         self._facts = read_facts(self._hf.to_dict())
         check_layout(self._facts, self._place)
@@ -182,6 +181,7 @@ class MegatronBackend:
             config=self._hf,
             generation=self._generation,
             tokenizer=Path(self._config.model.path),
+            trust_remote_code=self._config.model.trust_remote_code,
         )
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:

@@ -19,6 +19,8 @@ import torch
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.host_facts import free_host_bytes
+from asyncrl.runtime.model_folder import load_config
+from asyncrl.runtime.model_folder import load_model as read_model
 from producers.engines.hf import attention
 from producers.engines.hf.cache_interface import UNFIT, Memory
 from producers.engines.hf.cohort_cache import CohortMemory
@@ -44,7 +46,6 @@ class Built(NamedTuple):
 
 def load_model(config: Config, *, device: torch.device, max_len: int) -> torch.nn.Module:
     """The model of `model.path`, in evaluation mode, on the device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the output goes to a log file
@@ -52,16 +53,16 @@ def load_model(config: Config, *, device: torch.device, max_len: int) -> torch.n
     if not (folder / "config.json").exists():
         raise ConfigError("config.model", "no config.json in the folder", where=str(folder))
     name = weights_dtype(config)
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": config.model.trust_remote_code}
+    options: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
     try:
-        refuse_unfit(AutoConfig.from_pretrained(folder, **options), max_len=max_len, where=str(folder))
+        refuse_unfit(load_config(folder, **options), max_len=max_len, where=str(folder))
         options |= {"dtype": TORCH_DTYPES[name]}
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", **options)
+            model = read_model(folder, "language", attn_implementation="sdpa", **options)
         except ValueError as error:
             if "attention implementation" not in str(error):
                 raise
-            model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)
+            model = read_model(folder, "language", attn_implementation="eager", **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError("config.model", f"{type(error).__name__}: {error}", where=str(folder)) from error
     ready: torch.nn.Module = model.requires_grad_(False)

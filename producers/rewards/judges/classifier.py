@@ -20,6 +20,7 @@ import torch
 
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
+from asyncrl.runtime.model_folder import Kind, load_model
 from producers.data.tokenizer import Tokenizer
 from producers.rewards.outcome import (
     JudgeSettings,
@@ -55,12 +56,15 @@ class LocalModel:
 
     async def close(self) -> None: ...
 
-    def _load_model(self, kind: Any, what: str) -> Any:
-        """Load the model by an automatic class of transformers; its configuration."""
+    def _load_model(self, kind: Kind, what: str) -> Any:
+        """Load the model; its configuration."""
         self._device = Device.find(self.table.device).torch_device
         try:
-            model = kind.from_pretrained(
-                self.table.model, dtype=getattr(torch, self._settings.dtype), local_files_only=True
+            model = load_model(
+                self.table.model,
+                kind,
+                trust_remote_code=self.table.trust_remote_code,
+                dtype=getattr(torch, self._settings.dtype),
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError("config.model", f"no {what}: {error}", where=self.table.model) from None
@@ -84,15 +88,13 @@ class Classifier(LocalModel):
         self._as = "text"
 
     def _load(self) -> None:
-        from transformers import AutoModelForSequenceClassification
-
-        config = self._load_model(AutoModelForSequenceClassification, "sequence classifier")
+        config = self._load_model("classifier", "sequence classifier")
         labels = int(config.num_labels)
         if labels > 1 and not 0 <= self.table.label < labels:
             raise ConfigError("config.conflict", f"it has {labels} labels: set judge.label", where=self.table.model)
         positions = int(getattr(config, "max_position_embeddings", 0) or 0)
         self._most = min(self.table.max_tokens, positions or self.table.max_tokens)
-        self._tokenizer = Tokenizer(self.table.model)
+        self._tokenizer = Tokenizer(self.table.model, trust_remote_code=self.table.trust_remote_code)
         self._as = self.table.input if self.table.input != "auto" else self._choose_input()
         if self._as == "chat" and not self._tokenizer.has_template():
             what = "judge.input = 'chat' and its tokenizer has no chat template"

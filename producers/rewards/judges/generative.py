@@ -50,7 +50,7 @@ def engine_config(settings: JudgeSettings) -> configuration.Config:
         what = f"judge.max_tokens = {table.max_tokens} leaves no room before max_new_tokens = {table.max_new_tokens}"
         raise ConfigError("config.conflict", what, where=f"judge {table.name!r}")
     plain = {
-        "model": {"path": table.model, "dtype": settings.dtype},
+        "model": {"path": table.model, "dtype": settings.dtype, "trust_remote_code": table.trust_remote_code},
         "data": {"source": "judge:rows", "max_prompt_tokens": prompt},
         "sampling": {"max_new_tokens": table.max_new_tokens, "temperature": table.temperature or 1.0},
         "producers": {"engine": table.engine, "slots": table.concurrency, "device": table.device},
@@ -63,7 +63,7 @@ class Questions:
     """The questions of a judge as token ids."""
 
     def __init__(self, settings: JudgeSettings) -> None:
-        self.tokenizer = Tokenizer(settings.table.model)
+        self.tokenizer = Tokenizer(settings.table.model, trust_remote_code=settings.table.trust_remote_code)
         self._table = settings.table
 
     def encode(self, sample: RewardSample, *, limit: int) -> list[int]:
@@ -149,9 +149,7 @@ class YesNo(LocalModel):
         self._words: dict[str, list[int]] = {}
 
     def _load(self) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self._load_model(AutoModelForCausalLM, "language model")
+        self._load_model("language", "language model")
         words = (*self.table.yes, *self.table.no)
         self._words = {word: self.first_tokens(word) for word in words}
         both = {token for word in self.table.yes for token in self._words[word]}

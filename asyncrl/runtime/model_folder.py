@@ -1,0 +1,90 @@
+"""The only module that lets transformers read a model folder: configurations, tokenizers, models.
+
+A folder may bring Python of its own (`auto_map` of config.json and tokenizer_config.json). Guarantees:
+1. it runs only with `trust_remote_code = true`, which every caller takes from the configuration (`[model]` or a
+   `[[judge]]`); without it transformers' own classes are used, and a folder of another kind is refused
+   (`config.trust`);
+2. nothing is fetched: files come from the folder alone, and no question is asked at a terminal.
+
+`tests/unit/test_model_folders.py` forbids other calls of transformers that read a folder. It is imported when it is
+needed. Example: a folder with `model_type = "llama"` and an `auto_map` loads as transformers' Llama.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl.errors import ConfigError
+
+#: A language model, or a sequence classifier: a body with a head of scores.
+Kind = Literal["language", "classifier"]
+
+
+def load_config(folder: str | Path, *, trust_remote_code: bool, **fields: Any) -> Any:
+    """The configuration of a model; `fields` override its own.
+
+    Raises:
+        ConfigError: `config.trust`.
+        OSError, ValueError: the folder cannot be read.
+    """
+    import transformers
+
+    with _refusals(folder):
+        return transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code, **fields
+        )
+
+
+def load_generation_config(folder: str | Path) -> Any:
+    """The generation config of a folder. Raises `OSError` if it has none. It cannot bring code."""
+    import transformers
+
+    return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
+def load_tokenizer(folder: str | Path, *, trust_remote_code: bool) -> Any:
+    """The tokenizer of a folder, with the errors of `load_config`."""
+    import transformers
+
+    auto: Any = transformers.AutoTokenizer
+    with _refusals(folder):
+        return auto.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+
+
+def load_model(folder: str | Path, kind: Kind, *, trust_remote_code: bool, **options: Any) -> Any:
+    """What `from_pretrained` of this kind returns with these options, with the errors of `load_config`."""
+    with _refusals(folder):
+        return _auto_class(kind).from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code, **options
+        )
+
+
+def build_model(config: Any, kind: Kind, *, trust_remote_code: bool, **options: Any) -> Any:
+    """A model of a configuration, with new weights; its code is that of the folder that the configuration is from."""
+    with _refusals(getattr(config, "name_or_path", "")):
+        return _auto_class(kind).from_config(config, trust_remote_code=trust_remote_code, **options)
+
+
+def _auto_class(kind: Kind) -> Any:
+    import transformers
+
+    names = {"language": "AutoModelForCausalLM", "classifier": "AutoModelForSequenceClassification"}
+    return getattr(transformers, names[kind])
+
+
+@contextmanager
+def _refusals(folder: str | Path) -> Iterator[None]:
+    """Turn the refusal of transformers to run code into `config.trust`. It has no class of its own."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ConfigError(
+            "config.trust",
+            "it can only be read by Python code that the folder brings, and that code may not run",
+            where=str(folder),
+        ) from error
