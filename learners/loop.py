@@ -242,6 +242,9 @@ class Learner:
         if result.skipped and self._gang.lead:
             why = result.broken or "nothing in the batch can be trained on"
             _say(f"error: step {step}: {why}; the update was skipped ({self._skipped} in a row)")
+        if (overflows := result.metrics.get("grad_overflows")) and self._gang.lead:
+            scale = result.metrics["loss_scale"]
+            _say(f"step {step}: gradients overflowed float16; {overflows:.0f} passes repeated, loss scale {scale:g}")
         if self._skipped >= MAX_SKIPPED:
             raise AsyncRLError("learner.nonfinite", f"{self._skipped} steps in a row up to step {step}")
 

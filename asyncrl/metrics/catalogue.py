@@ -33,6 +33,10 @@ CATALOGUE: dict[str, Metric] = {
     "entropy_threshold": Metric("nats", "learner", "lowest entropy of a token in the policy loss (entropy_keep < 1)"),
     "entropy_kept_share": Metric("share", "learner", "trained tokens at or above it; more than entropy_keep by ties"),
     "grad_norm": Metric("1", "learner", "global gradient norm before clipping"),
+    "loss_scale": Metric("1", "learner", "factor on the loss of the last update, against underflow (float16 alone)"),
+    "grad_overflows": Metric(
+        "1", "learner", "passes repeated at half the loss scale, as a gradient overflowed (float16)"
+    ),
     "lr": Metric("1", "learner", "learning rate"),
     "value_loss": Metric("1", "learner", "clipped squared error of the critic, half of it, before its update"),
     "value_clip_share": Metric("share", "learner", "tokens whose value loss is the clipped one"),

@@ -7,7 +7,7 @@
 fields themselves. `sign` (with `log.sign`) is a keyed blake3-128 of the head. Guarantees:
 1. a byte that is changed, a line that is removed, added or moved, changes every later head;
 2. lines without a seal (of an older build, of a drain that a kill cut) belong to the next seal;
-3. the key is derived from the secrets of `server.key`: a process with the join key can neither sign nor check.
+3. the key is derived from the secrets of `server.key`: a guest's key can neither sign nor check.
 
 >>> chain = Chain(); chain.seal(b'{"e":"end"}\\n')
 b'{"e":"end","chain":"7aec69faded383c2c463d1b1cfa31afc"}\\n'
@@ -46,10 +46,10 @@ def find_seal(line: bytes) -> Seal | None:
 
 
 def signing_key(keys: Keys | None) -> bytes:
-    """The key of the signatures; empty for a holder of the join key, or of none."""
+    """The key of the signatures; empty for the key of a guest, or for none."""
     if keys is None or not keys.leads:
         return b""
-    secrets = keys.server_secret + keys.owner_secret
+    secrets = keys.server_secret + keys.secret
     return blake3(secrets.encode(), derive_key_context="asyncrl 2026-11 signatures of histories").digest()
 
 

@@ -68,6 +68,12 @@ class UpdateInfo(NamedTuple):
 
     grad_norm: float
     skipped: bool
+    loss_scale: float = 0.0  # factor on the loss against underflow of gradients; 0: none
+    overflows: int = 0  # passes since the update before that were repeated with a lower one
+
+    def scaling(self) -> dict[str, float]:
+        """Return its metrics by catalogue name; empty without a scale."""
+        return {"loss_scale": self.loss_scale, "grad_overflows": float(self.overflows)} if self.loss_scale else {}
 
 
 #: (log-probs [N], entropy [N], micro-batch, its number) -> (its share of the loss, sums for metrics).

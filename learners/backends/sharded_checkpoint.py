@@ -5,7 +5,7 @@ metadata. `torch.distributed.checkpoint` would need pickle.
 
 Guarantees:
 1. a file holds plain tensors and text: reading it runs no code;
-2. loading fills every element of every tensor, or raises `learner.checkpoint`;
+2. loading fills every element of every tensor that is not optional, or raises `learner.checkpoint`;
 3. what several ranks hold (a replica, a step count) is written by one of them;
 4. an 8-bit tensor is written in 8 bits (codes, scales, values of codes, as `NAME#part`): the same box is restored bit
    by bit, any other layout or optimizer gets the numbers.
@@ -18,7 +18,7 @@ Example: `[10, 4]` on 2 replicas of 2 ranks: rank 0 writes rows 0..4 with start 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,8 +143,12 @@ def read_about(folder: Path) -> str:
     return ""
 
 
-def load_shards(folder: Path, state: Mapping[str, Tensor], *, rank: int, ranks: int) -> dict[str, Tensor]:
-    """Fill the tensors of `state` in place. Return this rank's extras if the number of files equals `ranks`."""
+def load_shards(
+    folder: Path, state: Mapping[str, Tensor], *, rank: int, ranks: int, optional: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Fill the tensors of `state` in place; those in `optional` stay if the files lack them. Return this rank's extras
+    if the number of files equals `ranks`.
+    """
     paths = sorted(folder.glob("shard_*.safetensors"))
     boxes = {name: local_box(value) for name, value in state.items()}
     missing = {name: math.prod(box.shape) for name, box in boxes.items()}
@@ -159,7 +163,7 @@ def load_shards(folder: Path, state: Mapping[str, Tensor], *, rank: int, ranks: 
                 for key in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
                     if key.startswith(_EXTRA):
                         extra[key.removeprefix(_EXTRA)] = file.get_tensor(key)
-    if short := [name for name, elements in missing.items() if elements]:
+    if short := [name for name, elements in missing.items() if elements and name not in optional]:
         raise AsyncRLError("learner.checkpoint", f"{short[0]} and {len(short) - 1} others are not in {folder}")
     for name, values in numbers.items():
         local_tensor(state[name]).copy_(values)

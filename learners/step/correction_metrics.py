@@ -50,6 +50,7 @@ class StepLog:
 
     def __init__(self, part: Minibatch | None = None) -> None:
         self._part = part
+        self._noted: set[int] = set()
         self._table: Tensor | None = None
         self._ratio_max: Tensor | None = None
         self._weights: list[tuple[Sequence[int], Tensor]] = []
@@ -67,7 +68,10 @@ class StepLog:
         result: TokenLoss,
         learner: Tensor,
     ) -> None:
-        """Add a micro-batch. `learner`: log-probs of the learner's forward pass."""
+        """Add a micro-batch, once: a pass may be repeated. `learner`: log-probs of the learner's forward pass."""
+        if number in self._noted:
+            return
+        self._noted.add(number)
         lags = torch.zeros(micro.scales.numel(), dtype=torch.int64, device=micro.lags.device)
         lags = lags.scatter_reduce(0, micro.sequences, torch.where(micro.mask, micro.lags, 0), "amax")
         table = correction_table(

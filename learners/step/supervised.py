@@ -196,7 +196,7 @@ def train_step(
     """Run all optimizer steps of one batch. Collective."""
     lr = learning_rate(config.optim, step=step, steps=config.steps)
     totals: dict[str, float] = {}
-    tokens, updates, skipped, norm = 0, 0, 0, 0.0
+    tokens, updates, skipped, overflows, norm = 0, 0, 0, 0, 0.0
     for part in share:
         if part.tokens == 0:
             continue
@@ -205,6 +205,7 @@ def train_step(
         if info.skipped and not updates:  # no weight has changed
             why = why or f"loss: the norm of the gradient is {info.grad_norm}"
             return StepResult({"lr": lr, "grad_norm": info.grad_norm}, 1, why)
+        overflows += info.overflows
         if info.skipped:
             skipped += 1
             continue
@@ -213,7 +214,8 @@ def train_step(
         tokens, updates, norm = tokens + part.tokens, updates + 1, max(norm, info.grad_norm)
     if not updates:
         return StepResult({"lr": lr}, 1)
-    return StepResult({"lr": lr, "grad_norm": norm, **metrics(totals, tokens=tokens, updates=updates)}, skipped)
+    found = {"lr": lr, "grad_norm": norm} | info._replace(overflows=overflows).scaling()
+    return StepResult(found | metrics(totals, tokens=tokens, updates=updates), skipped)
 
 
 def probe_step(share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig) -> str:

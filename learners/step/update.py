@@ -183,7 +183,7 @@ def train_step(
         return StepResult({"lr": lr}, 1, why)
     totals: dict[str, float] = {}
     log, kept = StepLog(), StepLog()
-    tokens, updates, skipped, norm, scale = 0, 0, 0, 0.0, 1.0
+    tokens, updates, skipped, overflows, norm, scale = 0, 0, 0, 0, 0.0, 1.0
     for place, part in enumerate(share):
         if part.tokens == 0:
             continue
@@ -203,6 +203,7 @@ def train_step(
             why = why or f"loss: the norm of the gradient is {info.grad_norm}"
             return StepResult({"lr": lr, "grad_norm": info.grad_norm}, 1, why)
         kept.join(log)
+        overflows += info.overflows
         if info.skipped:
             skipped += 1
             continue
@@ -212,7 +213,7 @@ def train_step(
     if not updates:
         return StepResult({"lr": lr}, 1)
     metrics = _metrics(totals, tokens=tokens, updates=updates, lr=lr * scale, norm=norm) | kept.metrics(gang)
-    metrics |= companions.metrics()
+    metrics |= companions.metrics() | info._replace(overflows=overflows).scaling()
     metrics |= _start_metrics(ready, algorithm)
     return StepResult(metrics, skipped, weights=kept.weights(gang), log=kept)
 

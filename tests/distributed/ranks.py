@@ -54,6 +54,7 @@ CASE_MODULES = (
     "split_cases",
     "eight_bit_cases",
     "checkpoint_cases",
+    "float16_cases",
 )
 #: By the number of ranks, jobs by name.
 LAUNCHES: dict[int, dict[str, Job]] = {

@@ -1,4 +1,4 @@
-"""Another host, as a network namespace: with a join key it works for the run, without one nothing answers.
+"""Another host, as a network namespace: with a key of the run it works for the run, without one nothing answers.
 
 Needs root and `ip netns`; skipped with the reason otherwise.
 """

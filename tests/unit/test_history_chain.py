@@ -14,7 +14,7 @@ from asyncrl.audit.findings import Audit, render
 from asyncrl.audit.prove import audit_file, audit_run
 from asyncrl.audit.verdict import Expected
 from asyncrl.config import dump, load
-from asyncrl.net.keys import make_keys, write_keys
+from asyncrl.net.keys import read_keys, write_keys
 from asyncrl.runtime import batch_file
 from asyncrl.runtime.history_chain import find_seal, signing_key
 from asyncrl.runtime.run_dir import RunDir
@@ -184,19 +184,21 @@ def test_history_and_archive_must_agree(tmp_path: Path) -> None:
 
 
 def test_only_a_holder_of_the_server_key_signs_and_checks(tmp_path: Path) -> None:
-    path, keys = tmp_path / "history.jsonl", make_keys()
+    path, keys = tmp_path / "history.jsonl", write_keys(tmp_path / "server.key")
     key = signing_key(keys)
-    assert len(key) == 32 and signing_key(keys.join_keys()) == b"" == signing_key(None)
+    assert len(key) == 32 and signing_key(read_keys(tmp_path / "producer.key")) == b"" == signing_key(None)
     write(path, drains(4), key=key)
     found = audit_file(path, expected=Expected(signed=True, key=key))
     assert found.ok and (found.drains, found.signed) == (4, 4)
-    assert kinds(audit_file(path, expected=Expected(signed=True, key=signing_key(make_keys())))) == {"sign"}
+    assert kinds(
+        audit_file(path, expected=Expected(signed=True, key=signing_key(write_keys(tmp_path / "other.key"))))
+    ) == {"sign"}
     unknown = audit_file(path)
     assert unknown.ok and unknown.notes == ["signatures are not checked: network.key_file cannot be read here"]
 
 
 def test_a_chain_that_a_forger_computed_again_has_no_signatures(tmp_path: Path) -> None:
-    path, key = tmp_path / "history.jsonl", signing_key(make_keys())
+    path, key = tmp_path / "history.jsonl", signing_key(write_keys(tmp_path / "server.key"))
     write(path, drains(4), key=key)
     forged = tmp_path / "forged.jsonl"
     write(forged, [part.replace(b'"reward":0.5', b'"reward":0.9') for part in drains(4)])

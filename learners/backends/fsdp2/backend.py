@@ -55,6 +55,7 @@ from learners.backends.fsdp2.loading import (
     shard,
 )
 from learners.backends.fsdp2.lora import FOLDER, Adapters, Leaving, Lora, check
+from learners.backends.fsdp2.loss_scale import LOSS_SCALE, LossScale
 from learners.backends.fsdp2.reference import Reference
 from learners.backends.fsdp2.sharded_module import PLAIN, Rests, Sharded, View
 from learners.backends.hf_folder import write_folder
@@ -85,6 +86,7 @@ class FSDP2Backend:
             ranks=layout.data_mesh(gang).size(),
             split=split,
             rests=Rests.from_config(config, gang.device),
+            scale=LossScale() if config.model.dtype == "float16" else None,
         )
         self._adapters = Adapters(self._lora, self._sharded, config, gang) if self._lora is not None else None
         self.adapters = self._adapters if sends_adapters(config) else None
@@ -147,7 +149,11 @@ class FSDP2Backend:
         return self._sharded.train(micro, self._forward, loss)
 
     def step(self, *, lr: float, max_norm: float) -> UpdateInfo:
-        return UpdateInfo(*self._sharded.step(lr=lr, max_norm=max_norm))
+        norm, skipped = self._sharded.step(lr=lr, max_norm=max_norm)
+        if (scale := self._sharded.scale) is None:
+            return UpdateInfo(norm, skipped)
+        overflows = scale.take_overflows() + sum(model.take_overflows() for model in self._companions().values())
+        return UpdateInfo(norm, skipped, scale.now, overflows)
 
     def discard(self) -> float:
         return self._sharded.discard()
@@ -254,7 +260,9 @@ class FSDP2Backend:
     def load(self, folder: Path) -> None:
         """Load boxes from any number of files; generator states if the number of ranks is the same."""
         check(read_about(folder), self._identity)
-        extra = load_shards(folder, self._state(), rank=self._gang.rank, ranks=self._gang.size)
+        state = self._state()
+        optional = [name for name in state if name.endswith(LOSS_SCALE)]  # earlier versions had none
+        extra = load_shards(folder, state, rank=self._gang.rank, ranks=self._gang.size, optional=optional)
         if extra:
             self._device.set_rng_state(extra)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from asyncrl.config import CompanionConfig, Config
 from learners.backends.base import DTYPES, LossFunction, Micro, Values, check_packing, to_device, toy_samples
 from learners.backends.fsdp2.loading import build_optimizer, load_model, plain_attention, shard
+from learners.backends.fsdp2.loss_scale import LossScale
 from learners.backends.fsdp2.mesh import data_mesh
 from learners.backends.fsdp2.reference import Reference
 from learners.backends.fsdp2.sharded_module import Rests, Sharded
@@ -53,6 +54,7 @@ class Companion:
             ranks=data_mesh(gang).size(),
             split=split,
             rests=Rests.from_config(config, gang.device),
+            scale=LossScale() if config.model.dtype == "float16" else None,
         )
         self._sharded.rest()
         self._memory: dict[str, Tensor] | None = None
@@ -79,6 +81,9 @@ class Companion:
 
     def clip(self, max_norm: float) -> float:
         return self._sharded.clip(max_norm)
+
+    def take_overflows(self) -> int:
+        return 0 if self._sharded.scale is None else self._sharded.scale.take_overflows()
 
     def apply(self, lr: float) -> None:
         self._sharded.apply(lr)

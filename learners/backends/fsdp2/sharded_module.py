@@ -6,7 +6,8 @@ Guarantees:
 3. the gradient norm covers the whole model, whatever meshes its parts lie on;
 4. `state` names every tensor of the training state, before the first update as after it;
 5. weights are gathered layer by layer: at most one layer is whole at a time;
-6. with `Rests`, optimizer states are on the device only during an update, and weights only between `wake` and `rest`;
+6. with a `LossScale`, gradients are computed at a scale at which they do not overflow, and divided by it;
+7. with `Rests`, optimizer states are on the device only during an update, and weights only between `wake` and `rest`;
    the arithmetic is the same.
 
 Example: a policy and a critic of one layer each: `state("")` has `model/...`, `exp_avg/...`, `state("critic/")` has
@@ -26,8 +27,10 @@ from torch.distributed.fsdp import FSDPModule
 from asyncrl.config import Config
 from asyncrl.runtime.device import Device
 from learners.backends.base import LossFunction, Micro, add_sums
+from learners.backends.fsdp2.loss_scale import LOSS_SCALE, LossScale
 from learners.backends.fsdp2.mesh import Split, clip_gradients, sum_partial
 from learners.backends.optimizers import Optimizers
+from learners.backends.sharded_checkpoint import local_tensor
 from learners.batch.micro_batches import MicroBatch
 from learners.models.logprobs import gather_whole
 
@@ -90,12 +93,14 @@ class Sharded:
         ranks: int,
         split: Split,
         rests: Rests | None = None,
+        scale: LossScale | None = None,
     ) -> None:
         """`ranks`: FSDP averages gradients over them; `split`: the split before FSDP; `rests`: where idle state
-        waits.
+        waits; `scale`: of a model in float16.
         """
         self.root: Any = root
         self._rests = rests
+        self.scale = scale
         self.units = units
         self.optimizer = optimizer
         self._split = split
@@ -129,17 +134,40 @@ class Sharded:
                 part.reshard()
 
     def train(self, micro: Sequence[MicroBatch], forward: Forward, loss: LossFunction) -> dict[str, float]:
-        """Run forward and backward. FSDP averages gradients over ranks, so each loss is multiplied by their number."""
+        """Run forward and backward; again at a lower scale if gradients overflow. Collective with a scale."""
         self.root.train()
+        scale = self.scale
+        if scale is None:
+            return self._pass(micro, forward, loss)
+        scale.begin()
+        while True:
+            sums = self._pass(micro, forward, loss, factor=scale.now)
+            if math.isfinite(self.clip(math.inf)):
+                self._divide_gradients(scale.now)
+                return sums
+            if not scale.lower():
+                return sums
+            self.forget()
+
+    def _pass(
+        self, micro: Sequence[MicroBatch], forward: Forward, loss: LossFunction, *, factor: float = 1.0
+    ) -> dict[str, float]:
+        """Add up the gradients of `factor` times the loss. FSDP averages them over ranks, so each loss is multiplied by
+        their number.
+        """
         self._unsummed = True
         sums: dict[str, Tensor] = {}
         for number, piece in enumerate(micro):
             self.root.set_requires_gradient_sync(number == len(micro) - 1)
             logprobs, entropy, tensors = forward(piece)
             value, parts = loss(logprobs, entropy, tensors, number)
-            (value * self._ranks).backward()  # type: ignore[no-untyped-call]
+            (value * (self._ranks * factor)).backward()  # type: ignore[no-untyped-call]
             add_sums(sums, value, parts)
         return {name: float(value) for name, value in sums.items()}  # here, to wait for the device only once
+
+    def _divide_gradients(self, factor: float) -> None:
+        grads = [local_tensor(one.grad) for one in self.root.parameters() if one.grad is not None]
+        torch._foreach_mul_(grads, 1 / factor)  # exact: a power of two
 
     def clip(self, max_norm: float) -> float:
         if self._unsummed and self._split.partial:
@@ -152,6 +180,8 @@ class Sharded:
         if self._rests is not None:
             self.optimizer.move(self._rests.device)
         self.optimizer.step(lr)
+        if self.scale is not None:
+            self.scale.settle()
         self.forget()
         if self._rests is not None:
             self.optimizer.move(self._rests.host)
@@ -221,11 +251,11 @@ class Sharded:
 
     def state(self, prefix: str = "") -> dict[str, Tensor]:
         """Return every tensor of the training state by name: this rank's trained parameters, their moments and step
-        counts, also before the first update.
+        counts, also before the first update, and the loss scale.
         """
         self.reshard()
         self.optimizer.prime()
-        state: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {} if self.scale is None else {prefix + LOSS_SCALE: self.scale.kept}
         for full, parameter in self.root.named_parameters():
             if not parameter.requires_grad:
                 continue
