@@ -123,7 +123,7 @@ class Admission:
             return
         try:
             keys = read_keys(path)
-        except AsyncRLError as error:  # it keeps those that it knows: a file that is gone revokes nobody
+        except AsyncRLError as error:  # a file that is gone revokes no key
             print(f"warning: the list of keys was not read again: {error.message}", flush=True)
             self._state = state
             return

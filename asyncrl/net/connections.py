@@ -1,4 +1,4 @@
-"""Limits on the connections of a listening ZeroMQ socket: whoever connects and says nothing cannot use up descriptors.
+"""Limits on the connections of a listening ZeroMQ socket: silent clients cannot use up the descriptors.
 
 libzmq accepts every connection. `ConnectionGuard` follows a socket's monitor in a thread of its own and cuts
 connections at the level of the kernel: libzmq then closes them as if the peer had left. Guarantees:

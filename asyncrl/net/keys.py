@@ -56,7 +56,7 @@ class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     relay_public: str = ""  # owner and producers: of the sockets that producers pull weights from
     relay_secret: str = ""
     server_secret: str = ""  # owner
-    admitted: dict[str, Holder] = {}  # owner: public key of a guest -> who holds it
+    admitted: dict[str, Holder] = {}  # owner: public key of a guest -> its holder
 
     @property
     def leads(self) -> bool:
@@ -108,13 +108,13 @@ def _make_guest(owner: Keys, role: Role, name: str) -> Keys:
 
 
 def key_path(path: Path, name: str) -> Path:
-    """The file of a guest's key beside a server file: `server.key` has `NAME.key`, `run.key` has `run.NAME.key`."""
+    """The file of a guest's key in the folder of a server file: `server.key` has `NAME.key`, `run.key` has `run.NAME.key`."""
     return path.with_name(f"{name}.key" if path.name == SERVER_FILE else f"{path.stem}.{name}{path.suffix}")
 
 
 def worker_file(path: Path, role: Role) -> Path:
-    """The key file of a producer or reward worker: the file of the role beside a server file, or the file itself if it
-    is one of this role. Raises `config.network` if there is none, or if the run does not admit it: otherwise the
+    """The key file of a producer or reward worker: the file of the role in the folder of a server file, or the file
+    itself if it is one of this role. Raises `config.network` if there is none, or if the run does not admit it: otherwise the
     sockets would just stay silent.
     """
     own = key_path(path, role)

@@ -1,4 +1,4 @@
-"""Who speaks under which name at a service.
+"""The names of processes at a service, and the limits of each.
 
 Guarantees:
 1. a name belongs to the process that introduced itself with it, until it is silent for `silent_s`. A second process is
@@ -87,13 +87,13 @@ class Peers:
             return
         if peer.key != key:
             if now - peer.seen <= self.silent_s:
-                raise self._taken(role, name, peer)
+                raise self._name_error(role, name, peer)
             self._remove(role, name)
             self._add(role, name, Peer(key, call.peer, now, process), now)
             return
         other = process is not None and peer.process not in (None, process) and call.peer != peer.peer
         if other and now - peer.seen <= self.silent_s and call.reaches(peer.peer):
-            raise self._taken(role, name, peer)
+            raise self._name_error(role, name, peer)
         peer.peer, peer.seen, peer.process = call.peer, now, process or peer.process
 
     def _add(self, role: str, name: str, peer: Peer, now: float) -> None:
@@ -118,7 +118,7 @@ class Peers:
         for place in [place for place, conduct in self._conduct.items() if now - conduct.paused_until > self.silent_s]:
             del self._conduct[place]
 
-    def _taken(self, role: str, name: str, peer: Peer) -> HandshakeError:
+    def _name_error(self, role: str, name: str, peer: Peer) -> HandshakeError:
         pid, host = peer.process or (0, "")
         place = f"pid {pid} on {host}" if host else "another process"
         key = f" with key {peer.key}" if peer.key else ""

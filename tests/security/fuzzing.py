@@ -480,7 +480,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"make fuzz: {outcome.frames} frames, seed {args.seed}, {outcome.seconds:.0f} s, Python "
         f"{sys.version.split()[0]}, msgspec {msgspec.__version__}, {os.cpu_count()} CPU cores",
         f"decoder: {outcome.frames} frames, {outcome.decoded} decoded to a message, the others WireError",
-        "live services over CURVE, as a guest with the key of a producer: two of three frames to the buffer, one to weight sync",
+        "live services over CURVE, with a key of a producer: two of three frames to the buffer, one to weight sync",
         f"service in the process, as the owner of the run: {outcome.inside} messages",
         f"uncaught: {len(outcome.uncaught)}",
         f"memory after the first fifth: {growth} (limit {GROWTH_BYTES >> 20} MiB)",
