@@ -24,10 +24,15 @@ from asyncrl.metrics.catalogue import CATALOGUE, NUMBERS, OPEN, is_series
 
 
 class MetricsLog:
-    """Appends lines of metrics to one JSONL file. Text fields go through `labels`, not through the catalogue."""
+    """Appends lines of metrics to one JSONL file. Text fields go through `labels`, not through the catalogue.
 
-    def __init__(self, path: Path) -> None:
+    With `most_bytes` a longer file is renamed to `NAME.jsonl.1`, in place of an earlier one, and a new one begins.
+    """
+
+    def __init__(self, path: Path, *, most_bytes: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._most_bytes = most_bytes
         self._file = path.open("ab", buffering=0)
         self._torn = b""
 
@@ -48,6 +53,10 @@ class MetricsLog:
         self._torn = b"\n"  # if a full disk cuts this write, the next line starts on a new line
         if self._file.write(text) == len(text):
             self._torn = b""
+        if self._most_bytes and self._file.tell() > self._most_bytes:
+            os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
 
     def close(self) -> None:
         self._file.close()

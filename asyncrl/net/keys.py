@@ -44,6 +44,11 @@ class Holder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Role
 
 
+def is_guest(holder: Holder | None) -> bool:
+    """Whether a message came with the key of a guest; without keys there are none."""
+    return holder is not None and holder.role != OWNER
+
+
 class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of a key file. CURVE keys are Z85 text."""
 
@@ -108,14 +113,14 @@ def _make_guest(owner: Keys, role: Role, name: str) -> Keys:
 
 
 def key_path(path: Path, name: str) -> Path:
-    """The file of a guest's key in the folder of a server file: `server.key` has `NAME.key`, `run.key` has `run.NAME.key`."""
+    """The file of a guest's key: `server.key` has `NAME.key` in its folder, `run.key` has `run.NAME.key`."""
     return path.with_name(f"{name}.key" if path.name == SERVER_FILE else f"{path.stem}.{name}{path.suffix}")
 
 
 def worker_file(path: Path, role: Role) -> Path:
     """The key file of a producer or reward worker: the file of the role in the folder of a server file, or the file
-    itself if it is one of this role. Raises `config.network` if there is none, or if the run does not admit it: otherwise the
-    sockets would just stay silent.
+    itself if it is one of this role. Raises `config.network` if there is none, or if the run does not admit it:
+    otherwise the sockets would just stay silent.
     """
     own = key_path(path, role)
     if not path.exists():

@@ -9,7 +9,7 @@ from asyncrl.config import Config
 from asyncrl.config.mode import evaluation_sampling, streams
 from asyncrl.errors import WireError
 from asyncrl.evaluation.ids import is_evaluation
-from asyncrl.net.keys import OWNER
+from asyncrl.net.keys import is_guest
 from asyncrl.net.responder import Call
 from asyncrl.wire import Buffer
 from buffers.groups.records import Record
@@ -151,7 +151,7 @@ class ProducerRequests:
                 return context.segments.adopt(place, header, payload, again=unscored)
             return context.segments.append(header, payload, checksum, again=unscored)
 
-        guest = call.holder is not None and call.holder.role != OWNER
+        guest = is_guest(call.holder)
         reply = intake.take(head, checksum=checksum, invalid=invalid, keep=keep, guest=guest)
         if reply.refused and any(why.startswith("poison: ") for why in reply.refused.values()):
             context.dead_letters.put(group=head.group, token=head.token, header=header, payload=payload)

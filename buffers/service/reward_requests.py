@@ -11,6 +11,7 @@ from asyncrl import wire
 from asyncrl.config.judges import display_name
 from asyncrl.errors import error_for
 from asyncrl.evaluation.ids import is_evaluation
+from asyncrl.net.keys import is_guest
 from asyncrl.net.responder import Call
 from buffers.groups.scoring import ToScore
 from buffers.service.context import Context, Poll
@@ -36,6 +37,8 @@ class RewardRequests:
         """Samples of training first, then those of an evaluation, at least its share of `max_samples`."""
         ask: wire.RewardRequest = call.message
         machine, evaluations, request = self.context.machine, self.context.evaluations, call.request
+        if self.context.peers.paused_s("reward", ask.worker, self.context.now):
+            return []
         room, judge = ask.max_samples, ask.judge
         items = machine.scoring.lease(ask.worker, max_samples=room, request=request, judge=judge)
         share = max(1, int(evaluations.config.share * room), room - len(items))
@@ -84,6 +87,10 @@ class RewardRequests:
         if held_out.scores or held_out.failures:
             accepted, refused = self.context.evaluations.scoring.take(held_out)
             reply = wire.ScoresReply(reply.accepted + accepted, {**reply.refused, **refused})
+        if len(message.scores) >= len(message.failures):
+            self.context.peers.note_good("reward", message.worker)
+        elif is_guest(call.holder):
+            self.context.peers.pause("reward", message.worker, self.context.now)
         self.context.answer(call, reply)
 
 

@@ -22,6 +22,7 @@ from buffers.service.replies import status_json
 from buffers.service.reward_requests import RewardRequests
 
 ROLES = ("producer", "reward", "learner", "observer")
+MOST_ROLES_BYTES = 256 << 20  # of metrics/roles.jsonl: guests write it
 WAIT_CHARS = 500  # of the reason why a process waits
 
 
@@ -33,7 +34,7 @@ class Session:
         self.store = store  # its kind, for the status
         self._polls = {"producer": producers.polls, "reward": rewards.polls}
         run = RunDir(context.config.run_dir)
-        self._roles_log = MetricsLog(run.metrics / "roles.jsonl")
+        self._roles_log = MetricsLog(run.metrics / "roles.jsonl", most_bytes=MOST_ROLES_BYTES)
         self._buffer_log = MetricsLog(run.metrics / "buffer.jsonl")
         self._sessions = 0
 

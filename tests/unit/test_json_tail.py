@@ -140,3 +140,17 @@ def test_it_reads_what_the_log_writes(tmp_path: Path) -> None:
     [line] = tail.poll()
     log.close()
     assert (line["lag_mean"], line["skipped"], line["role"]) == (0.5, ["loss"], "learner")
+
+
+def test_a_log_of_guests_has_a_limited_size(tmp_path: Path) -> None:
+    path = tmp_path / "metrics" / "roles.jsonl"
+    log = MetricsLog(path, most_bytes=2000)
+    tail = JsonTail(path, from_end=False)
+    seen = []
+    for step in range(200):
+        log.write({"step": step})
+        seen += [line["step"] for line in tail.poll()]
+    log.close()
+    assert seen == list(range(200)), "who follows the file misses nothing"
+    assert sum(one.stat().st_size for one in path.parent.iterdir()) < 4200
+    assert {one.name for one in path.parent.iterdir()} == {"roles.jsonl", "roles.jsonl.1"}

@@ -6,6 +6,8 @@ from asyncrl.wire import MemberPoll
 from weightsync.coordinator.records import Member, SyncState, is_part_error
 from weightsync.coordinator.transfers import Transfers
 
+COMPLAINT_S = 1.0  # between two lines of one member in the log
+ERROR_CHARS = 1000
 FORGET_S = 3600.0  # preempted generators come back under new names: a dead member is forgotten then
 
 
@@ -43,9 +45,10 @@ class Membership:
             self._acknowledge(member, message.version, message.digest, now)
         member.reported, member.round_reported = message.state, message.round
         is_result = part is not None and part.result == message.error
-        if message.error and not is_result and message.error != member.complaint:
-            member.complaint = message.error
-            self.state.complaints.append((member.name, message.error))
+        error = message.error[:ERROR_CHARS]
+        if error and not is_result and error != member.complaint and now - member.complained > COMPLAINT_S:
+            member.complaint, member.complained = error, now
+            self.state.complaints.append((member.name, error))
 
     def _acknowledge(self, member: Member, version: int, digest: str, now: float) -> None:
         """Record what the member holds; close its part if that is the part's version."""

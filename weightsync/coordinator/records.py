@@ -53,6 +53,7 @@ class Member:
     last: Part | None = None  # the part that it committed last
     error: str = ""  # the last failure, empty after a success
     complaint: str = ""  # an error that it reported outside of its part in a round, empty after a success
+    complained: float = -math.inf  # time of its last line in the log
     failures: int = 0  # since the last success
     retry_at: float = 0.0
 
