@@ -136,6 +136,7 @@ def _patch(clock: Clock, serving: Any) -> list[tuple[Any, str, Any]]:
         ("service: claim, commit, retire", machine.batches, "checkpointed"),
         ("service: rows", machine, "take"),
         ("service: history lines", service, "lines_of"),
+        ("service: history seal", serving.history, "seal"),
         ("service: store", serving.store, "apply"),
         ("service: history file", serving.history, "write"),
         ("service: running lengths", serving.context.lengths, "take"),
