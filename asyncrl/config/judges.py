@@ -43,6 +43,12 @@ class Judge(msgspec.Struct, frozen=True):
     def display_name(self) -> str:
         return display_name(self.name)
 
+    @property
+    def env(self) -> tuple[str, ...]:
+        """Environment variables that its processes need: those of its rewards, and the key of its server."""
+        names = [name for reward in self.rewards for name in reward.env]
+        return (*names, self.table.api_key_env) if self.table.api_key_env else tuple(names)
+
 
 def display_name(name: str) -> str:
     """Display name of a judge.

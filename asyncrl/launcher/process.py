@@ -18,6 +18,7 @@ from pathlib import Path
 from asyncrl.errors import EXIT_FAILED
 from asyncrl.launcher.parent_guard import guard_command
 from asyncrl.process_plan.plan import ProcessPlan
+from asyncrl.runtime.child_environment import child_environment
 from asyncrl.runtime.host_facts import descendants, kill_group, send
 
 _DEATH_BEGIN = re.compile(r"Received \d+ death signal")  # torchrun was asked to end; its traceback follows
@@ -84,10 +85,14 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.plan.env},
+                env={**self._inherited(), **self.plan.env},
                 start_new_session=True,
             )
         return self.process.pid
+
+    def _inherited(self) -> dict[str, str]:
+        names = self.plan.inherits
+        return dict(os.environ) if names is None else child_environment(names)
 
     def new_lines(self, *, ended: bool = False) -> list[str]:
         """Complete lines written since the last call (at most 256 KB at a time; `ended`: everything that is left)."""

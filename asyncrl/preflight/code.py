@@ -19,7 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from asyncrl.config import Config, dump
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, error_for, near_miss
 from asyncrl.plugins import known_plugins
+from asyncrl.runtime.child_environment import child_environment
 
 IMPORT_TIMEOUT_S = 60.0
 #: Packages of backends in optional extras.
@@ -49,9 +50,9 @@ if not callable(found):
 """
 
 
-def import_problem(dotted: str) -> str:
+def import_problem(dotted: str, *, env: Collection[str] = ()) -> str:
     """Why 'module:function' cannot be used; empty if it can. Tried in another process from this folder."""
-    return _problem([sys.executable, "-c", _IMPORT, dotted])
+    return _problem([sys.executable, "-c", _IMPORT, dotted], env=env)
 
 
 def check_rewards(config: Config) -> Iterator[AsyncRLError]:
@@ -74,10 +75,11 @@ def check_rewards(config: Config) -> Iterator[AsyncRLError]:
                     json.dumps(reward.args, default=str),
                     "--sandbox",
                     config.sandbox.kind,
-                ]
+                ],
+                env=reward.env,
             )
         else:
-            problem = import_problem(reward.function)
+            problem = import_problem(reward.function, env=reward.env)
         if problem:
             yield ConfigError("config.reward", problem, where=f"reward[{index}].function = {reward.function!r}")
 
@@ -86,20 +88,26 @@ def _package_root() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
-def _run(command: list[str], text: str = "") -> tuple[int, str, str]:
-    """Exit code, output and errors of a command, within `IMPORT_TIMEOUT_S`."""
-    env = environment()
+def _run(command: list[str], text: str = "", *, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command, within `IMPORT_TIMEOUT_S`. `env`: None for that of this process."""
     try:
         done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, env=env, check=False
+            command,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_TIMEOUT_S,
+            env=environment(env),
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return 1, "", f"importing it took longer than {IMPORT_TIMEOUT_S:g} s"
     return done.returncode, done.stdout, done.stderr
 
 
-def _problem(command: list[str]) -> str:
-    code, out, err = _run(command)
+def _problem(command: list[str], *, env: Collection[str] = ()) -> str:
+    """Why a check of user code fails in the environment that its process will have; empty if it does not."""
+    code, out, err = _run(command, env=child_environment(env))
     if code == 0:
         return ""
     lines = [line for line in (err or out).splitlines() if line.strip()]
@@ -107,9 +115,9 @@ def _problem(command: list[str]) -> str:
     return re.sub(r"^error\[[\w.]+\] \S+: ", "", meant.strip()) or f"its check ended with code {code}"
 
 
-def environment() -> dict[str, str]:
-    """The environment of this process, with this folder and the package on the Python path."""
-    env = dict(os.environ)
+def environment(source: Mapping[str, str] | None = None) -> dict[str, str]:
+    """An environment, or that of this process, with this folder and the package on the Python path."""
+    env = dict(os.environ if source is None else source)
     places = [os.getcwd(), str(_package_root()), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
     return env

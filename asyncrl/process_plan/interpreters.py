@@ -30,6 +30,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, error_for
 PACKAGES = {"vllm": "vllm"}
 #: Engines behind HTTP.
 SERVED = ("vllm_http", "sglang")
+ENGINE_TOKEN = "ASYNCRL_ENGINE_TOKEN"  # variable with the API key of such a server
 LOOK_S = 120.0
 _LOOK = """
 import importlib.metadata, importlib.util, json, platform, sys

@@ -25,6 +25,7 @@ from asyncrl.config.judges import find_judge, list_judges
 from asyncrl.config.sections.reward import DEFAULT
 from asyncrl.net.addresses import LOOPBACK
 from asyncrl.process_plan.device_assignment import Devices, assign_devices, device_environment
+from asyncrl.process_plan.interpreters import ENGINE_TOKEN, SERVED
 from asyncrl.runtime.role import MAY_RENAME
 from asyncrl.runtime.run_dir import endpoint
 
@@ -59,7 +60,8 @@ class ProcessPlan:
     role: str
     name: str
     argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)  # in addition to the launcher's
+    env: Mapping[str, str] = field(default_factory=dict)  # in addition to what it inherits from the launcher
+    inherits: tuple[str, ...] | None = None  # all of the launcher's variables, or these and the harmless ones
     restarts: int = 0
     gang: bool = False  # started by torchrun: signals go to its workers, exit codes come from its report
     ready: str = ""  # address that a service answers at when it is ready
@@ -111,6 +113,7 @@ def plan(
                     gang=role == "learner",
                     ready=endpoint(config, role) if role in SERVICES else "",
                     judge=judge,
+                    inherits=inherited_names(role, config, judge=judge),
                 )
             )
     if "learner" in roles:
@@ -173,6 +176,20 @@ def role_restarts(role: str, config: Config, *, judge: str = DEFAULT) -> int:
         return found.restarts
     own = {"producer": config.producers.restarts, "reward": config.reward_workers.restarts}
     return own.get(role, config.learner.restarts)
+
+
+def inherited_names(role: str, config: Config, *, judge: str = DEFAULT) -> tuple[str, ...] | None:
+    """Variables that a worker needs in addition to the harmless ones: it runs code of users, models and data sets.
+
+    None for services, learner and trackers: they get all.
+    """
+    if role == "producer":
+        served = config.producers.engine in SERVED
+        return (*config.environment.env, ENGINE_TOKEN) if served else config.environment.env
+    if role == "reward":
+        found = find_judge(config, judge)
+        return found.env if found is not None else ()
+    return None
 
 
 def environment(threads: int, python_path: Sequence[str]) -> dict[str, str]:

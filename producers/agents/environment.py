@@ -45,7 +45,7 @@ class Agents(Turns):
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         super().__init__(config, tokenizer, self._session)  # type: ignore[arg-type]
         setting = config.environment.agent
-        self._agent = Agent(setting)
+        self._agent = Agent(setting, env=config.environment.env)
         self._function: Function | None = None
         if setting.function:
             self._function = load_object(setting.function, code="config.environment", where="environment.agent")

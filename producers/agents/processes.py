@@ -1,7 +1,8 @@
 """The processes of an agent: one per session, or a few that play one session after the other.
 
-A process gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment and the row as JSON on its standard
-input, which is then closed; its last line of output may be the reward: a number, or an object with `reward`. With
+A process gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment, with the variables of every child
+(`asyncrl.runtime.child_environment`) and those of `environment.env`. The row comes as JSON on its standard input, which
+is then closed; its last line of output may be the reward: a number, or an object with `reward`. With
 `sessions` above 1 it gets a line {"row", "base_url", "api_key", "model"} for every session and answers each with a
 line: a number, such an object, or null. Guarantees:
 1. a process that is no longer needed (time limit, lost lease, end of the producer) gets SIGTERM with its whole group,
@@ -18,7 +19,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +28,7 @@ import msgspec
 from asyncrl.config.sections.environment import AgentConfig
 from asyncrl.environment import EnvironmentFailure, Row
 from asyncrl.errors import UNREADABLE, ConfigError
+from asyncrl.runtime.child_environment import child_environment
 
 CHUNK = 1 << 16
 KEPT = 4096  # characters of its output
@@ -90,10 +92,11 @@ class AgentProcess:
 
 
 class Agent:
-    """Starts processes of a command and plays sessions with them."""
+    """Starts processes of a command and plays sessions with them. `env`: names of variables that they inherit."""
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self, config: AgentConfig, *, env: Collection[str] = ()) -> None:
         self._config = config
+        self._env = env
         self._idle: list[AgentProcess] = []
         self._living: set[AgentProcess] = set()
 
@@ -149,7 +152,6 @@ class Agent:
         await asyncio.gather(*(self._end(process) for process in list(self._living)))  # bounded: each by its grace
 
     async def _start(self, more: Mapping[str, str]) -> AgentProcess:
-        env = {**os.environ, "OPENAI_MODEL": self._config.model, **more}
         tied = [
             sys.executable,
             "-m",
@@ -162,7 +164,7 @@ class Agent:
         try:
             made = await asyncio.create_subprocess_exec(
                 *tied,
-                env=env,
+                env=child_environment(self._env, more={"OPENAI_MODEL": self._config.model, **more}),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,

@@ -49,7 +49,10 @@ class Turns:
         self._scored_by_workers = bool(config.reward)
         self._parser = find_parser(config.environment.parser)
         self._tools = make_toolbox(
-            config.environment.tools, config.environment.tool_args, sandbox=lambda: make_sandbox(config.sandbox)
+            config.environment.tools,
+            config.environment.tool_args,
+            sandbox=lambda: make_sandbox(config.sandbox),
+            env=config.environment.env,
         )
 
     async def open(self) -> None:

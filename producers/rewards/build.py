@@ -34,6 +34,7 @@ def make_scorer(config: Config, judge: Judge) -> Scorer:
         max_processes=config.reward_workers.max_processes,
         sandbox=None if model else SandboxSpec(config.sandbox.kind, configured_limits(config.sandbox)),
         judge=judge_settings(config, judge) if model else None,
+        env=judge.env,
     )
 
 

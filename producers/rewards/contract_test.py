@@ -18,9 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,11 @@ def check_reward(
     timeout_s: float = 10.0,
     memory_bytes: int = 2 << 30,
     sandbox: str = "bubblewrap",
+    env: Collection[str] | None = None,
 ) -> RewardReport:
-    """Test a reward function on rows. Raises `config.reward` if it cannot be used at all."""
+    """Test a reward function on rows. Raises `config.reward` if it cannot be used at all. `env`: variables that its
+    process inherits, as in `[[reward]]`; None: all, since this is the author's own process.
+    """
     call = RewardCall(function, args=args, prompt_key=prompt_key)
     spec = FunctionSpec(function, reward_label(function), args=dict(args or {}))
     samples = [
@@ -113,7 +117,12 @@ def check_reward(
         for kind, sample in make_responses(dict(row), response_key=response_key, prompt_key=prompt_key)
     ]
     scorer = Scorer(
-        [spec], prompt_key=prompt_key, timeout_s=timeout_s, memory_bytes=memory_bytes, sandbox=SandboxSpec(sandbox)
+        [spec],
+        prompt_key=prompt_key,
+        timeout_s=timeout_s,
+        memory_bytes=memory_bytes,
+        sandbox=SandboxSpec(sandbox),
+        env=tuple(os.environ) if env is None else env,
     )
     try:
         scorer.start()

@@ -19,11 +19,12 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.process_plan.interpreters import python_with
+from asyncrl.runtime.child_environment import child_environment
 from asyncrl.runtime.host_facts import group_members
 from producers.rewards.outcome import JudgeSettings
 from producers.rewards.pipe import (
@@ -72,13 +73,16 @@ class Scorer:
         max_processes: int = 512,
         sandbox: SandboxSpec | None = None,
         judge: JudgeSettings | None = None,
+        env: Collection[str] = (),
     ) -> None:
+        """`env`: names of variables that the child inherits, in addition to those of every child."""
         self.version = ""
         self.restarts = 0
         self._setup = Setup(tuple(functions), prompt_key, timeout_s, memory_bytes, judge, sandbox or SandboxSpec())
         self._module = "producers.rewards.child" if judge is None else "producers.rewards.judges.child"
         self._start_limit_s = IMPORT_LIMIT_S if judge is None else LOAD_LIMIT_S
         self._max_processes = max_processes
+        self._env = env
         self._child: subprocess.Popen[bytes] | None = None
         self._pipe: Pipe | None = None
         self._stopped = False
@@ -96,6 +100,7 @@ class Scorer:
         self._child = subprocess.Popen(
             [python, "-m", self._module, str(to_child[0]), str(from_child[1])],
             pass_fds=(to_child[0], from_child[1]),
+            env=child_environment(self._env),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

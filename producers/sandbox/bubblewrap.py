@@ -23,6 +23,7 @@ import sysconfig
 from pathlib import Path
 
 from asyncrl.errors import ConfigError
+from asyncrl.runtime.child_environment import child_environment
 from producers.sandbox import seccomp
 from producers.sandbox.base import SandboxLimits
 from producers.sandbox.local import LocalSandbox
@@ -70,7 +71,7 @@ class Bubblewrap(LocalSandbox):
                 INNER_RUNNER,
                 json.dumps(settings),
             ]
-            return spawn(command, env=dict(os.environ), keep=(filters,) if filters >= 0 else ())
+            return spawn(command, env=child_environment(), keep=(filters,) if filters >= 0 else ())
         finally:
             if filters >= 0:
                 os.close(filters)

@@ -17,7 +17,7 @@ import asyncio
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol, cast
 
@@ -151,9 +151,15 @@ def answer_text(value: Any) -> str:
 
 
 def make_toolbox(
-    names: Sequence[str], args: Mapping[str, Any], *, sandbox: Callable[[], Any] = lambda: None
+    names: Sequence[str],
+    args: Mapping[str, Any],
+    *,
+    sandbox: Callable[[], Any] = lambda: None,
+    env: Collection[str] = (),
 ) -> Toolbox:
-    """The configured tools; those with a parameter `sandbox` get it. Raises `config.environment`."""
+    """The configured tools; those with a parameter `sandbox` get it. `env`: variables that servers of tools inherit.
+    Raises `config.environment`.
+    """
     tools: list[Tool] = []
     sources: list[ToolSource] = []
     for name in names:
@@ -162,7 +168,8 @@ def make_toolbox(
         if name.endswith(".json"):
             tools += _load_file(Path(name))
         elif kind == "mcp":
-            sources.append(find("asyncrl.tools", kind)(rest, **_require_settings(name, mine.get(rest))))
+            settings = {"inherits": env, **_require_settings(name, mine.get(rest))}
+            sources.append(find("asyncrl.tools", kind)(rest, **settings))
         elif rest:
             tools.append(
                 _tool(load_object(name, code="config.environment", where="environment.tools"), name, mine, sandbox)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import ConfigError
+from asyncrl.runtime.child_environment import child_environment
 from producers.tools.base import Tool, ToolError
 
 CLOSE_S = 5.0
@@ -35,9 +36,14 @@ class MCPTools:
         cwd: str = "",
         tools: Sequence[str] = (),
         start_timeout_s: float = 60.0,
+        inherits: Collection[str] = (),
     ) -> None:
+        """`env`: variables of the server alone; `inherits`: names of those that it gets from this process
+        (`environment.env`), in addition to those of every child.
+        """
         self._name = name
-        self._server = {"command": command, "args": list(args), "env": dict(env or {}) or None, "cwd": cwd or None}
+        self._server = {"command": command, "args": list(args), "cwd": cwd or None}
+        self._env, self._inherits = dict(env or {}), inherits
         self._wanted = tuple(tools)  # only these; empty: all
         self._limit_s = start_timeout_s
         self._session: Any = None
@@ -104,7 +110,7 @@ class MCPTools:
     async def _live(self, found: asyncio.Future[list[Any]], leave: asyncio.Event) -> None:
         """The connection: one task from beginning to end, as the client requires."""
         mcp = _client()
-        server = mcp.StdioServerParameters(**self._server)
+        server = mcp.StdioServerParameters(**self._server, env=child_environment(self._inherits, more=self._env))
         mine: Any = None
         try:
             async with (

@@ -124,18 +124,21 @@ def test_histories_of_fifty_killed_runs_are_clean(tmp_path: Path, figure: Figure
 @pytest.mark.timeout(1200)
 def test_forged_history_of_a_chaos_run(tmp_path: Path, figure: Figure) -> None:
     """Faults of every kind, also losses of the store; afterwards somebody edits the log."""
+    seed = int(os.environ.get("FORGED_SEED") or random.SystemRandom().randrange(1 << 30))
+    print(f"FORGED_SEED={seed}")
     once = tmp_path / "once"
     once.mkdir()
     with Plant(tmp_path, rewards=2, extra=(*EXTRA, "buffer.store=redis", "learner.steps=1000000")) as plant:
         plant.start()
         plant.wait("the first steps", lambda: plant.committed() >= 2)
-        chaos = Chaos(plant, 7, once=once)
+        chaos = Chaos(plant, seed, once=once)
         chaos.commits.look()
         chaos.run(seconds=60, at_least=20, of_each=0)
         plant.finish()
         plant.assert_accounted()
     made = Run(plant)
-    results = {name: falsify(one, [(made, made.book)], places=1) for name, one in KINDS.items()}
+    names = random.Random(seed).sample(sorted(KINDS), 30)  # the log is long: each audit takes seconds
+    results = {name: falsify(KINDS[name], [(made, made.book)], places=1) for name in names}
     figure(f"{chaos.report()}\n{sum(result.places for result in results.values())} forgeries\n{table(results)}")
     missed = [f"{name}, {where}" for name, result in results.items() for where in result.missed if "heads" not in where]
     assert not missed, "\n".join(missed)

@@ -76,7 +76,7 @@ def same_imports_once() -> Iterator[None]:
     asked = check_code._problem
     with pytest.MonkeyPatch.context() as patch:
         once = functools.cache(lambda *command: asked(list(command)))
-        patch.setattr(check_code, "_problem", lambda command: once(*command))
+        patch.setattr(check_code, "_problem", lambda command, *, env=(): once(*command))
         yield
 
 

@@ -46,6 +46,7 @@ class EnvironmentConfig(Section, frozen=True):
     template: Literal["strict", "tail"] = "strict"  # tail: accept chat templates that render earlier turns differently
     step_timeout_s: Seconds = 60.0  # time limit of one step or tool call
     episode_timeout_s: Seconds = 600.0  # time limit of one sample
+    env: tuple[str, ...] = ()  # environment variables that producers, agents and MCP servers get in addition
     agent: AgentConfig = field(default_factory=AgentConfig)
 
     @property

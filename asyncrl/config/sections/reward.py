@@ -52,6 +52,7 @@ class RewardFunctionConfig(Section, frozen=True):
     data_sources: tuple[str, ...] = ()  # score only rows of these; empty: all
     judge: str = ""  # name of the [[judge]] whose workers score it; empty: reward_workers
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the function, class or scorer
+    env: tuple[str, ...] = ()  # environment variables that its process gets in addition, such as a key of an API
 
     @classmethod
     def also_required(cls, tree: Mapping[str, Any]) -> tuple[str, ...]:

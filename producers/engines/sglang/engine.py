@@ -32,6 +32,7 @@ from typing import TypeVar
 from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest, PauseMode
 from asyncrl.errors import AsyncRLError, WorkError
+from asyncrl.process_plan.interpreters import ENGINE_TOKEN
 from asyncrl.versions import expand
 from producers.engines.group_sender import GroupSender
 from producers.engines.http import HttpClient
@@ -48,7 +49,6 @@ T = TypeVar("T")
 LOOK_S = 2.0  # between two checks of the server
 WAIT_LOOK_S = 0.01
 MOST_ABORTS = 3  # by the server, of one sample
-TOKEN = "ASYNCRL_ENGINE_TOKEN"  # variable with the server's API key
 
 
 class SGLangEngine(ServedBase):
@@ -77,7 +77,7 @@ class SGLangEngine(ServedBase):
         """Wait for the server, check it, join a group with it; the version is -1 until the first commit."""
         config = self._config
         url = server_url(config)
-        self._client = HttpClient(url, token=os.environ.get(TOKEN, ""))
+        self._client = HttpClient(url, token=os.environ.get(ENGINE_TOKEN, ""))
         server = self._server = SGLangServer(self._client, swap_s=self._limit_s)
         await server.ready(within_s=config.run.hang_timeout_s)
         found = self._found = await server.facts()
