@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl import cli, config, errors, metrics, wire
-from asyncrl.config import presets
+from asyncrl.config import capabilities, presets
 from asyncrl.config.json_schema import field_meanings
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.configure.explain import error_texts
@@ -267,6 +267,53 @@ def _needs(entry: algorithms.Entry) -> str:
     return ", ".join(words)
 
 
+def capability_tables() -> str:
+    """What back-ends, engines, devices and readers of data refuse."""
+    features = capabilities.FEATURES
+
+    def answer(part: str, name: str) -> str:
+        if name in capabilities.UNUSED.get(part, ()):
+            return "no effect"
+        why = capabilities.REFUSED[part].get(name)
+        return f"refused: {cell(why[0])}; {cell(why[1])}" if why else "yes"
+
+    parts = [
+        "# Capabilities",
+        "",
+        "Generated from `asyncrl/config/capabilities.py`. `asyncrl check` and the roles at their start refuse what",
+        "these tables refuse, from the same data. Sizes that do not divide, and settings that exclude each other, are",
+        "checked too and explained where they occur. Engines and back-ends of other packages refuse by themselves.",
+    ]
+    tables = (
+        ("Back-ends (`learner.backend`)", capabilities.BACKENDS, capabilities.OF_LEARNERS),
+        ("Engines (`producers.engine`)", capabilities.ENGINES, capabilities.OF_ENGINES),
+    )
+    for title, names, asked in tables:
+        parts += ["", f"## {title}", "", f"| | {' | '.join(names)} |", f"|{' --- |' * (len(names) + 1)}"]
+        parts += [f"| {features[one].title} | {' | '.join(answer(name, one) for name in names)} |" for one in asked]
+    kinds, needs = capabilities.DEVICES, {name: one.needs for name, one in features.items() if one.needs}
+    parts += ["", "## Devices (`learner.device`)", "", f"| | {' | '.join(kinds)} |", f"|{' --- |' * (len(kinds) + 1)}"]
+    parts += [
+        f"| {features[name].title} | "
+        + " | ".join("yes" if need in kinds[kind] else f"refused: needs {need}" for kind in kinds)
+        + " |"
+        for name, need in needs.items()
+    ]
+    parts += [
+        "",
+        f"Other names ({', '.join(capabilities.OTHER_NAMES)}) are refused: torch calls AMD's devices `cuda`.",
+        "`auto` is the device of the machine that checks or starts.",
+        "",
+        "## Rows of the data",
+        "",
+        f"Rows are text. A row is refused if a column {', '.join(f'`{name}`' for name in capabilities.MEDIA_COLUMNS)}",
+        f"is not empty, or if the type or a key of a part of a message contains {', '.join(capabilities.MEDIA_WORDS)}.",
+        "`asyncrl check` searches the files; every reader refuses too: prompts, held-out prompts, and rows for SFT,",
+        "preferences and reward models.",
+    ]
+    return "\n".join(parts) + "\n"
+
+
 def option_data() -> str:
     """`asyncrl/config/sections/algorithm_options.json`: needs torch."""
     from learners.algorithms.registry import option_table
@@ -308,6 +355,7 @@ PAGES = {
     "security.md": security,
     "../asyncrl/config/sections/algorithm_options.json": option_data,
     "algorithms.md": algorithm_names,
+    "capabilities.md": capability_tables,
     "cli.md": command_line,
     "images/architecture-imports.svg": architecture_drawing,
 }

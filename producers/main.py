@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.config.capabilities import refuse
 from asyncrl.config.mode import streams
 from asyncrl.errors import AsyncRLError
 from asyncrl.net.frames import keep_memory
@@ -22,6 +23,7 @@ from asyncrl.process_plan.interpreters import own_url
 from asyncrl.runtime import role
 from asyncrl.runtime import run_dir as rundir
 from asyncrl.runtime.liveness import Sign
+from asyncrl.runtime.model_folder import model_json
 from buffers.client.producer import ProducerClient
 from producers.data.evaluation_prompts import HeldOutPrompts
 from producers.support.retry import Patience
@@ -70,6 +72,7 @@ def make_parts(
 
 async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     """Connect, load, work, and end in order."""
+    refuse(config, model_json(config.model.path), role="producer")
     keys = role.worker_key(args, config, "producer")
     address, limit_s = args.connect or rundir.endpoint(config, "buffer"), config.network.request_timeout_s
     patience = Patience(f"buffer {address}", limit_s=limit_s, stop=stop)

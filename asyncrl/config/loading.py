@@ -19,13 +19,13 @@ from asyncrl.config import reader as config_read
 from asyncrl.config import redis_url as redis_secret
 from asyncrl.config import suggestions as config_names
 from asyncrl.config.locations import Places
-from asyncrl.config.rules import algorithm, general, judge, learner, mode, services
+from asyncrl.config.rules import algorithm, capability, general, judge, learner, mode, services
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.config.sections.base import Section
 from asyncrl.config.tree import Config
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors
 
-RULES = (general, mode, learner, algorithm, judge, services)
+RULES = (general, mode, capability, learner, algorithm, judge, services)
 
 
 class Loaded(NamedTuple):
@@ -119,6 +119,7 @@ def find_conflicts(config: Config, places: Places | None = None) -> Iterable[Asy
     """Settings that contradict each other, with the arithmetic."""
     where = places or Places()
     for rule in RULES:
-        for code, message, path in rule.problems(config):
+        for code, message, path, remedy in rule.problems(config):
             meant = re.search(r"did you mean '?([\w.]+)'?\?", message)
-            yield ConfigError(code, message, where=where.where(path), suggestion=meant[1] if meant else "")
+            suggestion = meant[1] if meant else ""
+            yield ConfigError(code, message, where=where.where(path), remedy=remedy, suggestion=suggestion)

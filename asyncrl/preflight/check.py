@@ -13,18 +13,19 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from asyncrl.config import Config, load_all
+from asyncrl.config.capabilities import Role, find_refusals
 from asyncrl.config.locations import Places, parse_dotted
 from asyncrl.config.mode import present_roles
 from asyncrl.config.reader import independent_errors
 from asyncrl.errors import AsyncRLError, ConfigErrors, error_for
-from asyncrl.preflight.code import check_algorithm, check_plugins, check_rewards, environment, model_json
+from asyncrl.preflight.code import check_algorithm, check_plugins, check_rewards, environment
 from asyncrl.preflight.derived import Finding, Starting, derive_findings, list_processes, notes_on
 from asyncrl.preflight.files import check_data, check_keys, check_model, data_notes, settle_steps
 from asyncrl.preflight.machine import Machine, check_ports, check_store, check_trackers, find_missing, look_at_machine
@@ -32,6 +33,7 @@ from asyncrl.preflight.memory import RoleMemory, estimate, format_bytes
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan import interpreters as engine_env
 from asyncrl.process_plan.plan import TARGETS
+from asyncrl.runtime.model_folder import model_json
 
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+|\[\d+\])*")
 
@@ -76,6 +78,8 @@ def check(
         wrong, has, python = engine_env.look(config, env=environment())
         errors += engine_env.url_problems(config) + wrong
         findings += [Finding("engine", has, python)] if has else []
+    here = machine or look_at_machine(config.run_dir)
+    errors += check_requests(config, roles, here)
     accelerators = devices.find_devices()
     wrong_places = devices.problems(config, roles, accelerators)
     errors += [error_for(code, what, where=".".join(key)) for code, what, key in wrong_places]
@@ -84,7 +88,6 @@ def check(
     findings += [Finding("devices", text)] if text else []
     notes = [f"processes share devices ({text}): their memory has to do for all of them"] if taken.shared else []
     notes += data_notes(config) if "producer" in roles else ()
-    here = machine or look_at_machine(config.run_dir)
     memory = estimate(config, model_json(config.model.path), roles, accelerator=bool(here.accelerator))
     return Checked(
         [locate_error(error, places) for error in errors] if places else errors,
@@ -94,6 +97,18 @@ def check(
         memory,
         list(find_missing(config, roles, here, memory)),
     )
+
+
+def check_requests(config: Config, roles: Sequence[str], machine: Machine) -> Iterator[AsyncRLError]:
+    """What parts refuse about the model, and about the device that `auto` is on this machine. What the settings alone
+    show is a rule (`asyncrl.config.rules.capability`).
+    """
+    known, model = set(find_refusals(config)), model_json(config.model.path)
+    owners: tuple[Role, ...] = ("learner", "producer")
+    for role in owners:
+        if role in roles:
+            found = find_refusals(config, model, role=role, device=machine.accelerator or "cpu")
+            yield from (one.error() for one in found if one not in known)
 
 
 def check_files(

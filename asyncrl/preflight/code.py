@@ -25,9 +25,10 @@ from typing import Any
 
 from asyncrl.config import Config, dump
 from asyncrl.config.sections import algorithm_catalogue as algorithms
-from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, error_for, near_miss
+from asyncrl.errors import AsyncRLError, ConfigError, error_for, near_miss
 from asyncrl.plugins import known_plugins
 from asyncrl.runtime.child_environment import child_environment
+from asyncrl.runtime.model_folder import model_json
 
 IMPORT_TIMEOUT_S = 60.0
 #: Packages of backends in optional extras.
@@ -157,6 +158,14 @@ def check_extras(config: Config) -> Iterator[AsyncRLError]:
             where="learner.liger",
             remedy="pip install 'asyncrl[cuda]'",
         )
+    here = "learner.megatron.sequence_parallel"
+    if (
+        config.learner.backend == "megatron"
+        and config.learner.megatron.sequence_parallel
+        and importlib.util.find_spec("transformer_engine") is None
+    ):
+        what = f"{here} needs the package transformer_engine, which this environment lacks"
+        yield ConfigError("config.extra", what, where=here, remedy="pip install transformer-engine, or leave it out")
     for name in ("optim", "critic", "process_reward"):
         if getattr(config.learner, name).name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
             what = f"learner.{name}.name = 'adamw_8bit' needs the package torchao, which this environment lacks"
@@ -211,15 +220,6 @@ def _folder_problem(key: str, folder: Path, vocabulary: Any) -> str:
     if isinstance(own, int) and isinstance(vocabulary, int) and own < vocabulary:
         return f"its vocabulary has {own} tokens, that of model.path {vocabulary}: they must share a tokenizer"
     return ""
-
-
-def model_json(folder: str | Path) -> dict[str, Any]:
-    """The config.json of a model folder; empty if it cannot be read."""
-    try:
-        found = json.loads((Path(folder) / "config.json").read_bytes())
-    except (OSError, *UNREADABLE):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def check_models(config: Config) -> Iterator[AsyncRLError]:

@@ -2,7 +2,7 @@
 
 Guarantees:
 1. of a model it reads config.json and file names, of every data file the first row (in files up to `COUNT_LIMIT_BYTES`
-   all lines are counted);
+   all lines are counted, and searched for images, videos and audio);
 2. it writes nothing and reads no weights.
 """
 
@@ -17,12 +17,13 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
+from asyncrl.config.capabilities import MEDIA_REMEDY, MEDIA_WORDS, find_media
 from asyncrl.config.mode import derive_steps, evaluation_data, is_paired, streams
 from asyncrl.config.rules import learner
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
 from asyncrl.net.keys import read_keys
 from asyncrl.preflight.code import check_companions, import_problem
-from asyncrl.runtime.data_files import KINDS, count_arrow, list_files, look, split_paths, unknown_kind
+from asyncrl.runtime.data_files import KINDS, count_arrow, list_files, look, media_rows, split_paths, unknown_kind
 
 COUNT_LIMIT_BYTES = 1 << 30  # larger files are not counted
 #: Prompt columns of known data sets, the likeliest first.
@@ -60,7 +61,7 @@ def check_layout(config: Config, path: Path) -> Iterator[AsyncRLError]:
     except (OSError, *UNREADABLE):  # reported when the model is loaded
         return
     if isinstance(model, dict):
-        for code, message, key in learner.model_problems(config, model):
+        for code, message, key, _ in learner.model_problems(config, model):
             yield error_for(code, message, where=".".join(key))
 
 
@@ -109,6 +110,8 @@ def _check_file(config: Config, path: Path, *, where: str) -> Iterator[AsyncRLEr
     if row is None:
         yield ConfigError("config.data", "it has no rows", where=where)
         return
+    if media := find_media_row(path):
+        yield ConfigError("config.data", f"{media}: rows are text alone", where=where, remedy=MEDIA_REMEDY)
     wanted = {"prompt_key": config.data.prompt_key, **answer_columns(config, row)}
     for setting, column in wanted.items():
         if column not in row:
@@ -206,6 +209,34 @@ def first_row(path: Path) -> dict[str, Any] | None:
     if row is not None and not isinstance(row, dict):
         raise ValueError("its first row is not an object")
     return row
+
+
+def find_media_row(path: Path) -> str:
+    """The first row of a file with images, videos or audio, and where; empty without one, or if the file is too large
+    or cannot be read (the readers look again).
+    """
+    try:
+        if path.stat().st_size > COUNT_LIMIT_BYTES:
+            return ""
+        for number, row in enumerate(_rows_with_media_words(path)):
+            if isinstance(row, dict) and (media := find_media(row)):
+                return f"row {number} has {media}"
+    except (OSError, ValueError, ImportError):
+        return ""
+    return ""
+
+
+def _rows_with_media_words(path: Path) -> Iterator[Any]:
+    """Every row; None for those that cannot hold media, which are not decoded."""
+    if path.suffix in (".parquet", ".arrow"):
+        yield from media_rows(path)
+    elif path.suffix == ".json":
+        yield from msgspec.json.decode(path.read_bytes())
+    else:
+        words = [word.encode() for word in MEDIA_WORDS]
+        with path.open("rb") as lines:
+            for line in filter(bytes.strip, lines):
+                yield msgspec.json.decode(line) if any(word in line for word in words) else None
 
 
 def count_rows(path: Path) -> int | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import glob
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +121,17 @@ def look(path: Path) -> tuple[dict[str, Any], int | None]:
         return _columns(reader.schema), None if _any_rows(reader) else 0
     except pyarrow.ArrowException as error:
         raise ValueError(str(error)) from None
+
+
+def media_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a .parquet or .arrow file, without the columns of plain values, which hold no media."""
+    from pyarrow import types
+
+    table = read_table(path)
+    plain = (types.is_string, types.is_large_string, types.is_string_view, types.is_primitive)
+    names = [item.name for item in table.schema if not any(is_plain(item.type) for is_plain in plain)]
+    for batch in table.select(names).to_batches():
+        yield from batch.to_pylist()
 
 
 def _columns(schema: pyarrow.Schema) -> dict[str, Any]:

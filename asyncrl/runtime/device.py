@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from asyncrl.device_features import DEVICES
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,23 +35,12 @@ class Capabilities(NamedTuple):
 
 MEMORY_EVENTS = 200_000  # entries in the allocator's history
 
-#: Features: fused_adamw, flash_attention (by the package flash_attn), fused_attention (operators that come with the
-#: device's own package), varlen_attention (torch's own kernel), triton, ipc (handles between processes), memory_history
-#: (of the allocator), pin_memory, streams, trace (by torch's own profiler).
+#: Features are explained in `asyncrl.device_features`.
 TABLE: dict[str, Capabilities] = {
-    "cpu": Capabilities("gloo", "", "", frozenset({"fused_adamw"})),
-    "cuda": Capabilities(
-        "nccl", "CUDA_VISIBLE_DEVICES", "",
-        frozenset({
-            "fused_adamw", "flash_attention", "varlen_attention", "triton", "ipc", "memory_history", "pin_memory",
-            "streams", "trace",
-        }), r"nvidia\d+",
-    ),
-    "npu": Capabilities(
-        "hccl", "ASCEND_RT_VISIBLE_DEVICES", "torch_npu", frozenset({"fused_attention", "pin_memory", "streams"}),
-        r"davinci\d+",
-    ),
-}  # fmt: skip
+    "cpu": Capabilities("gloo", "", "", DEVICES["cpu"]),
+    "cuda": Capabilities("nccl", "CUDA_VISIBLE_DEVICES", "", DEVICES["cuda"], r"nvidia\d+"),
+    "npu": Capabilities("hccl", "ASCEND_RT_VISIBLE_DEVICES", "torch_npu", DEVICES["npu"], r"davinci\d+"),
+}
 
 
 def device_nodes(folder: Path = Path("/dev")) -> dict[str, list[str]]:

@@ -12,15 +12,25 @@ needed. Example: a folder with `model_type = "llama"` and an `auto_map` loads as
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import UNREADABLE, ConfigError
 
 #: A language model, or a sequence classifier: a body with a head of scores.
 Kind = Literal["language", "classifier"]
+
+
+def model_json(folder: str | Path) -> dict[str, Any]:
+    """The config.json of a model folder; empty if it cannot be read."""
+    try:
+        found = json.loads((Path(folder) / "config.json").read_bytes())
+    except (OSError, *UNREADABLE):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def load_config(folder: str | Path, *, trust_remote_code: bool, **fields: Any) -> Any:

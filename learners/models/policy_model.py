@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from asyncrl.config.capabilities import HEAD_FIELDS, find_head_change
 from asyncrl.errors import ConfigError
 from learners.models.logprobs import (
     TokenNumbers,
@@ -21,10 +22,8 @@ from learners.models.sequence_parallel import Split, hidden_states_at
 
 def check_head(config: Any) -> None:
     """Raise `config.model` if the model changes its logits after the head, which this module does not reproduce."""
-    for name, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
-        value = getattr(config, name, neutral)
-        if value not in (None, neutral):
-            raise ConfigError("config.model", f"{config.model_type}: {name} = {value} is not supported by the learner")
+    if change := find_head_change({name: getattr(config, name, neutral) for name, neutral in HEAD_FIELDS}):
+        raise ConfigError("config.model", f"{config.model_type}: {change} is not supported by the learner")
 
 
 class PolicyModel(nn.Module):

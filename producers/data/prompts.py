@@ -6,7 +6,7 @@ The buffer counts groups 0, 1, 2, ...; a producer maps them to rows. Guarantees:
 2. an iterable without a length is read as far as the group requires and kept in memory; its first epoch is in its own
    order, because a permutation needs the length; later epochs are permuted like any other;
 3. an error of the data as a whole is `config.data` with file, row and column; an error of one row is a `BadPrompt` with
-   a reason, and the run goes on;
+   a reason, and the run goes on. Images, videos and audio are refused: of the first row as an error of the data;
 4. rows are plain JSON values: they travel with the samples.
 
 Example: 5 rows and group 12 give epoch 2, position 2.
@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config import DataConfig
+from asyncrl.config.capabilities import MEDIA_COLUMNS, MEDIA_REMEDY, find_media
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.plugins import load_object
 from asyncrl.runtime.data_files import data_files, read_table, unknown_kind
@@ -53,6 +54,9 @@ class Prompts:
         first = self._rows.get(0)
         if first is None:
             raise ConfigError("config.data", "it has no rows", where=data.source or data.path)
+        if media := find_media(first):
+            what = f"row 0 has {media}, and prompts are text alone"
+            raise ConfigError("config.data", what, where=data.source or data.path, remedy=MEDIA_REMEDY)
         if data.prompt_key not in first:
             raise ConfigError(
                 "config.data",
@@ -123,7 +127,12 @@ class _Rows:
         if not isinstance(row, dict):
             kind = type(row).__name__
             raise ConfigError("config.data", f"row {number} is a {kind}, not a mapping", where=self._where)
-        return {str(key): plain_value(value) for key, value in row.items() if not isinstance(value, bytes)}
+        # Bytes are dropped, but not media: `find_media` refuses them.
+        kept = {key: value for key, value in row.items() if not isinstance(value, bytes) or key in MEDIA_COLUMNS}
+        return {
+            str(key): f"{len(value)} bytes" if isinstance(value, bytes) else plain_value(value)
+            for key, value in kept.items()
+        }
 
 
 def plain_value(value: Any) -> Any:
@@ -236,9 +245,12 @@ def encode_prompt(
     """Token ids of a row's prompt, i4 `[P]`. `tools`: schemas that a chat template may show.
 
     Raises:
-        BadPrompt: no prompt, another type, no tokens, or more than `data.max_prompt_tokens`.
+        BadPrompt: images, videos or audio (also in other columns), no prompt, another type, no tokens, or more than
+            `data.max_prompt_tokens`.
         ConfigError: the whole data set cannot be encoded (chat messages without a template).
     """
+    if media := find_media(row):
+        raise BadPrompt(f"media: it has {media}, and prompts are text alone")
     prompt = row.get(data.prompt_key)
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from asyncrl.config.capabilities import find_media
 from asyncrl.environment import EnvironmentFailure, Message, Observation
 from asyncrl.errors import ConfigError
 from producers.data.tokenizer import Tokenizer
@@ -61,6 +62,8 @@ def make_messages(observation: Observation, *, role: str = "user") -> list[dict[
     for item in found:
         if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
             raise EnvironmentFailure("observation", f"no message with a role: {str(item)[:80]}")
+        if media := find_media({"observation": item}):
+            raise EnvironmentFailure("observation", f"it has {media}, and the policy reads text alone")
     return [dict(item) for item in found]
 
 

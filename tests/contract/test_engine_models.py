@@ -12,6 +12,8 @@ import torch
 from engine_models import CACHES, CASES, REFUSED, SLOTS, VOCAB, config_of, model_of
 from transformers import PreTrainedModel
 
+from asyncrl import config as configuration
+from asyncrl.config.capabilities import refuse
 from asyncrl.engine import GenDelta, GenRequest, join_deltas
 from asyncrl.errors import ConfigError
 from asyncrl.versions import expand
@@ -19,6 +21,7 @@ from producers.engines.hf.decoder import Decoder
 from producers.engines.hf.loading import Built, build_decoder, load_model, refuse_unfit, settle_attention
 
 CPU = torch.device("cpu")
+HF = configuration.parse('model.path = "m"\ndata.source = "a:b"\n[[reward]]\nfunction = "a:b"\n')
 DOC = Path(__file__).parents[2] / "docs" / "engines.md"
 PROMPTS = [[3, 4, 5, 6, 7], [9], [*range(10, 32)], [30, 31]]
 GAP = 1e-3  # recurrent layers add up more noise than attention: 4e-4 was seen, 1e-5 without them
@@ -90,12 +93,12 @@ def test_tokens_are_the_same_with_transformers_own_caches(kind: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind, case in CASES.items() if case.way == REFUSED])
 def test_the_others_are_refused_with_a_reason(kind: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        refuse_unfit(config_of(kind), max_len=64, where="m")
+        refuse(HF, config_of(kind).to_dict(), role="producer")
         build(model_of(kind, seed=1))
     assert caught.value.code == "config.model" and caught.value.remedy
     said = {
-        "t5": "an encoder-decoder",
-        "gemma3": "takes vision inputs",
+        "t5": "encoder-decoder: engine 'hf' serves decoders alone",
+        "gemma3": "vision inputs: engine 'hf' serves token ids alone",
         "rwkv": "no cache by one of the names",
         "recurrent_gemma": "makes no cache",
     }

@@ -30,7 +30,7 @@ def made(*settings: str, reward: str = REWARD) -> config.Config:
     [
         (["learner.ranks=2", "learner.parallel.tensor=2"], "with learner.parallel.tensor is not supported"),
         (["learner.ranks=2", "learner.parallel.expert=2"], "with learner.parallel.expert is not supported"),
-        (["learner.backend=megatron"], "backend 'megatron' trains all weights: use fsdp2"),
+        (["learner.backend=megatron"], "backend 'megatron' trains all weights"),
         (["learner.optim.name=muon"], "learner.optim.name = 'muon', which is for whole matrices"),
         (["learner.compile=true"], "with learner.compile is not supported"),
         (["learner.lora.publish=adapter", "producers.engine=vllm"], "engine 'vllm' takes whole weights alone"),

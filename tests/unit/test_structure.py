@@ -25,12 +25,12 @@ CROWDED = {"learners/algorithms": 25}
 #: From the lowest layer to the highest. A name stands for the modules below it, unless a longer name does. Modules of
 #: one layer are independent, but those of one name may import each other.
 LAYERS = (
-    "asyncrl.errors asyncrl.versions",
+    "asyncrl.errors asyncrl.versions asyncrl.device_features",
     "asyncrl.plugins asyncrl.wire asyncrl.environment",
     "asyncrl.engine asyncrl.metrics asyncrl.evaluation asyncrl.net",
     "asyncrl.config.sections",
     "asyncrl.config.tree asyncrl.config.locations asyncrl.config.redis_url",
-    "asyncrl.config.mode",
+    "asyncrl.config.mode asyncrl.config.capabilities",
     "asyncrl.config.rules",
     "asyncrl.config",
     "asyncrl",

@@ -8,11 +8,12 @@ from asyncrl.config.locations import parse_dotted
 
 
 class Conflict(NamedTuple):
-    """A mistake: code, message, path of the key."""
+    """A mistake: code, message, path of the key, and a remedy (empty: that of the code)."""
 
     code: str
     message: str
     path: tuple[str, ...]
+    remedy: str = ""
 
 
 def conflict(key: str, message: str, *, code: str = "config.conflict") -> Conflict:

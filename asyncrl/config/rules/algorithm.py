@@ -260,7 +260,7 @@ def apply_overrides(algorithm: AlgorithmConfig, overrides: Mapping[str, Any]) ->
         result = msgspec.convert(values, AlgorithmConfig)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
-    for _, message, _ in (*_unknown_names(result), *option_problems(result), *combination_problems(result)):
+    for _, message, *_ in (*_unknown_names(result), *option_problems(result), *combination_problems(result)):
         raise ValueError(message)
     if asked := _needs(result) - _needs(algorithm) - {"group", "parts"}:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Rules of `[learner]`: layouts of its ranks, what a backend supports, adapters, profiles.
+"""Rules of `[learner]`: layouts of its ranks, settings that exclude each other, adapters, profiles.
 
-Guarantees:
-1. what a backend cannot do is refused before anything starts, with the setting and an alternative;
+What a backend cannot do at all is in `asyncrl.config.capabilities`. Guarantees:
+1. sizes that do not fit are refused before anything starts, with the setting and the arithmetic;
 2. only the ranks of this host are checked; with several hosts the gang checks the number of ranks when they join.
 Backends of plugins are not checked here.
 
@@ -14,14 +14,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncrl.config.rules import Conflict, conflict
-from asyncrl.config.sections import algorithm_catalogue as algorithms
-from asyncrl.config.sections.lora import TAKE_WHOLE
 from asyncrl.config.sections.profile import parse_steps
 from asyncrl.config.tree import Config
 
 NAMES = ("replicate", "tensor", "sequence", "pipeline", "expert")
-#: What the built-in backends can split.
-SPLITS = {"fsdp2": ("replicate", "tensor", "sequence", "expert"), "megatron": ("tensor", "pipeline")}
 #: Splits of a backend that cannot be combined.
 ALONE = {"fsdp2": ("tensor", "sequence", "expert")}
 
@@ -36,13 +32,6 @@ def problems(config: Config) -> Iterator[Conflict]:
 def _layout_problems(config: Config) -> Iterator[Conflict]:
     learner = config.learner
     sizes = {name: int(getattr(learner.parallel, name)) for name in NAMES}
-    for name in NAMES:
-        if sizes[name] > 1 and name not in SPLITS.get(learner.backend, NAMES):
-            yield conflict(
-                f"learner.parallel.{name}",
-                f"learner.parallel.{name} = {sizes[name]}: backend {learner.backend!r} cannot split so; it has "
-                f"{', '.join(SPLITS[learner.backend])}",
-            )
     together = [name for name in ALONE.get(learner.backend, ()) if sizes[name] > 1]
     if len(together) > 1:
         yield conflict(
@@ -118,25 +107,6 @@ def megatron_problems(config: Config) -> Iterator[Conflict]:
     learner = config.learner
     if learner.backend != "megatron":
         return
-    if learner.mode == "reward_model":
-        yield conflict("learner.mode", "backend 'megatron' trains no reward model: use fsdp2")
-    if config.model.dtype == "float16":
-        yield conflict("model.dtype", "backend 'megatron' has no loss scale for float16: use bfloat16")
-    if learner.cpu_offload:
-        yield conflict("learner.cpu_offload", "backend 'megatron' has no cpu_offload: use fsdp2")
-    for name in ("reference_offload", "offload_idle"):
-        if getattr(learner, name):
-            yield conflict(f"learner.{name}", f"backend 'megatron' has no {name}: use fsdp2")
-    if learner.optim.name != "adamw":
-        yield conflict("learner.optim.name", f"backend 'megatron' has no {learner.optim.name}: use adamw or fsdp2")
-    if learner.liger:
-        yield conflict("learner.liger", "backend 'megatron' has no liger: use fsdp2")
-    if learner.compile:
-        yield conflict("learner.compile", "backend 'megatron' does not compile layers: use fsdp2")
-    entry = algorithms.ADVANTAGES.get(learner.algorithm.advantage) if learner.mode == "rl" else None
-    for need in sorted({"critic", "process"} & set(entry.needs if entry else ())):
-        what = f"learner.algorithm.advantage = {learner.algorithm.advantage!r} needs a {need} model, which backend "
-        yield conflict("learner.algorithm.advantage", what + "'megatron' does not train: use fsdp2")
     if learner.megatron.sequence_parallel and learner.parallel.tensor == 1:
         what = "learner.megatron.sequence_parallel splits rows over tensor places: learner.parallel.tensor is 1"
         yield conflict("learner.megatron.sequence_parallel", what)
@@ -167,8 +137,6 @@ def _lora_problems(config: Config) -> Iterator[Conflict]:
     learner, here = config.learner, "learner.lora.rank"
     if not learner.lora.rank:
         return
-    if learner.backend == "megatron":
-        yield conflict(here, "learner.lora.rank: backend 'megatron' trains all weights: use fsdp2")
     for name in ("tensor", "expert"):
         if getattr(learner.parallel, name) > 1:
             yield conflict(here, f"learner.lora.rank with learner.parallel.{name} is not supported: use FSDP alone")
@@ -183,8 +151,6 @@ def _lora_problems(config: Config) -> Iterator[Conflict]:
         yield conflict("learner.mode", "learner.lora.rank: a reward model trains its head too: use rl, sft or dpo")
     if learner.lora.publish == "adapter":
         what, place = "learner.lora.publish = 'adapter'", "learner.lora.publish"
-        if config.producers.engine in TAKE_WHOLE:
-            yield conflict(place, f"{what}: engine {config.producers.engine!r} takes whole weights alone: use auto")
         if config.weightsync.in_place:
             yield conflict(
                 place,

@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import Config
+from asyncrl.config.capabilities import refuse
 from asyncrl.config.mode import sends_adapters
+from asyncrl.runtime.model_folder import model_json
 from learners.backends.base import (
     DTYPES,
     LossFunction,
@@ -67,6 +69,7 @@ from learners.models.logprobs import TokenNumbers
 
 class FSDP2Backend:
     def __init__(self, config: Config, gang: Gang) -> None:
+        refuse(config, model_json(config.model.path), role="learner", device=gang.device.type)
         self._config = config
         self._gang = gang
         self._device = gang.device

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from asyncrl.config.rules import learner
+from asyncrl.config.capabilities import REFUSED
 from asyncrl.errors import ConfigError
 from learners.gang.gang import Gang
 
@@ -48,10 +48,10 @@ class Split(NamedTuple):
 
 def check(gang: Gang) -> None:
     """Raise `config.conflict` for layouts without support in FSDP2."""
-    place, able = gang.topology, learner.SPLITS["fsdp2"]
-    if unfit := [name for name in learner.NAMES if getattr(place, name) > 1 and name not in able]:
-        why = f"backend 'fsdp2' cannot split so; it has {', '.join(able)}"
-        raise ConfigError("config.conflict", why, where=f"learner.parallel.{unfit[0]}")
+    for name, (why, remedy) in REFUSED["fsdp2"].items():
+        if getattr(gang.topology, name, 1) > 1:
+            where = f"learner.parallel.{name}"
+            raise ConfigError("config.conflict", f"backend 'fsdp2' {why}", where=where, remedy=remedy)
 
 
 def data_mesh(gang: Gang) -> DeviceMesh:

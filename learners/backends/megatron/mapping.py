@@ -22,11 +22,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from asyncrl.config.capabilities import MEGATRON_MODELS, find_dense_variant
 from asyncrl.errors import ConfigError
 from learners.gang.topology import Topology
 from weightsync.plan.buckets import Box, full_box
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
 #: Tensors of a layer, in the order of its modules in transformers.
 IN_LAYER = (
     *(f"self_attn.{letter}_proj.{kind}" for letter in "qkvo" for kind in ("weight", "bias")),
@@ -38,7 +38,6 @@ IN_LAYER = (
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
 )
-ROPE_TYPES = ("default", "linear", "llama3")  # frequencies independent of the length of a row
 
 
 class Facts(NamedTuple):
@@ -96,18 +95,10 @@ def read_facts(config: Mapping[str, Any]) -> Facts:
         ConfigError: `config.model`: what this backend does not support.
     """
     kind = config.get("model_type", "")
-    if kind not in MODEL_TYPES:
-        raise _refusal(kind, f"the backend megatron builds {', '.join(MODEL_TYPES)}")
-    for name, right in (("hidden_act", "silu"), ("mlp_bias", False), ("use_sliding_window", False)):
-        if config.get(name, right) != right:
-            raise _refusal(kind, f"{name} = {config[name]!r}")
-    if kind != "qwen2" and config.get("attention_bias", False):
-        raise _refusal(kind, "attention_bias = true")
-    if set(config.get("layer_types") or ()) - {"full_attention"}:
-        raise _refusal(kind, "layer_types other than full_attention")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) not in ROPE_TYPES:
-        raise _refusal(kind, f"rope type {rope.get('rope_type', rope.get('type'))!r}")
+    if kind not in MEGATRON_MODELS:
+        raise _refusal(kind, f"the backend megatron builds {', '.join(MEGATRON_MODELS)}")
+    if variant := find_dense_variant(config):
+        raise _refusal(kind, variant)
     heads = int(config["num_attention_heads"])
     return Facts(
         layers=int(config["num_hidden_layers"]),

@@ -26,9 +26,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from asyncrl.config import Config
+from asyncrl.config.capabilities import REFUSED
+from asyncrl.config.capabilities import refuse as refuse_requests
 from asyncrl.config.rules.learner import megatron_problems
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
+from asyncrl.runtime.model_folder import model_json
 from learners.backends.base import Micro
 from learners.backends.megatron.mapping import Facts, stage_layers
 from learners.batch.micro_batches import MicroBatch
@@ -58,22 +61,23 @@ def has_engine(device: Device) -> bool:
 
 
 def refuse(config: Config, place: Topology, device: Device) -> None:
-    """Raise `config.conflict` for settings that this backend or this machine does not support."""
-    problems = [message for _, message, _ in megatron_problems(config)]
-    if place.replicate > 1:
-        problems.append("learner.parallel.replicate: backend 'megatron' spreads optimizer states over all shares")
-    if place.sequence > 1:
-        problems.append(
-            "learner.parallel.sequence: context parallelism needs TransformerEngine's attention, and is not built"
-        )
-    if place.expert > 1:
-        problems.append("learner.parallel.expert: backend 'megatron' builds no mixture-of-experts models")
-    if config.learner.megatron.sequence_parallel and not has_engine(device):
-        problems.append(
-            "learner.megatron.sequence_parallel needs CUDA and TransformerEngine: torch's norms have no such thing"
-        )
+    """Raise for settings, models and layouts that this backend or this machine does not support.
+
+    Raises:
+        ConfigError: `config.conflict`, `config.model`; `config.extra`: TransformerEngine is missing.
+    """
+    refuse_requests(config, model_json(config.model.path), role="learner", device=device.type)
+    problems = [one.message for one in megatron_problems(config)]
+    problems += [
+        f"learner.parallel.{name}: backend 'megatron' {why}"
+        for name, (why, _) in REFUSED["megatron"].items()
+        if getattr(place, name, 1) > 1
+    ]
     if problems:
         raise ConfigError("config.conflict", "; ".join(problems), where="learner")
+    if config.learner.megatron.sequence_parallel and not has_engine(device):
+        where = "learner.megatron.sequence_parallel"
+        raise ConfigError("config.extra", "its norms are those of transformer_engine", where=where)
 
 
 def join_groups(topology: Topology, *, seed: int, minutes: int) -> None:

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncrl.config import Config
+from asyncrl.config.capabilities import refuse
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.host_facts import free_host_bytes
-from asyncrl.runtime.model_folder import load_config
+from asyncrl.runtime.model_folder import load_config, model_json
 from asyncrl.runtime.model_folder import load_model as read_model
 from producers.engines.hf import attention
 from producers.engines.hf.cache_interface import UNFIT, Memory
@@ -52,6 +53,7 @@ def load_model(config: Config, *, device: torch.device, max_len: int) -> torch.n
     folder = Path(config.model.path)
     if not (folder / "config.json").exists():
         raise ConfigError("config.model", "no config.json in the folder", where=str(folder))
+    refuse(config, model_json(folder), role="producer")
     name = weights_dtype(config)
     options: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
     try:
@@ -72,23 +74,19 @@ def load_model(config: Config, *, device: torch.device, max_len: int) -> torch.n
 
 
 def refuse_unfit(shape: Any, *, max_len: int, where: str) -> None:
-    """Raise `config.model` for a model that is not a decoder of token ids, or has too few positions."""
+    """Raise `config.model` for a model with too few positions."""
     text = shape.get_text_config(decoder=True)
 
-    def refuse(why: str) -> ConfigError:
+    def unfit(why: str) -> ConfigError:
         return ConfigError("config.model", f"{shape.model_type}: {why}", where=where, remedy=ANOTHER)
 
-    if getattr(shape, "is_encoder_decoder", False):
-        raise refuse("an encoder-decoder; the hf engine serves decoders alone")
-    if senses := [name for name in ("vision", "audio") if getattr(shape, f"{name}_config", None) is not None]:
-        raise refuse(f"takes {' and '.join(senses)} inputs; the hf engine serves token ids alone")
     limit = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     each = [part for part in rope.values() if isinstance(part, dict)] or [rope]  # by type of layer, or one for all
     # yarn and others reach beyond the stated limit
     stretched = any(part.get("rope_type", "default") != "default" for part in each)
     if limit is not None and limit < max_len and not stretched:
-        raise refuse(f"max_position_embeddings = {limit}, below prompt + response = {max_len}")
+        raise unfit(f"max_position_embeddings = {limit}, below prompt + response = {max_len}")
 
 
 @torch.inference_mode()

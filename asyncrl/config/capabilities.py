@@ -1,0 +1,364 @@
+"""What back-ends, engines, devices and readers of data can do, and what a configuration asks of them.
+
+One table for `asyncrl check`, for the start of the roles (`refuse`) and for docs/capabilities.md. Guarantees:
+1. a part refuses exactly what `REFUSED` (or the list of features of a device) says, with the setting, the reason and a
+   remedy; parts of plugins refuse nothing here;
+2. nothing is imported and no file is read: a model is its config.json, a device its type.
+
+`tests/unit/test_capabilities.py` builds every pair and compares check, start and table.
+Example: `learner.backend = "megatron"` with a Mixtral: config.model at `model.path`, "mixture of experts (8): backend
+'megatron' builds dense decoders alone".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from asyncrl.config.sections import algorithm_catalogue as algorithms
+from asyncrl.config.sections.lora import TAKE_WHOLE
+from asyncrl.config.tree import Config
+from asyncrl.device_features import DEVICES
+from asyncrl.errors import ConfigError
+
+Model = Mapping[str, Any]  # a config.json; empty: not known
+Role = Literal["learner", "producer"]
+NO_MODEL: Model = {}
+
+#: Names of devices that torch calls differently.
+OTHER_NAMES = {"rocm": "cuda", "hip": "cuda", "amd": "cuda", "gpu": "cuda", "nvidia": "cuda", "ascend": "npu"}
+ENGINES = ("hf", "vllm", "vllm_http", "sglang", "dataset")
+BACKENDS = ("fsdp2", "megatron")
+
+# ---------------------------------------------------------------- models
+
+
+def count_experts(model: Model) -> int:
+    """Experts of a layer; 0 for a dense model."""
+    inner = model.get("text_config") or model
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return next((found for name in names if isinstance(found := inner.get(name), int) and found > 0), 0)
+
+
+def list_senses(model: Model) -> list[str]:
+    """Inputs other than token ids.
+
+    >>> list_senses({"model_type": "qwen2_vl", "vision_config": {}})
+    ['vision']
+    """
+    return [name for name in ("vision", "audio") if model.get(f"{name}_config") is not None]
+
+
+MEGATRON_MODELS = ("llama", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3")  # frequencies independent of the length of a row
+#: Fields that change the logits behind the head, and their values that do not.
+HEAD_FIELDS = (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0))
+
+
+def find_dense_variant(model: Model) -> str:
+    """What a dense decoder has beyond those that Megatron's layers are built for; empty: nothing."""
+    for name, right in (("hidden_act", "silu"), ("mlp_bias", False), ("use_sliding_window", False)):
+        if model.get(name, right) != right:
+            return f"{name} = {model[name]!r}"
+    if model.get("model_type") != "qwen2" and model.get("attention_bias", False):
+        return "attention_bias = true"
+    if set(model.get("layer_types") or ()) - {"full_attention"}:
+        return "layer_types other than full_attention"
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return "" if kind in ROPE_TYPES else f"rope type {kind!r}"
+
+
+def find_head_change(model: Model) -> str:
+    """How a model changes its logits after the head; empty: not at all."""
+    inner = model.get("text_config") or model
+    found = ((name, inner.get(name, right), right) for name, right in HEAD_FIELDS)
+    return next((f"{name} = {value}" for name, value, right in found if value not in (None, right)), "")
+
+
+# ---------------------------------------------------------------- rows of the data
+
+#: Columns of media, and words in the type or the keys of a part of a message. No engine and no learner gets them.
+MEDIA_COLUMNS = ("images", "videos", "audios")
+MEDIA_WORDS = ("image", "video", "audio")
+MEDIA_REMEDY = "remove the media from the rows, or use rows of text alone: a model would not see them"
+
+
+def find_media(row: Mapping[str, Any]) -> str:
+    """The first place of an image, a video or audio in a row; empty without one. Empty columns count as none.
+
+    >>> find_media({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "images": []})
+    "a part 'image_url' of column 'prompt'"
+    """
+    for column in MEDIA_COLUMNS:
+        held = row.get(column)
+        if held is not None and (not hasattr(held, "__len__") or len(held)):
+            return f"column {column!r}"
+    for column, value in row.items():
+        for message in value if isinstance(value, list) else [value]:
+            content = message.get("content") if isinstance(message, Mapping) and "role" in message else None
+            for part in content if isinstance(content, list) else ():
+                if found := _media_of(part):
+                    return f"a part {found!r} of column {column!r}"
+    return ""
+
+
+def _media_of(part: Any) -> str:
+    """The kind of a part of a message that is no text."""
+    if not isinstance(part, Mapping):
+        return ""
+    names = (str(part.get("type") or ""), *(str(key) for key, value in part.items() if value is not None))
+    return next((name for name in names if any(word in name for word in MEDIA_WORDS)), "")
+
+
+# ---------------------------------------------------------------- features
+
+
+class Feature(NamedTuple):
+    """Something that a configuration asks for. `asks`: its words, empty if it does not; `key`: the setting to name;
+    `needs`: a feature of the learner's device.
+    """
+
+    title: str
+    key: str
+    asks: Callable[[Config, Model], str]
+    needs: str = ""
+
+    @property
+    def of_model(self) -> bool:
+        return self.key == "model.path"
+
+
+def _get(config: Config, key: str) -> Any:
+    found: Any = config
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _switch(key: str, *, needs: str = "") -> Feature:
+    return Feature(f"`{key}`", key, lambda config, _: f"{key} = true" if _get(config, key) else "", needs)
+
+
+def _value(key: str, value: str, title: str = "", *, needs: str = "") -> Feature:
+    words = f"{key} = {value!r}"
+    return Feature(title or f'`{key} = "{value}"`', key, lambda c, _: words if _get(c, key) == value else "", needs)
+
+
+def _split(name: str) -> Feature:
+    key = f"learner.parallel.{name}"
+    return Feature(f"`{key}`", key, lambda c, _: f"{key} = {_get(c, key)}" if _get(c, key) > 1 else "")
+
+
+def _needs_model(name: str, title: str) -> Feature:
+    key = "learner.algorithm.advantage"
+
+    def asks(config: Config, _: Model) -> str:
+        entry = algorithms.ADVANTAGES.get(_get(config, key)) if config.learner.mode == "rl" else None
+        return f"{key} = {_get(config, key)!r}, which needs a {title}" if entry and name in entry.needs else ""
+
+    return Feature(title, key, asks)
+
+
+def _model(title: str, words: Callable[[Model], str]) -> Feature:
+    return Feature(title, "model.path", lambda _, model: words(model))
+
+
+def _is_plain(model: Model) -> bool:
+    """A dense decoder of token ids."""
+    return bool(model.get("model_type")) and not (count_experts(model) or list_senses(model) or _encodes(model))
+
+
+def _encodes(model: Model) -> bool:
+    return bool(model.get("is_encoder_decoder"))
+
+
+def _architecture(model: Model) -> str:
+    other = _is_plain(model) and model["model_type"] not in MEGATRON_MODELS
+    return f"model_type {model['model_type']!r}" if other else ""
+
+
+FEATURES: dict[str, Feature] = {
+    # of a learner
+    "float16": _value("model.dtype", "float16"),
+    "reward_model": _value("learner.mode", "reward_model"),
+    "critic": _needs_model("critic", "critic model"),
+    "process": _needs_model("process", "process model"),
+    "lora": Feature(
+        "`learner.lora.rank`", "learner.lora.rank",
+        lambda c, _: f"learner.lora.rank = {c.learner.lora.rank}" if c.learner.lora.rank else "",
+    ),
+    **{name: _split(name) for name in ("replicate", "tensor", "sequence", "pipeline", "expert")},
+    "cpu_offload": _switch("learner.cpu_offload"),
+    "reference_offload": _switch("learner.reference_offload"),
+    "offload_idle": _switch("learner.offload_idle"),
+    "compile": _switch("learner.compile"),
+    "liger": _switch("learner.liger", needs="triton"),
+    "muon": _value("learner.optim.name", "muon"),
+    "adamw_8bit": _value("learner.optim.name", "adamw_8bit"),
+    "varlen": _value("model.attn_implementation", "varlen", needs="varlen_attention"),
+    "varlen_float32": Feature(
+        "`model.attn_implementation = \"varlen\"` in float32", "model.attn_implementation",
+        lambda c, _: "model.attn_implementation = 'varlen' with model.dtype = 'float32'"
+        if (c.model.attn_implementation, c.model.dtype) == ("varlen", "float32") else "",
+    ),
+    "sequence_parallel": _switch("learner.megatron.sequence_parallel", needs="transformer_engine"),
+    # of an engine
+    "adapter": Feature(
+        "`learner.lora.publish = \"adapter\"`", "learner.lora.publish",
+        lambda c, _: "learner.lora.publish = 'adapter'"
+        if c.learner.lora.rank and c.learner.lora.publish == "adapter" else "",
+    ),
+    # of a model folder
+    "mixture_of_experts": _model(
+        "a mixture of experts", lambda m: f"mixture of experts ({count_experts(m)})" if count_experts(m) else ""
+    ),
+    "senses": _model(
+        "a vision-language or audio model", lambda m: f"{' and '.join(list_senses(m))} inputs" if list_senses(m) else ""
+    ),
+    "encoder_decoder": _model("an encoder-decoder", lambda m: "encoder-decoder" if _encodes(m) else ""),
+    "architecture": _model(f"a dense decoder other than {', '.join(MEGATRON_MODELS)}", _architecture),
+    "dense_variant": _model(
+        "other activations, biases, attention windows or rotary scaling",
+        lambda m: find_dense_variant(m) if _is_plain(m) and not _architecture(m) else "",
+    ),
+    "head_change": Feature(
+        "logits that are scaled or capped after the head", "model.path",
+        lambda c, m: find_head_change(m) if c.learner.mode != "reward_model" else "",
+    ),
+}  # fmt: skip
+#: Features that a learner or an engine is asked for.
+OF_ENGINES = ("adapter", "senses", "encoder_decoder")
+OF_LEARNERS = tuple(name for name in FEATURES if name != "adapter")
+
+# ---------------------------------------------------------------- refusals
+
+FSDP2 = "use fsdp2"
+TEXT_ALONE = ("trains on token ids alone", "use a language model without other inputs")
+ENCODES = ("trains decoders alone", "use a decoder")
+HEAD = ("computes log-probs from the head itself", "use a model without it")
+SPLIT = "cannot split so; it has "
+
+#: Part -> feature -> reason and remedy. What is neither here nor in `UNUSED` works.
+REFUSED: dict[str, dict[str, tuple[str, str]]] = {
+    "fsdp2": {
+        "pipeline": (f"{SPLIT}replicate, tensor, sequence, expert", "set it to 1, or use megatron"),
+        "varlen_float32": ("computes it in half precision", "set model.dtype = 'bfloat16', or auto"),
+        "senses": TEXT_ALONE,
+        "encoder_decoder": ENCODES,
+        "head_change": HEAD,
+    },
+    "megatron": {
+        "float16": ("has no loss scale for float16", "use bfloat16, or fsdp2"),
+        "reward_model": ("trains no reward model", FSDP2),
+        "critic": ("does not train", FSDP2),
+        "process": ("does not train", FSDP2),
+        "lora": ("trains all weights", FSDP2),
+        **dict.fromkeys(("replicate", "sequence", "expert"), (f"{SPLIT}tensor, pipeline", "set it to 1, or use fsdp2")),
+        **{name: (f"has no {name}", FSDP2) for name in ("cpu_offload", "reference_offload", "offload_idle", "liger")},
+        "compile": ("does not compile layers", FSDP2),
+        "muon": ("has no muon", "use adamw, or fsdp2"),
+        "adamw_8bit": ("has no adamw_8bit", "use adamw, or fsdp2"),
+        "mixture_of_experts": ("builds dense decoders alone", FSDP2),
+        "senses": TEXT_ALONE,
+        "encoder_decoder": ENCODES,
+        "architecture": (f"builds {', '.join(MEGATRON_MODELS)}", FSDP2),
+        "dense_variant": ("has no layers for it", FSDP2),
+        "head_change": HEAD,
+    },
+    "hf": {
+        "senses": ("serves token ids alone", "use a language model, or another engine (producers.engine)"),
+        "encoder_decoder": ("serves decoders alone", "use a decoder, or another engine (producers.engine)"),
+    },
+    **{name: {"adapter": ("takes whole weights alone", "set learner.lora.publish = 'auto'")} for name in TAKE_WHOLE},
+    "dataset": {},
+}  # fmt: skip
+#: Part -> features that have no effect on it.
+UNUSED: dict[str, tuple[str, ...]] = {"fsdp2": ("sequence_parallel",), "megatron": ("varlen", "varlen_float32")}
+
+
+class Refusal(NamedTuple):
+    """A request that a part refuses."""
+
+    code: str
+    key: str
+    message: str
+    remedy: str
+
+    def error(self) -> ConfigError:
+        return ConfigError(self.code, self.message, where=self.key, remedy=self.remedy)
+
+
+def find_refusals(
+    config: Config, model: Model = NO_MODEL, *, role: Role | None = None, device: str = ""
+) -> Iterator[Refusal]:
+    """What the parts of this configuration refuse. `role`: only its part; `device`: the type behind `auto`."""
+    if role != "producer":
+        yield from _find(config, model, config.learner.backend, OF_LEARNERS, what="backend")
+        yield from _find_on_device(config, model, device)
+    if role != "learner":
+        yield from _find(config, model, config.producers.engine, OF_ENGINES, what="engine")
+    yield from _find_unknown_devices(config, role)
+
+
+def _find(config: Config, model: Model, part: str, names: tuple[str, ...], *, what: str) -> Iterator[Refusal]:
+    for name in names:
+        feature, refused = FEATURES[name], REFUSED.get(part, {}).get(name)
+        if refused and (asked := feature.asks(config, model)):
+            code = "config.model" if feature.of_model else "config.conflict"
+            yield Refusal(code, feature.key, f"{asked}: {what} {part!r} {refused[0]}", refused[1])
+
+
+def _find_on_device(config: Config, model: Model, device: str) -> Iterator[Refusal]:
+    kind = device_type(config.learner.device)
+    kind = device if kind == "auto" else kind
+    for name in OF_LEARNERS:
+        feature = FEATURES[name]
+        own = (*REFUSED.get(config.learner.backend, {}), *UNUSED.get(config.learner.backend, ()))
+        if not feature.needs or name in own or kind not in DEVICES:
+            continue
+        if feature.needs not in DEVICES[kind] and (asked := feature.asks(config, model)):
+            able = [one for one, features in DEVICES.items() if feature.needs in features]
+            here = f"learner.device = {config.learner.device!r}"
+            if device_type(config.learner.device) == "auto":
+                here += f", which is {kind} here"
+            what = f"{asked} needs a device with {feature.needs} ({', '.join(able)}), and {here}"
+            yield Refusal("config.conflict", feature.key, what, f"leave it out, or set learner.device = {able[0]!r}")
+
+
+def _find_unknown_devices(config: Config, role: Role | None) -> Iterator[Refusal]:
+    places = [
+        ("learner.device", config.learner.device, "learner", config.learner.backend in BACKENDS),
+        ("producers.device", config.producers.device, "producer", config.producers.engine in ENGINES),
+        *((f"judge[{number}].device", one.device, "reward", one.kind == "classifier" or one.engine in ENGINES)
+          for number, one in enumerate(config.judge)),
+    ]  # fmt: skip
+    for key, setting, owner, ours in places:
+        kind = device_type(setting)
+        if ours and role in (None, owner) and kind != "auto" and kind not in DEVICES:
+            other = OTHER_NAMES.get(kind.lower())
+            remedy = f"torch calls these devices {other}: set it to {other!r}" if other else "use one of these, or auto"
+            what = f"{key} = {setting!r} is not auto or one of {', '.join(DEVICES)}, with a number such as cuda:1"
+            yield Refusal("config.type", key, what, remedy)
+
+
+def device_type(setting: str) -> str:
+    """The type in a setting such as `cuda:1`; anything else than a number behind the colon belongs to the type.
+
+    >>> device_type("cuda:1"), device_type("auto"), device_type("cuda:one")
+    ('cuda', 'auto', 'cuda:one')
+    """
+    kind, colon, number = setting.partition(":")
+    return kind if not colon or (number.isdigit() and kind != "auto") else setting
+
+
+def refuse(config: Config, model: Model, *, role: Role, device: str = "") -> None:
+    """Raise the first refusal of a role at its start, with the others in its message.
+
+    Raises:
+        ConfigError: `config.conflict`, `config.model` or `config.type`.
+    """
+    found = list(find_refusals(config, model, role=role, device=device))
+    if found:
+        first = found[0]
+        raise first._replace(message="; ".join(one.message for one in found)).error()
