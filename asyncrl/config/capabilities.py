@@ -301,6 +301,18 @@ def find_refusals(
     yield from _find_unknown_devices(config, role)
 
 
+def find_folder_refusals(
+    config: Config, model: Model, part: str, *, key: str, scores: bool = False
+) -> Iterator[Refusal]:
+    """What a part refuses about a further model folder, named by `key`: of a critic, a judge. `scores`: its head gives
+    scores, not log-probs.
+    """
+    what = "backend" if part in BACKENDS else "engine"
+    names = OF_LEARNERS if part in BACKENDS else OF_ENGINES
+    asked = tuple(name for name in names if FEATURES[name].of_model and not (scores and name == "head_change"))
+    yield from (one._replace(key=key) for one in _find(config, model, part, asked, what=what))
+
+
 def _find(config: Config, model: Model, part: str, names: tuple[str, ...], *, what: str) -> Iterator[Refusal]:
     for name in names:
         feature, refused = FEATURES[name], REFUSED.get(part, {}).get(name)

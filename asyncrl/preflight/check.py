@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config, load_all
-from asyncrl.config.capabilities import Role, find_refusals
+from asyncrl.config.capabilities import Role, find_folder_refusals, find_refusals
 from asyncrl.config.locations import Places, parse_dotted
 from asyncrl.config.mode import present_roles
 from asyncrl.config.reader import independent_errors
@@ -109,6 +109,22 @@ def check_requests(config: Config, roles: Sequence[str], machine: Machine) -> It
         if role in roles:
             found = find_refusals(config, model, role=role, device=machine.accelerator or "cpu")
             yield from (one.error() for one in found if one not in known)
+    for owner, key, folder, part, scores in _further_models(config):
+        if owner in roles and folder:
+            found = find_folder_refusals(config, model_json(folder), part, key=key, scores=scores)
+            yield from (one.error() for one in found)
+
+
+def _further_models(config: Config) -> Iterator[tuple[str, str, str, str, bool]]:
+    """Role, setting, folder, its back-end or engine, and whether it gives scores."""
+    learner = config.learner
+    yield "learner", "learner.critic.model", learner.critic.model, learner.backend, True
+    for name in ("model", "reference"):
+        folder = getattr(learner.process_reward, name)
+        yield "learner", f"learner.process_reward.{name}", folder, learner.backend, False
+    for number, table in enumerate(config.judge):
+        if table.kind == "generative":
+            yield "reward", f"judge[{number}].model", table.model, table.engine, False
 
 
 def check_files(

@@ -196,6 +196,25 @@ def agree(
         assert start is not None and start.code == found[0].code and start.where == key and start.remedy
 
 
+@pytest.mark.parametrize("feature", ["senses", "encoder_decoder", "head_change"])
+def test_folders_of_companions_and_judges_are_looked_at(feature: str, place: Path) -> None:
+    other = place / "other"
+    shutil.copytree(place / "model", other)
+    asked = ASKED[feature][1]
+    (other / "config.json").write_text(json.dumps(json.loads((other / "config.json").read_text()) | asked))
+    path, _ = make(place, "")
+    text = path.read_text() + f'judge = "g"\n[[judge]]\nname = "g"\nkind = "generative"\nmodel = "{other}"\n'
+    text = text.replace('function = "my_rewards:good"\n', "") + 'prompt = "{response}"\nrange = [0, 1]\n'
+    path.write_text(text)
+    settings = [f'learner.critic.model="{other}"', f'learner.process_reward.model="{other}"']
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "look_at_machine", lambda _: MACHINE)
+        found = checks.check_files(path, settings)[1].errors
+    refused = {error.message.partition(":")[0] for error in found if error.code == "config.model"}
+    wanted = {"learner.critic.model", "learner.process_reward.model", "judge[0].model"}
+    assert refused == (wanted if feature != "head_change" else {"learner.process_reward.model"}), found
+
+
 @pytest.mark.parametrize("key", ["learner.device", "producers.device"])
 @pytest.mark.parametrize("name", ["rocm", "gpu", "tpu", "cuda:one", "auto:1"])
 def test_an_unknown_device_is_refused(key: str, name: str, place: Path) -> None:

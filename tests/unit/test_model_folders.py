@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -211,6 +212,17 @@ def test_a_folder_that_needs_its_code_is_refused_without(door: str, model_dir: P
         DOORS[door][0](folder, tmp_path, False)
     assert refused.value.code == "config.trust" and refused.value.where.startswith(str(folder))
     assert "trust_remote_code = true" in refused.value.remedy and marks(folder) == set()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="the extra megatron is not installed")
+def test_nor_does_megatron_without_the_permission(gang: Gang, model_dir: Path, tmp_path: Path) -> None:
+    from asyncrl.plugins import find
+
+    folder = plant(model_dir, tmp_path / "megatron")
+    for trust in (False, True):
+        config = settings(folder, tmp_path, trust=trust, extra="learner.backend = 'megatron'")
+        find("asyncrl.backends", "megatron")(config, gang).export_hf(tmp_path / f"out{trust}")
+        assert bool(marks(folder)) is trust
 
 
 def test_a_run_and_its_exports_do_not_run_it(gang: Gang, model_dir: Path, tmp_path: Path) -> None:

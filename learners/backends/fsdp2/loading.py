@@ -11,9 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from asyncrl.config import Config, OptimConfig
+from asyncrl.config.capabilities import find_folder_refusals
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
 from asyncrl.runtime.model_folder import load_model as read_model
+from asyncrl.runtime.model_folder import model_json
 from learners.backends import start_weights
 from learners.backends.base import DTYPES
 from learners.backends.fsdp2 import mesh as layout
@@ -41,6 +43,8 @@ def load_model(
         "trust_remote_code": config.model.trust_remote_code,
     }
     path, scorer = path or config.model.path, scorer or config.learner.mode == "reward_model"
+    for refused in find_folder_refusals(config, model_json(path), "fsdp2", key=path, scores=scorer):
+        raise refused.error()
     try:
         model = _load_parts(config, path, scorer=scorer, say=say, **options)
         if model is None and scorer:
