@@ -16,7 +16,7 @@ from test_running_job import Job, end, free_port, scan
 
 from asyncrl.runtime.host_facts import descendants
 
-pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.chaos, pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(600)]
 CONNECTIONS, FLOOD_S, SHORT_S = 5000, 30.0, 8.0
 PROMETHEUS = free_port()
 

@@ -48,6 +48,7 @@ class Host:
         self.run = RunDir(self.config.run_dir).create()
         self.run.config.write_text(dump(self.config))
         self.processes: dict[str, Any] = {}
+        self.askers: dict[tuple[str, str], Requester] = {}
 
     def start(self, *roles: str) -> None:
         for role in roles:
@@ -60,12 +61,10 @@ class Host:
     def key(self, name: str) -> Keys:
         return read_keys(self.server if name == "owner" else key_path(self.server, name))
 
-    def ask(self, role: str, message: wire.Message, key: str, *, timeout_s: float = 20, payload: bytes = b"") -> Any:
-        asker = Requester(endpoint(self.config, role), keys=self.key(key), resend_s=5.0)
-        try:
-            return asker.request(message, (payload,) if payload else (), timeout_s=timeout_s).message
-        finally:
-            asker.close()
+    def ask(self, role: str, message: wire.Message, key: str, *, timeout_s: float = 20) -> Any:
+        if (role, key) not in self.askers:
+            self.askers[role, key] = Requester(endpoint(self.config, role), keys=self.key(key), resend_s=5.0)
+        return self.askers[role, key].request(message, timeout_s=timeout_s).message
 
     def producer(self, name: str, *, key: str = "producer") -> ProducerClient:
         return ProducerClient(endpoint(self.config, "buffer"), name=name, keys=self.key(key), timeout_s=20)
@@ -79,10 +78,16 @@ class Host:
     def log(self, role: str) -> str:
         return (self.run.logs / f"{role}.log").read_text()
 
+    def hang_up(self) -> None:
+        for asker in self.askers.values():
+            asker.close()
+        self.askers.clear()
+
     def stop(self) -> None:
         for role, process in self.processes.items():
             assert process.poll() is None, f"{role} ended: {self.log(role)}"
             process.terminate()
+        self.hang_up()
         assert [process.wait(30) for process in self.processes.values()] == [0] * len(self.processes)
 
 
@@ -90,11 +95,13 @@ class Host:
 def host(tmp_path: Path) -> Iterator[Host]:
     made = Host(tmp_path)
     yield made
+    made.hang_up()
     for process in made.processes.values():
         process.kill()
         process.wait(10)
 
 
+@pytest.mark.long
 def test_every_message_with_every_key(host: Host) -> None:
     """What the table forbids is refused before anything else; what it allows is not."""
     host.start("buffer", "weightsync")

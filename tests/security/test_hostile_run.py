@@ -30,7 +30,7 @@ from asyncrl.net.keys import GUESTS, add_key, read_keys, write_keys
 from asyncrl.net.requester import Requester
 
 HOSTILE_S = float(os.environ.get("HOSTILE_S", "30"))
-pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(HOSTILE_S + 600)]
+pytestmark = [pytest.mark.chaos, pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(HOSTILE_S + 600)]
 
 
 class Guest(threading.Thread):
