@@ -164,7 +164,7 @@ def check_extras(config: Config) -> Iterator[AsyncRLError]:
         and config.learner.megatron.sequence_parallel
         and importlib.util.find_spec("transformer_engine") is None
     ):
-        what = f"{here} needs the package transformer_engine, which this environment lacks"
+        what = "it needs the package transformer_engine, which this environment lacks"
         yield ConfigError("config.extra", what, where=here, remedy="pip install transformer-engine, or leave it out")
     for name in ("optim", "critic", "process_reward"):
         if getattr(config.learner, name).name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
