@@ -190,8 +190,9 @@ class Learner:
         self._saver.settle()
         if step > self._saver.saved:
             self._checkpoint(step, wait=True)
-        if self._services is not None:
-            self._services.register_again(step)
+        order = Order(step, self._services.register_again(step)) if self._services is not None else None
+        if self._share(order).publish:
+            self._publish(step)
 
     def _trouble(self, reason: str) -> AsyncRLError:
         trouble = self._services.trouble if self._services is not None else None

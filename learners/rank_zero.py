@@ -124,11 +124,15 @@ class Services:
         )
         return self._publishes and not catching_up
 
-    def register_again(self, step: int) -> None:
-        """Register after the buffer lost its state, with the ledger of `step`. Generators hold its weights already."""
+    def register_again(self, step: int) -> bool:
+        """Register after the buffer lost its state, with the ledger of `step`. Return whether to publish its weights:
+        if generators hold a later version, the batches that led to it are lost, and generators have to go back.
+        """
         answer = self._register(step, takeover=False)
         self.trouble = None
         print(f"learner: registered again: epoch {answer.epoch}, step {step}", flush=True)
+        lost, self._ahead = step < self._ahead, -1
+        return self._publishes and lost
 
     def _register(self, step: int, *, takeover: bool) -> Any:
         ledger = self.account.text(step=step, epoch=self.mark.highest().epoch)

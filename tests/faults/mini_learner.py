@@ -115,7 +115,8 @@ class MiniLearner:
                 print(f"mini: {error.message}; registering again", flush=True)
                 services.trouble = error
                 self.save()
-                services.register_again(state.step)
+                if services.register_again(state.step):
+                    services.publish(state.step, parts_of(self.config, state.weights))
                 continue
             except Unavailable:
                 self.save()

@@ -15,7 +15,7 @@ import torch
 from made_batches import a_batch, a_group, a_sample
 
 from asyncrl import config as configuration
-from asyncrl.errors import AsyncRLError, Fenced
+from asyncrl.errors import AsyncRLError, Fenced, StateLost
 from asyncrl.runtime.role import Stop
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import NotYet
@@ -474,3 +474,24 @@ def test_tracker_groups_name_metrics_of_the_catalogue() -> None:
         "speed/step_s",
         "learning/reward/exact",
     )
+
+
+def test_generators_go_back_if_the_batches_that_led_to_their_version_are_lost(
+    gang: Gang, model_dir: Path, tmp_path: Path
+) -> None:
+    """Else the buffer gives them no work: they hold a version that nobody has trained."""
+    config = make_config(model_dir, tmp_path / "run")
+    learner, buffer, _, services = make_learner(config, gang, committed=2, replay_to=2)
+    lost = iter([True])
+
+    def on_claim(step: int) -> Any:
+        if next(lost, False):
+            buffer.replay_to = 0
+            raise StateLost("buffer.lost_state", "the store was emptied")
+
+    buffer.on_claim = on_claim
+    learner.run()
+    services.close()
+    assert buffer.names()[:5] == ["register", "start", "claim", "register", "publish"], "it catches up at first"
+    published = [call[1] for call in buffer.calls if call[0] == "publish"]
+    assert published == [0, 1, 2, 3], "the weights of step 0 first"
