@@ -69,8 +69,8 @@ fsync = "{fsync}"
 [learner]
 steps = {steps}
 micro_batch_tokens = 20000
-[environment]
-name = "m:Scored"
+[[reward]]
+function = "m:f"
 """
 
 

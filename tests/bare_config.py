@@ -1,5 +1,4 @@
-"""The configuration of a buffer that stands alone: no model, no prompts, small groups and batches, and an environment
-that scores, so that producers may send rewards.
+"""The configuration of a buffer that stands alone: no model, no prompts, small groups and batches.
 
 `buffer_lab` (a real service) and `sim_config` (the simulator) add their own lines: first those of `[buffer]`, then
 further sections.
@@ -18,8 +17,6 @@ max_new_tokens = 16
 steps = 4
 [[reward]]
 function = "m:f"
-[environment]
-name = "m:Scored"
 [buffer]
 batch_groups = 2
 """

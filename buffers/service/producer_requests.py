@@ -17,8 +17,10 @@ from buffers.payloads import partial_samples
 from buffers.service.context import Context, Poll
 
 
-def sample_limits(config: Config, max_new_tokens: int) -> wire.SampleLimits:
-    """What the configuration allows a sample. Only a row of a data set or an environment has a reward of its own."""
+def sample_limits(config: Config, max_new_tokens: int, *, guest: bool) -> wire.SampleLimits:
+    """What the configuration allows a sample. A guest sends rewards only of a row of a data set or an environment;
+    without keys all processes are those of one user.
+    """
     longest = config.data.max_prompt_tokens + max_new_tokens
     single = config.environment.is_single_turn
     return wire.SampleLimits(
@@ -26,7 +28,7 @@ def sample_limits(config: Config, max_new_tokens: int) -> wire.SampleLimits:
         sequence_tokens=max_new_tokens if single else longest,
         sequences=1 if single else config.environment.max_turns,
         reward=config.reward_workers.max_reward,
-        scores=streams(config) or config.environment.scores,
+        scores=not guest or streams(config) or config.environment.scores,
     )
 
 
@@ -37,8 +39,9 @@ class ProducerRequests:
         self.context = context
         self.polls: dict[str, Poll] = {}
         config = context.config
-        self._limits = sample_limits(config, config.sampling.max_new_tokens)
-        self._held_out_limits = sample_limits(config, evaluation_sampling(config).max_new_tokens)
+        trained, held_out = config.sampling.max_new_tokens, evaluation_sampling(config).max_new_tokens
+        self._limits = {guest: sample_limits(config, trained, guest=guest) for guest in (False, True)}
+        self._held_out_limits = {guest: sample_limits(config, held_out, guest=guest) for guest in (False, True)}
 
     def look_at_polls(self) -> None:
         """Answer the polls that have work, or whose time is over."""
@@ -133,13 +136,14 @@ class ProducerRequests:
     ) -> None:
         context, machine = self.context, self.context.machine
         intake = context.evaluations.intake if is_evaluation(head.group) else machine.intake
+        guest = is_guest(call.holder)
 
         def invalid() -> str:
             # Producers hear of a publish before the learner's commit arrives here, hence one version more.
             newest = machine.table.meta.newest + 1
-            more, limits = 0, self._held_out_limits
+            more, limits = 0, self._held_out_limits[guest]
             if intake is machine.intake:
-                more, limits = machine.settings.over_issue, self._limits
+                more, limits = machine.settings.over_issue, self._limits[guest]
             size = intake.target.size + more
             return wire.validate_samples(head, payload, group_size=size, newest_version=newest, limits=limits)
 
@@ -151,7 +155,6 @@ class ProducerRequests:
                 return context.segments.adopt(place, header, payload, again=unscored)
             return context.segments.append(header, payload, checksum, again=unscored)
 
-        guest = is_guest(call.holder)
         reply = intake.take(head, checksum=checksum, invalid=invalid, keep=keep, guest=guest)
         if reply.refused and any(why.startswith("poison: ") for why in reply.refused.values()):
             context.dead_letters.put(group=head.group, token=head.token, header=header, payload=payload)
