@@ -310,8 +310,8 @@ class NullDead:
 class NullLog:
     """A `MetricsLog` that writes nothing."""
 
-    def __init__(self, path: Any) -> None:
-        del path
+    def __init__(self, path: Any, *, most_bytes: int = 0) -> None:
+        del path, most_bytes
 
     def write(self, values: Any, **labels: Any) -> None:
         """Nothing."""

@@ -152,7 +152,7 @@ def test_an_observation_with_media_is_refused() -> None:
 def test_the_check_finds_a_later_row(
     key: str, kind: str, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_code, "_problem", lambda command: "")
+    monkeypatch.setattr(check_code, "_problem", lambda command, **_: "")
     text = {"prompt": "2+2=", "images": None}
     media = write(tmp_path, kind, [text, text, {"prompt": "what?", "images": ["x.png"]}])
     (tmp_path / "text.jsonl").write_text(json.dumps({"prompt": "2+2="}) + "\n")
@@ -170,7 +170,7 @@ def test_the_check_finds_a_later_row(
 
 @pytest.mark.parametrize("case", TEXT)
 def test_the_check_lets_text_pass(case: str, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_code, "_problem", lambda command: "")
+    monkeypatch.setattr(check_code, "_problem", lambda command, **_: "")
     file = tmp_path / "run.toml"
     path = write(tmp_path, "jsonl", [TEXT[case]])
     file.write_text(f'model.path = "{model_dir}"\ndata.path = "{path}"\n[[reward]]\nfunction = "a:b"\n')
