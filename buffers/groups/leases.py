@@ -158,15 +158,19 @@ class Leases:
             if now - self.workers.find("producer", name, now).seen > limit:
                 self.lose_all(name, "silent")
 
-    def give_back(self, message: LeaseReturn) -> None:
-        """A producer returns leases; with `dead` the prompt itself is at fault. Old tokens are ignored."""
+    def give_back(self, message: LeaseReturn, *, guest: bool = False) -> None:
+        """A producer returns leases; with `dead` the prompt itself is at fault. Old tokens are ignored. A `guest` alone
+        cannot end a prompt: it is tried again, maybe elsewhere, while attempts are left.
+        """
         reason = message.reason[:REASON_CHARS]
         for number, token in message.groups:
             item = self.table.get(number)
             if item is None or not item.holder or item.token != token or not token:
                 continue
-            if message.dead:
+            if message.dead and not (guest and item.attempt < self.live.current.max_reissue):
                 self.outcome.returned_dead(item, message.reason)
+            elif message.dead:
+                self.lose(item, reason)
             else:
                 self.lose(item, reason, counts=reason not in GRACEFUL)
 

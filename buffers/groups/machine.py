@@ -276,13 +276,13 @@ class GroupMachine:
         """Why a producer at this version gets nothing now; empty if it would get something."""
         return self.group_leases.blocked_reason(engine_version, producer)
 
-    def give_back(self, message: LeaseReturn, *, now: float) -> None:
+    def give_back(self, message: LeaseReturn, *, now: float, guest: bool = False) -> None:
         """A producer returns leases; with `dead` the prompt itself is at fault."""
         self.begin(now)
         worker = self.workers.see("producer", message.producer, now)
         if message.reason in GRACEFUL:
             worker.capacity = 0  # it ends, so nothing is reserved for it
-        self.leases.give_back(message)
+        self.leases.give_back(message, guest=guest)
 
     def samples(
         self, head: Samples, *, checksum: int, invalid: Callable[[], str], keep: Callable[[], Record], now: float

@@ -191,6 +191,7 @@ class ProducerRequests:
     def give_back(self, call: Call) -> None:
         """A `LeaseReturn`."""
         self.context.peers.note_returned(call, len(call.message.groups), self.context.now)
-        self.context.machine.give_back(call.message, now=self.context.now)
-        self.context.evaluations.leases.give_back(call.message)
+        guest = is_guest(call.holder)
+        self.context.machine.give_back(call.message, now=self.context.now, guest=guest)
+        self.context.evaluations.leases.give_back(call.message, guest=guest)
         self.context.answer(call, wire.Ok())

@@ -472,3 +472,17 @@ def test_a_reward_that_is_not_finite_is_a_failure() -> None:
     unscored(run)
     run.g.scores(Scores("r", (Score(0, 0, work(run)[0], math.inf),)), now=0.0)
     assert run.g.table.ended[0].reason == "reward_failed" and "not_finite" in run.g.table.ended[0].detail
+
+
+def test_a_guest_cannot_end_a_prompt_by_a_word() -> None:
+    run = Run(max_reissue=2)
+    for attempt in range(3):
+        assert run.lease() == [0]
+        group = run.g.table.groups[0]
+        assert group.attempt == attempt
+        returned = LeaseReturn("p", ((0, group.token),), "too_long: 9 tokens", dead=True)
+        run.g.give_back(returned, now=run.now, guest=True)
+    assert run.state(0) == "DEAD" and run.g.table.ended[0].reason == "prompt"
+    assert run.lease() == [1]
+    run.g.give_back(LeaseReturn("p", ((1, run.g.table.groups[1].token),), "too_long", dead=True), now=run.now)
+    assert run.state(1) == "DEAD", "without keys the first word counts"
