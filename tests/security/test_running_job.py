@@ -106,6 +106,7 @@ class Job:
 def job(run: Any) -> Iterator[Job]:
     if not (shutil.which("redis-server") or shutil.which("valkey-server")):
         (pytest.fail if os.environ.get("CI") else pytest.skip)("no redis-server or valkey-server on the PATH")
+    run.fresh = True  # a forked role would have the memory of the launcher, which reads the owner's key
     yield Job(run)
 
 
@@ -155,9 +156,9 @@ def test_a_job_with_keys_is_closed_to_all_without(job: Job) -> None:
     secrets = secrets_of(job)
     commands = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(job.main.pid))
     for name in ("producer-0", "reward-0"):
-        own = read_keys(job.folder / f"{name.removesuffix('-0')}.key").secret.encode()
-        owner = job.keys.secret.encode()
-        assert holds(run.pid(name), own) and not holds(run.pid(name), owner), f"{name} holds more than it needs"
+        assert not holds(run.pid(name), job.keys.secret.encode()), f"{name} holds more than it needs"
+    own = read_keys(job.folder / "producer.key").secret.encode()
+    assert holds(run.pid("producer-0"), own) and not holds(run.pid("reward-0"), own)
     assert holds(run.pid("buffer"), job.keys.server_secret.encode()), "the search finds what is there"
     out = end(run, job.main)
     found = run.audit()
