@@ -21,6 +21,8 @@ from buffers.payloads.dead_letters import DeadLetters
 from buffers.payloads.segments import Segments
 
 MAX_WAIT_S = 30.0
+FINGERPRINT_CHARS = 200  # of what a guest says; a real one has 32
+MOST_UNCHECKED = 4096  # names that are remembered until the model of the run is known
 
 
 class Poll(msgspec.Struct):
@@ -119,13 +121,17 @@ class Context:
         if leads and not self._fingerprint:
             self._fingerprint = fingerprint
         if not leads and not self._fingerprint:
-            self._unchecked[name] = fingerprint
+            self._unchecked[name] = fingerprint[:FINGERPRINT_CHARS]
+            if len(self._unchecked) > MOST_UNCHECKED:
+                del self._unchecked[next(iter(self._unchecked))]
         elif fingerprint != self._fingerprint:
             raise HandshakeError(
                 "handshake.mismatch", f"{name} runs model {fingerprint}, the run has {self._fingerprint}"
             )
+        else:
+            self._unchecked.pop(name, None)
 
     def check_early(self, name: str) -> None:
         """Check what a producer said before the model of the run was known. Raises `handshake.mismatch`."""
         if self._fingerprint and name in self._unchecked:
-            self.check_fingerprint(name, self._unchecked.pop(name))
+            self.check_fingerprint(name, self._unchecked[name])
