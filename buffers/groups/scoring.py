@@ -35,6 +35,9 @@ from buffers.groups.transaction import Edit, Transaction
 from buffers.groups.workers import Workers
 
 LOST_REWARD_LEASE = "token: the reward lease was lost"
+VERSION_CHARS = 200  # of what a worker says about its reward function; a real one has 32
+TEXT_CHARS = 1000  # of a score's answer or text, in addition to those of its tokens
+TOKEN_CHARS = 256  # of one token; vocabularies contain runs of 128 spaces
 
 
 class ToScore(msgspec.Struct, frozen=True):
@@ -63,6 +66,18 @@ class Answer(NamedTuple):
     judgement: Judgement
     message: Scores
     answers: dict[str, Judgement] | None
+
+
+def shorten_texts(score: Score, tokens: int) -> Score:
+    """The score with at most the text that a response of `tokens` tokens can have: the buffer stores what workers say.
+
+    >>> len(shorten_texts(Score(0, 0, 1, 1.0, text="x" * 5000), tokens=2).text)
+    1512
+    """
+    limit = TEXT_CHARS + TOKEN_CHARS * tokens
+    if len(score.answer) <= limit and len(score.text) <= limit:
+        return score
+    return msgspec.structs.replace(score, answer=score.answer[:limit], text=score.text[:limit])
 
 
 class ScoringTarget(Protocol):
@@ -227,10 +242,12 @@ class Scoring:
         if not self.budget.accept_parts(score.parts):
             return self.fail(RewardFailure(score.group, score.index, score.token, "parts", TOO_MANY_PARTS), message)
         item, sample, late = found
+        score = shorten_texts(score, sample.length)
         self.counts[judge, "scored"] += 1
         self.counts[judge, "late"] += late
         self.queue.remove((score.group, score.index, judge))
-        answer = Judgement(score.reward, dict(score.parts), version=message.reward_version, answer=score.answer)
+        version = message.reward_version[:VERSION_CHARS]
+        answer = Judgement(score.reward, dict(score.parts), version=version, answer=score.answer)
         answers = {**sample.judged, judge: answer}
         verdict = None
         with self.target.edit(item):

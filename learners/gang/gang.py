@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.config import Config
 from asyncrl.net.addresses import LOOPBACK
+from asyncrl.net.closed_listeners import closed_afterwards
 from asyncrl.runtime.device import Device
 from learners.gang.topology import Topology
 
@@ -91,16 +93,26 @@ class Gang:
         topology = (
             Topology(rank, size) if plain else Topology.from_config(config.learner.parallel, rank=rank, size=size)
         )
-        found = None if "MASTER_PORT" not in os.environ and size > 1 else _store(rank, size, timeout_s=longest)
-        store = {"store": found, "rank": rank, "world_size": size} if found is not None else {}
-        dist.init_process_group(device.group_string, timeout=timedelta(seconds=longest), **store)
-        return Gang(rank, size, device, topology)
+        joined = Gang(rank, size, device, topology)
+        with joined.meeting():
+            found = None if "MASTER_PORT" not in os.environ and size > 1 else _store(rank, size, timeout_s=longest)
+            store = {"store": found, "rank": rank, "world_size": size} if found is not None else {}
+            dist.init_process_group(device.group_string, timeout=timedelta(seconds=longest), **store)
+        return joined
+
+    def meeting(self) -> AbstractContextManager[None]:
+        """A block in which ranks form a group. Afterwards the listeners of torch accept no further client.
+
+        Only on CPUs: NCCL and HCCL connect later, too.
+        """
+        return closed_afterwards() if self.size > 1 and self.device.type == "cpu" else nullcontext()
 
     def clone(self, *, timeout_s: float) -> Gang:
         """Return the same ranks for another thread, with a process group of their own. Collective."""
         made = Gang(self.rank, self.size, self.device, self.topology)
         if self.size > 1:
-            made._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            with self.meeting():
+                made._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         return made
 
     def leave(self) -> None:
@@ -113,7 +125,8 @@ class Gang:
         key = tuple(sizes.items())
         if key not in self._meshes:
             names = tuple(sizes)
-            self._meshes[key] = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=names)
+            with self.meeting():
+                self._meshes[key] = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=names)
         return self._meshes[key]
 
     def barrier(self) -> None:

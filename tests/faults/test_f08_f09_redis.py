@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 
 @pytest.mark.long
 def test_f08_killed_every_second(tmp_path: Path, figure: Any) -> None:
-    with Plant(tmp_path, extra=REDIS) as plant:
+    with Plant(tmp_path, extra=(*REDIS, "buffer.lease_timeout_s=60")) as plant:  # longer than a pause of a busy host
         plant.start()
         plant.wait("a commit", plant.committed)
         pauses = []

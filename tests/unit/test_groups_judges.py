@@ -14,6 +14,7 @@ from asyncrl.wire import RewardFailure, SampleHead, Samples, Score, Scores
 from buffers.groups.judgements import Judgement, JudgeRule
 from buffers.groups.machine import GroupMachine
 from buffers.groups.records import Record, Sample, State, settings_of
+from buffers.groups.scoring import TEXT_CHARS, TOKEN_CHARS, VERSION_CHARS
 
 JUDGES = (JudgeRule("", 2), JudgeRule("deep", 1), JudgeRule("math", 0, ("math",)))
 
@@ -287,3 +288,12 @@ def test_settings_name_judges_where_there_are_any(known: bool) -> None:
 def test_the_row_of_a_sample_reads_back() -> None:
     sample = Sample(1, 1, 0, 0, "stop", judged={"deep": Judgement(0.5, {"x": 1.0}, 1, ("r",), 4, "v", "42")})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sample), type=Sample) == sample
+
+
+def test_texts_of_a_score_are_as_long_as_a_response_can_be() -> None:
+    run = arrived(judges=JUDGES[:2])
+    run.work()
+    score = Score(0, 0, run.tokens["", 0, 0], 1.0, {}, "x" * 1_000_000, "y" * 1_000_000)
+    assert run.g.scores(Scores("r-", (score,), (), "v" * 1_000_000), now=run.now).accepted == 1
+    answer = run.sample(0).judged[""]
+    assert (len(answer.answer), len(answer.version)) == (TEXT_CHARS + TOKEN_CHARS, VERSION_CHARS)

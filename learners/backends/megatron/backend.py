@@ -88,7 +88,8 @@ class MegatronBackend:
         self._reference: Any = None  # created on first use
         with cuda_stand_ins(self._device):
             minutes = math.ceil(waiting_s(config) / 60)
-            models.join_groups(self._place, seed=config.run.seed + models.SEED_OFFSET, minutes=minutes)
+            with gang.meeting():
+                models.join_groups(self._place, seed=config.run.seed + models.SEED_OFFSET, minutes=minutes)
             self._settings, self._model = self._build()
             self._ddp = wrap(self._model, self._settings)
             self._optimizer = Optimizer(self._ddp, config.learner.optim, bf16=self._settings.bf16)
