@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -32,6 +33,9 @@ class _Connection:
         self.spoke = False
         self.key = b""
 
+    def note(self, key: bytes) -> None:
+        self.key, self.spoke = key, True
+
 
 class ConnectionGuard:
     """Made before the socket is bound, and closed before it. `dropped` counts the connections that it cut."""
@@ -41,6 +45,7 @@ class ConnectionGuard:
         self.dropped = 0
         self._socket = socket
         self._connections: dict[int, _Connection] = {}  # by descriptor, oldest first
+        self._early: dict[int, tuple[int, bytes]] = {}  # messages that came before the event: inode and key
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._events = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
@@ -50,8 +55,11 @@ class ConnectionGuard:
     def note_message(self, descriptor: int, key: bytes = b"") -> None:
         """A valid message came over this connection."""
         connection = self._connections.get(descriptor)  # without the lock: every message comes by here
-        if connection is not None and not connection.spoke:
-            connection.key, connection.spoke = key, True
+        if connection is None:  # the thread of a busy host has not seen it yet, or it was cut
+            with suppress(OSError), self._lock:
+                self._early[descriptor] = os.fstat(descriptor).st_ino, key
+        elif not connection.spoke:
+            connection.note(key)
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -75,9 +83,13 @@ class ConnectionGuard:
             if event != zmq.EVENT_ACCEPTED:
                 return
             try:
-                self._connections[descriptor] = _Connection(os.fstat(descriptor).st_ino)
+                accepted = _Connection(os.fstat(descriptor).st_ino)
             except OSError:
                 return  # it is gone already
+            inode, key = self._early.pop(descriptor, (0, b""))
+            if inode == accepted.inode:
+                accepted.note(key)
+            self._connections[descriptor] = accepted
             if len(self._connections) > self.limit:
                 self._drop(self._choose())
 

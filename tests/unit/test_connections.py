@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from bare_config import BARE
 
 from asyncrl import wire
@@ -92,6 +93,28 @@ def test_an_http_server_answers_beside_idle_connections(
         assert get(port, path) == 200
         wait(lambda: count_open(some) == 0)  # each after its few seconds
         assert get(port, path) == 200 and server._count <= 1
+
+
+def test_a_message_that_is_faster_than_the_news_of_its_connection_counts() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    guard = connections.ConnectionGuard(router, limit=1)
+    ends = [socket.socketpair() for _ in range(2)]
+    (first, _), (second, _) = ends
+    try:
+        guard.note_message(first.fileno(), b"its key")
+        guard._take(zmq.EVENT_ACCEPTED, first.fileno())
+        guard._take(zmq.EVENT_ACCEPTED, second.fileno())  # one too many: the silent one has to go
+        assert list(guard._connections) == [first.fileno()] and guard._connections[first.fileno()].key == b"its key"
+        guard._take(zmq.EVENT_DISCONNECTED, first.fileno())
+        guard._take(zmq.EVENT_ACCEPTED, first.fileno())
+        assert not guard._connections[first.fileno()].spoke, "the next one on this descriptor"
+    finally:
+        guard.close()
+        context.destroy(0)
+        for pair in ends:
+            for one in pair:
+                one.close()
 
 
 def test_a_socket_of_messages_keeps_those_that_speak(monkeypatch: pytest.MonkeyPatch) -> None:
