@@ -18,6 +18,7 @@ from asyncrl import cli, config, errors, metrics, wire
 from asyncrl.config import capabilities, presets
 from asyncrl.config.json_schema import field_meanings
 from asyncrl.config.sections import algorithm_catalogue as algorithms
+from asyncrl.configure import preset_pages
 from asyncrl.configure.explain import error_texts
 
 FOLDER = Path(__file__).parent
@@ -241,17 +242,28 @@ def algorithm_names() -> str:
         '`preset = "NAME"` under `[learner.algorithm]`, or `--preset NAME`. Settings of',
         "your file win over a preset that it names; a preset of the command line wins over the file.",
         "",
-        "| name | what | algorithm |",
-        "| --- | --- | --- |",
+        "Values of the paper that depend on model and data are advice: `asyncrl presets NAME` prints them, and nothing",
+        "sets them. A preset asks for at most as many updates per batch as `buffer.batch_groups`.",
+        "",
+        "| name | what | algorithm | where in the paper | acts | the paper's values, not set |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for name in presets.names():
-        title = (presets.FOLDER / f"{name}.toml").read_text().splitlines()[0].removeprefix("# ")
-        made = config.parse(_LEAST, overrides=[f"{presets.KEY}={name}"])
-        parts.append(f"| `{name}` | {title} | `{algorithms.explain(made.learner.algorithm)}` |")
+        recipe, algorithm = presets.load_recipe(name), preset_pages.algorithm_of(name)
+        advice = ", ".join(
+            f"`{key.rpartition('.')[2]} = {value}`" for key, value in preset_pages.list_advice(name).items()
+        )
+        cells = (
+            presets.read_title(name),
+            f"`{algorithms.explain(algorithm)}`",
+            recipe.equation,
+            f"`{recipe.acts}`",
+            advice,
+        )
+        parts.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    parts += ["", "### Differences from the papers", ""]
+    parts += [f"- `{name}`: {'; '.join(preset_pages.list_differences(name))}." for name in presets.names()]
     return "\n".join(parts) + "\n"
-
-
-_LEAST = 'model.path = "m"\ndata.path = "d"\n[[reward]]\nfunction = "a:b"\n'
 
 
 def _toml(default: object) -> str:

@@ -1,4 +1,4 @@
-"""Commands that read or write a configuration and start nothing: init, check, explain, diff, schema."""
+"""Commands that read or write a configuration and start nothing: init, check, explain, presets, diff, schema."""
 
 from __future__ import annotations
 
@@ -46,6 +46,14 @@ def add(commands: Commands) -> None:
         help="a code, a dotted key, a section, a metric; without it: all codes",
     )
     one.set_defaults(run=_explain)
+    one = command(
+        commands,
+        "presets",
+        "list published algorithms, or show one: settings, paper, differences from it",
+        example="asyncrl presets dapo",
+    )
+    one.add_argument("name", metavar="NAME", nargs="?", default="", help="a preset, or a .toml; without it: all")
+    one.set_defaults(run=_presets)
     one = command(
         commands,
         "diff",
@@ -100,6 +108,12 @@ def _explain(args: argparse.Namespace) -> int:
     from asyncrl.configure.explain import explain_command
 
     return explain_command(args.name)
+
+
+def _presets(args: argparse.Namespace) -> int:
+    from asyncrl.configure.preset_pages import presets_command
+
+    return presets_command(args.name)
 
 
 def _diff(args: argparse.Namespace) -> int:

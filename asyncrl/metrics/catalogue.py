@@ -57,6 +57,7 @@ CATALOGUE: dict[str, Metric] = {
     "score_margin": Metric("1", "learner", "mean score of chosen less that of rejected answers"),
     "clip_share": Metric("share", "learner", "tokens whose ratio was clipped"),
     "dual_clip_share": Metric("share", "learner", "tokens with a negative advantage whose loss the dual clip bounded"),
+    "gated_share": Metric("share", "learner", "tokens whose gradient the gate of sapo or vespo changed by over 1 %"),
     "approx_kl": Metric("nats", "learner", "k1 estimate of KL(proximal || current) per token; 0 with one mini-batch"),
     "ratio_max": Metric("1", "learner", "largest exp(proximal - behaviour) before truncation"),
     "tis_capped_share": Metric("share", "learner", "tokens whose importance weight was truncated"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from learners.algorithms.corrections import log_ratio
-from learners.algorithms.tensors import masked
+from learners.algorithms.tensors import masked, sequence_means
 from learners.algorithms.types import LossInputs, TokenLoss
 
 
@@ -63,6 +63,29 @@ def clipped_surrogate(
     plain = -gained * (found if delta is None else found.clamp(max=delta))
     clipped = -gained * found.clamp(1 - clip_low, 1 + clip_high)
     return torch.maximum(plain, clipped), clipped > plain
+
+
+def measure_from_behaviour(inputs: LossInputs, *, rows: bool = False) -> LossInputs:
+    """Return inputs with which a loss limits the distance of current from the BEHAVIOUR policy.
+
+    Its ratio becomes current / behaviour. The weights are divided by proximal / behaviour, of each token or, for losses
+    with one ratio per row, of the row's geometric mean: so a token that the limit leaves alone has the same gradient as
+    before, and the correction still bounds it.
+    """
+    apart = log_ratio(inputs.proximal.detach(), inputs.behaviour, inputs.mask)
+    if rows:
+        apart = masked(sequence_means(apart, inputs.mask, inputs.sequences)[inputs.sequences], inputs.mask)
+    weights = torch.ones_like(apart) if inputs.weights is None else masked(inputs.weights.detach(), inputs.mask)
+    return inputs._replace(proximal=inputs.behaviour, weights=weights * (-apart).exp())
+
+
+#: A smooth weight that differs from 1 by more than this counts as acting.
+GATE_EPSILON = 0.01
+
+
+def acting(inputs: LossInputs, weight: Tensor) -> Tensor:
+    """Return where a smooth weight `[N]` changes the gradient by more than 1 %, bool `[N]`."""
+    return ((weight.detach() - 1).abs() > GATE_EPSILON) & inputs.mask
 
 
 def finished(inputs: LossInputs, loss: Tensor, clipped: Tensor) -> TokenLoss:

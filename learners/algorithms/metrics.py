@@ -48,6 +48,7 @@ _TOKEN_COLUMNS = (
     "clipped",
     "dual_clipped",
     "moved",
+    "gated",
 )
 _ROW_COLUMNS = (
     "rows",
@@ -76,14 +77,15 @@ def correction_table(
     correction: Correction | None = None,
     clipped: Tensor | None = None,
     dual_clipped: Tensor | None = None,
+    gated: Tensor | None = None,
     current: Tensor | None = None,
 ) -> Tensor:
     """Sum the statistics of one piece of a batch by lag, `[buckets, columns + bins]`; pieces add up. No tokens: zeros.
 
     Log-probs, mask and row numbers are flat, `[N]`. `lags` `[S]` has the lag of each row in steps; the last rows may
-    have no tokens. `correction` is the one that the loss used (None: all weights are 1). `clipped` and `dual_clipped`,
-    bool `[N]`, come from the loss; `current` has the log-probs that the loss used. The last columns are a histogram of
-    d = proximal - behaviour.
+    have no tokens. `correction` is the one that the loss used (None: all weights are 1). `clipped`, `dual_clipped`
+    and `gated`, bool `[N]`, come from the loss; `current` has the log-probs that the loss used. The last columns are a
+    histogram of d = proximal - behaviour.
     """
     new, old = masked(proximal.detach(), mask), masked(behaviour.detach(), mask)
     raw = new - old
@@ -91,8 +93,9 @@ def correction_table(
     ratio = masked(gap.exp(), mask)
     weights = masked(torch.ones_like(ratio) if correction is None else correction.weights, mask).to(gap.dtype)
     keep = mask if correction is None else mask & correction.keep
-    hit, bounded = (
-        (torch.zeros_like(mask) if found is None else found & mask).to(gap.dtype) for found in (clipped, dual_clipped)
+    hit, bounded, smooth = (
+        (torch.zeros_like(mask) if found is None else found & mask).to(gap.dtype)
+        for found in (clipped, dual_clipped, gated)
     )
     moved = torch.zeros_like(gap) if current is None else new - masked(current.detach(), mask)
     bucket = torch.bucketize(lags.to(mask.device), torch.tensor(_LAG_ENDS, device=mask.device))
@@ -112,6 +115,7 @@ def correction_table(
             hit,
             bounded,
             moved.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
+            smooth,
         ],
         -1,
     )
@@ -224,6 +228,7 @@ def row_metrics(sums: Tensor) -> dict[str, float]:
         "ess_rows": _ess(values, "row_weight", rows),
         "clip_share": share["clipped"],
         "dual_clip_share": share["dual_clipped"],
+        "gated_share": share["gated"],
         "approx_kl": share["moved"],
         "truncated_share": share["truncated"],
         "rejected_share": share["rejected"],

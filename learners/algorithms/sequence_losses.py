@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from learners.algorithms.loss_terms import (
+    acting,
     bounds,
     clipped_surrogate,
     either,
@@ -86,7 +87,8 @@ def vespo(
     k, rate = (either(gained >= 0, *pair, log_w) for pair in ((k_pos, k_neg), (lambda_pos, lambda_neg)))
     phi = (rate + k * log_w - rate * log_w.exp()).exp()
     loss = -phi * gained * masked(trained_logprobs(inputs), counted)
-    return finished(inputs._replace(weights=None), loss, inputs.mask & ~counted)
+    result = finished(inputs._replace(weights=None), loss, inputs.mask & ~counted)
+    return result._replace(gated=acting(inputs, phi))
 
 
 def topr(inputs: LossInputs) -> TokenLoss:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from learners.algorithms.loss_terms import (
+    acting,
     bounds,
     clipped_surrogate,
     either,
@@ -104,7 +105,10 @@ def sapo(inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> 
         refuse("sapo", f"tau_pos = {tau_pos}, tau_neg = {tau_neg}: they must be above 0")
     gained, found = gain(inputs), ratios(inputs)
     tau = either(gained > 0, tau_pos, tau_neg, found)
-    return finished(inputs, -gained * (4 / tau) * torch.sigmoid(tau * (found - 1)), torch.zeros_like(inputs.mask))
+    gate = torch.sigmoid(tau * (found - 1))
+    slope = 4 * gate * (1 - gate)  # of the loss, relative to that of -A x
+    result = finished(inputs, -gained * (4 / tau) * gate, torch.zeros_like(inputs.mask))
+    return result._replace(gated=acting(inputs, slope))
 
 
 def dppo_tv(

@@ -59,6 +59,7 @@ class TokenLoss(NamedTuple):
     loss: Tensor
     clipped: Tensor
     dual_clipped: Tensor | None = None  # [N] bool: the dual clip bounded a negative advantage (PPO)
+    gated: Tensor | None = None  # [N] bool: a smooth weight changed this token's gradient by more than 1 %
 
 
 class Correction(NamedTuple):

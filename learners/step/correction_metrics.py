@@ -36,6 +36,7 @@ BATCH_METRICS = (
     "ess_rows",
     "clip_share",
     "dual_clip_share",
+    "gated_share",
     "approx_kl",
     "rejected_share",
     "ratio_p01",
@@ -83,6 +84,7 @@ class StepLog:
             correction=correction,
             clipped=result.clipped,
             dual_clipped=result.dual_clipped,
+            gated=result.gated,
             current=current,
         ).double()
         gap = masked(proximal.detach(), micro.mask) - masked(micro.behaviour, micro.mask)

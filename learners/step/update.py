@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import AlgorithmConfig, LearnerConfig
+from asyncrl.config.sections.algorithm_catalogue import ROW_RATIOS
 from learners.algorithms.aggregation import Denominators, aggregate
 from learners.algorithms.corrections import prox_loglinear
 from learners.algorithms.kl import kl_estimate, kl_importance_weighted
+from learners.algorithms.loss_terms import measure_from_behaviour
 from learners.algorithms.metrics import step_scale
 from learners.algorithms.registry import aggregation_for, chooser_for, correction_for, loss_for
 from learners.algorithms.rejection import sequence_mask
@@ -103,9 +105,10 @@ def loss_function(
         if stale := algorithm.stale_negatives:
             keep &= sequence_mask(logprobs, micro.behaviour, advantages, micro.mask, micro.sequences, delta=stale)
         weights, chosen = correction.weights, terms.get(number, "chosen")
-        result = token_loss(
-            LossInputs(logprobs, proximal, micro.behaviour, advantages, keep, micro.sequences, weights, chosen)
-        )
+        inputs = LossInputs(logprobs, proximal, micro.behaviour, advantages, keep, micro.sequences, weights, chosen)
+        if algorithm.clip_against == "behaviour":
+            inputs = measure_from_behaviour(inputs, rows=algorithm.loss in ROW_RATIOS)
+        result = token_loss(inputs)
         if algorithm.lag.weight != "off":
             # Scale the loss, not its weights: a loss may use these in the ratio of a row (VESPO), which has no age.
             scales = micro.scales[micro.sequences]

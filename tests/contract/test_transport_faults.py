@@ -49,7 +49,7 @@ def reader(start: Any, told: Instruction, *gates: int, **changes: Any) -> Child:
     return child
 
 
-def rest(child: Child, within_s: float = 10.0) -> Any:
+def rest(child: Child, within_s: float = 20.0) -> Any:
     """Read on to its last word."""
     while (word := child.next(within_s)) is not None and word[0] != "end":
         pass
@@ -61,6 +61,8 @@ def digests(child: Child) -> list[str]:
     return [word[2] for word in child.said if word is not None and word[0] == "blob"]
 
 
+#: Longer than a busy host needs to bring everybody together; each stop costs as much.
+LIMITS_S = {signal.SIGKILL: 10.0, signal.SIGSTOP: 5.0}
 #: Killed with every transport and encoding, stopped with whole versions (a stop costs its deadline).
 LOSSES = [(signal.SIGKILL, *kind) for kind in KINDS] + [(signal.SIGSTOP, name, False) for name in NAMES]
 
@@ -72,7 +74,7 @@ def test_a_member_that_dies_or_stops_at_any_blob(loss: tuple[int, str, bool], tm
     """Of two members one goes at blob k, for all k. The other has the right bytes or an error in time, the publisher
     is held up no longer than its deadline + 1 s, and the next round brings everything."""
     action, name, hops = loss
-    rig = RIGS[name](tmp_path, hops=hops, plan=SMALL, deadline_s=2.0)
+    rig = RIGS[name](tmp_path, hops=hops, plan=SMALL, deadline_s=LIMITS_S[action])
     expected = rig.expected()
     for index in range(len(rig.sizes)):
         generation = 2 * index + 1
@@ -85,7 +87,7 @@ def test_a_member_that_dies_or_stops_at_any_blob(loss: tuple[int, str, bool], tm
         victim.signal(action)
         started = time.monotonic()
         error = rest(healthy)[1]
-        sender.join(5)
+        sender.join(rig.deadline_s + 3)
         assert not sender.is_alive() and time.monotonic() - started < rig.deadline_s + 1
         found = digests(healthy)
         assert found == expected[: len(found)]
@@ -111,7 +113,7 @@ def quiet(rig: Any, ranks: int, generation: int) -> None:
 def test_a_publisher_that_dies_or_stops_at_any_blob(name: str, action: int, tmp_path: Path, start: Any) -> None:
     """Two members in step at blob k: each gets the right bytes, or an error in time; they never wait for ever."""
     for index in range(BLOBS):
-        source = start("hold", name, str(tmp_path / str(index)))
+        source = start("hold", name, str(tmp_path / str(index)), LIMITS_S[action])
         told = msgspec.msgpack.decode(source.next(), type=Instruction)
         members = [reader(start, told, index, rank=rank, world_size=3, generation=1) for rank in (1, 2)]
         source.say("go")
@@ -123,7 +125,7 @@ def test_a_publisher_that_dies_or_stops_at_any_blob(name: str, action: int, tmp_
         for member in members:
             member.say("go")
         ends = [rest(member) for member in members]
-        assert time.monotonic() - started < 2.0 + 1
+        assert time.monotonic() - started < LIMITS_S[action] + 1
         expected = list(told.manifest.bucket_digests)
         for member, end in zip(members, ends, strict=True):
             assert digests(member) == expected[: len(digests(member))]

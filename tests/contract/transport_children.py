@@ -58,9 +58,9 @@ def read_all(pipe: Connection, order: bytes, gates: tuple[int, ...]) -> None:
     pipe.send(("end", error, growth))
 
 
-def hold(pipe: Connection, name: str, folder: str) -> None:
+def hold(pipe: Connection, name: str, folder: str, deadline_s: float = 2.0) -> None:
     """A publisher: its instruction, then it leads a round for two members at every word."""
-    rig = RIGS[name](Path(folder), plan=SMALL, deadline_s=2.0)
+    rig = RIGS[name](Path(folder), plan=SMALL, deadline_s=deadline_s)
     pipe.send(msgspec.msgpack.encode(rig.instruction()))
     generation = 0
     while pipe.poll(30) and pipe.recv():

@@ -14,12 +14,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from asyncrl.cli import main
 from asyncrl.config import Config, LearnerConfig, dump, parse, presets
 from asyncrl.config.rules import notes
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.configure import preset_pages
 from asyncrl.engine import GenRequest
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
+from asyncrl.metrics import CATALOGUE as METRICS
 from asyncrl.preflight import code, derived
 from buffers.groups.failure_budget import load_filters
 from buffers.groups.machine import GroupMachine
@@ -182,10 +185,52 @@ def test_presets_are_whole_and_read_back() -> None:
     same = made(f"{presets.KEY}=grpo_decoupled").learner.algorithm
     default = made().learner.algorithm
     assert same == msgspec.structs.replace(
-        default, preset="grpo_decoupled", correction="tis", advantage_options=same.advantage_options
+        default, preset="grpo_decoupled", correction="tis", minibatches=4, advantage_options=same.advantage_options
     )
     known = registry.options_in(registry.find_function("advantage", "grpo"))
     assert all(known[name][1] == value for name, value in same.advantage_options.items())
+
+
+def test_a_preset_says_where_it_is_from_and_how_it_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in presets.names():
+        recipe = presets.load_recipe(name)
+        assert recipe.paper and recipe.equation and recipe.acts in METRICS
+        assert set(recipe.equals) <= set(presets.names()) - {name}
+        assert preset_pages.describe_preset(name).count("differs from the paper:") == 1, "none is the paper's loop"
+    assert main(["presets", "dapo"]) == 0
+    said = capsys.readouterr().out
+    assert "arXiv 2503.14476, equation 8" in said and "16 updates per batch" in said
+    assert "learner.optim.warmup_steps = 20" in said and "- a dual clip of 10" in said
+    assert main(["presets"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed[: len(presets.names())]] == presets.names()
+    assert main(["presets", "dappo"]) == 2
+
+
+def test_a_preset_makes_no_more_updates_than_the_batch_has_groups() -> None:
+    text = 'learner.algorithm.preset = "dapo"\n'
+    updates = [
+        made(text=text).learner.algorithm.minibatches,
+        made(text=f"{text}buffer.batch_groups = 6").learner.algorithm.minibatches,
+        made("buffer.batch_groups=5", text=text).learner.algorithm.minibatches,
+        made(text=f"{text}learner.algorithm.minibatches = 2").learner.algorithm.minibatches,
+    ]
+    assert updates == [16, 6, 5, 2]
+    said = refused(key("minibatches=9"), text=f"{text}buffer.batch_groups = 6")
+    assert "learner.algorithm.minibatches exceeds buffer.batch_groups" in said
+
+
+def test_a_clip_that_cannot_act_is_noted_with_the_remedy() -> None:
+    for loss, word in (("ppo", "clip"), ("gspo", "clip"), ("sapo", "gate"), ("dppo_tv", "trust region")):
+        (told,) = (note for note in notes.notes(made(key(f"loss={loss}"))) if "cannot act" in note)
+        assert f"its {word} cannot act" in told and "clip_against = 'behaviour'" in told
+        for remedy in ("minibatches=2", "clip_against=behaviour"):
+            assert not [note for note in notes.notes(made(key(f"loss={loss}"), key(remedy))) if "cannot act" in note]
+    assert not [note for note in notes.notes(made(key("loss=reinforce"))) if "cannot act" in note]
+    assert "has no limit" in refused(key("loss=reinforce"), key("clip_against=behaviour"))
+    assert "has no limit" in refused(key("loss=clip_cov"), key("clip_against=behaviour"))
+    bypass = key("loss=ppo"), key("proximal=behaviour"), key("correction=none"), key("clip_against=behaviour")
+    assert "compares with the behaviour policy already" in refused(*bypass)
 
 
 def test_the_file_wins_over_its_preset_and_the_command_over_the_file() -> None:

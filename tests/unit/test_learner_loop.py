@@ -144,7 +144,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_config(model_dir: Path, run: Path, *, steps: int = 3, extra: str = "") -> configuration.Config:
+def make_config(
+    model_dir: Path, run: Path, *, steps: int = 3, lr: float = 1e-3, extra: str = ""
+) -> configuration.Config:
     return configuration.parse(f"""
 model.path = "{model_dir}"
 model.dtype = "float32"
@@ -157,7 +159,7 @@ buffer.batch_groups = 3
 learner.steps = {steps}
 learner.micro_batch_tokens = 64
 learner.checkpoint_every = 2
-learner.optim.lr = 1e-3
+learner.optim.lr = {lr}
 log.tensorboard = false
 {extra}
 [[reward]]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,13 @@ from asyncrl.runtime.run_dir import RunDir
 from learners.gang.gang import Gang
 
 assert gang and model_dir  # fixtures
+TrainPreset = Callable[[str], tuple[Any, Any, list[dict[str, Any]]]]
 
 
-def batch_of(step: int, *, greedy: bool = False) -> Any:
-    """Four samples of three prompts with rewards that differ, of two versions, one of them cut by the limit."""
+def batch_of(step: int, *, greedy: bool = False, apart: float = 0.0) -> Any:
+    """Four samples of three prompts with rewards that differ, of two versions, one of them cut by the limit. `apart`:
+    nats by which the policies that sampled may lie below the others.
+    """
     batch = make_batch(step)
     rng = np.random.default_rng(step + 50)
     groups = []
@@ -34,7 +40,7 @@ def batch_of(step: int, *, greedy: bool = False) -> Any:
                     sample,
                     reward=float(rng.integers(0, 3)) / 2,
                     runs=runs,
-                    logprobs=sample.logprobs - 2.5,
+                    logprobs=sample.logprobs - 2.5 - np.float32(apart) * rng.random(size, np.float32),
                     finish="length" if sample.index == 3 else "stop",
                 )
             )
@@ -45,14 +51,14 @@ def batch_of(step: int, *, greedy: bool = False) -> Any:
 
 
 def trained(
-    gang: Gang, model: Path, place: Path, extra: str, *, steps: int = 2
+    gang: Gang, model: Path, place: Path, extra: str, *, steps: int = 2, lr: float = 1e-3, apart: float = 0.0
 ) -> tuple[Any, Any, list[dict[str, Any]]]:
     """Weights before and after a run with these settings (TOML), and its lines of metrics."""
-    config = make_config(model, place, steps=steps, extra=extra)
+    config = make_config(model, place, steps=steps, lr=lr, extra=extra)
     learner, buffer, backend, services = make_learner(config, gang)
     start = weights(backend)
     greedy = config.sampling.greedy_baseline
-    buffer.batches.update({step: batch_of(step, greedy=greedy) for step in range(1, steps + 1)})
+    buffer.batches.update({step: batch_of(step, greedy=greedy, apart=apart) for step in range(1, steps + 1)})
     try:
         learner.run()
     finally:
@@ -65,11 +71,34 @@ def trained(
     return start, weights(backend), lines
 
 
+@pytest.fixture(scope="module")
+def train_preset(gang: Gang, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainPreset:
+    """Train with a preset on samples of other policies, once: weights before and after, and lines of metrics."""
+
+    @functools.cache
+    def train(name: str) -> tuple[Any, Any, list[dict[str, Any]]]:
+        more = "learner.critic.critic_warmup = 0\n"
+        if name == "adaptive_entropy":  # the entropy of a model that knows nothing is above the preset's target
+            more += "learner.algorithm.entropy_target = 9\n"
+        place = tmp_path_factory.mktemp(name) / "run"
+        return trained(gang, model_dir, place, f'{more}learner.algorithm.preset = "{name}"', lr=0.05, apart=3.0)
+
+    return train
+
+
 @pytest.mark.parametrize("name", presets.names())
-def test_a_preset_trains(gang: Gang, model_dir: Path, tmp_path: Path, name: str) -> None:
-    start, ended, lines = trained(gang, model_dir, tmp_path / "run", f'learner.algorithm.preset = "{name}"')
-    warming = name == "vapo"  # the critic alone
-    assert (ended == start) is warming and all(line["grad_norm"] > 0 for line in lines)
+def test_a_preset_trains_and_its_mechanism_acts(train_preset: TrainPreset, name: str) -> None:
+    start, ended, lines = train_preset(name)
+    assert ended != start and all(line["grad_norm"] > 0 for line in lines)
+    metric = presets.load_recipe(name).acts
+    assert max(line[metric] for line in lines) > 0, metric
+
+
+def test_no_two_presets_make_the_same_update(train_preset: TrainPreset) -> None:
+    ended = {name: np.concatenate(list(as_arrays(train_preset(name)[1]).values())) for name in presets.names()}
+    for one, other in itertools.combinations(ended, 2):
+        same = np.abs(ended[one] - ended[other]).max() < 1e-5
+        assert same is (other in presets.load_recipe(one).equals), (one, other)
 
 
 def test_the_metrics_say_what_mini_batches_and_the_dual_clip_did(gang: Gang, model_dir: Path, tmp_path: Path) -> None:

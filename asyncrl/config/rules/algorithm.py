@@ -124,6 +124,8 @@ def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
             "loss = 'decoupled_ppo' compares with the proximal policy and weighs by proximal / behaviour; with "
             "proximal = 'behaviour' there is no such pair: set loss = 'ppo'",
         )
+    if algorithm.clip_against == "behaviour":
+        yield from _clip_problems(algorithm)
     if correction != "none":
         why = ""
         if bypass and loss is not None and loss.ratio != "none":
@@ -167,6 +169,17 @@ def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
             "would count twice",
         )
     yield from _term_problems(algorithm)
+
+
+def _clip_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
+    """The same for clip_against = 'behaviour'."""
+    loss, why = entry("loss", algorithm.loss), ""
+    if algorithm.proximal == "behaviour":
+        why = "proximal = 'behaviour' compares with the behaviour policy already"
+    elif loss is not None and (not loss.limit or algorithm.loss == "clip_cov"):
+        why = f"loss = {algorithm.loss!r} has no limit that could be measured from the behaviour policy"
+    if why:
+        yield conflict("learner.algorithm.clip_against", f"clip_against = 'behaviour': {why}: leave it out")
 
 
 def _term_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.config.sections.algorithm_catalogue import effective_correction, entry
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.algorithm_catalogue import ROW_RATIOS, effective_correction, entry, idle_limit
 from asyncrl.config.tree import Config
 from asyncrl.evaluation.ids import METRICS
 
@@ -53,10 +54,6 @@ def _checkpoint_notes(config: Config) -> Iterator[str]:
         )
 
 
-#: Losses with one ratio per row.
-ROW_RATIOS = frozenset({"gspo", "luspo", "gmpo", "vespo", "topr"})
-
-
 def _algorithm_notes(config: Config) -> Iterator[str]:
     if config.learner.mode == "rl":
         yield from _correction_notes(config)
@@ -85,6 +82,14 @@ def _correction_notes(config: Config) -> Iterator[str]:
 def _loss_notes(config: Config) -> Iterator[str]:
     algorithm = config.learner.algorithm
     loss = entry("loss", algorithm.loss)
+    if (limit := idle_limit(algorithm)) and _is_own_choice(algorithm):
+        remedies = "set minibatches above 1"
+        if algorithm.loss != "clip_cov":
+            remedies += f", or clip_against = 'behaviour', which measures the {limit} from the policy that sampled"
+        yield (
+            f"loss = {algorithm.loss!r}: its {limit} cannot act. With one update per batch (minibatches = 1) the "
+            f"policy is still the one that the ratio compares with, and the ratio is 1: {remedies}"
+        )
     if loss is not None and not loss.clip and (algorithm.clip_low, algorithm.clip_high) != (0.2, 0.28):
         yield f"clip_low and clip_high have no effect on loss = {algorithm.loss!r}: set its loss_options"
     if loss is not None and loss.aggregation and algorithm.aggregation != loss.aggregation:
@@ -96,6 +101,13 @@ def _loss_notes(config: Config) -> Iterator[str]:
             "loss = 'kl_cov' holds tokens back by |current - proximal|, which is 0 with minibatches = 1: it has no "
             "effect before the second mini-batch"
         )
+
+
+def _is_own_choice(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss or its clip was chosen, not left to the defaults."""
+    usual = AlgorithmConfig()
+    names = ("preset", "loss", "loss_options", "clip_low", "clip_high")
+    return any(getattr(algorithm, name) != getattr(usual, name) for name in names)
 
 
 def _companion_notes(config: Config) -> Iterator[str]:

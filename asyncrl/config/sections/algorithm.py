@@ -86,6 +86,7 @@ class AlgorithmConfig(Section, frozen=True):
     correction: str = "auto"  # auto: tis, or none if the loss or advantage already corrects for the behaviour policy
     correction_options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the correction
     proximal: Literal["recompute", "behaviour", "loglinear"] = "recompute"  # the policy that the loss compares with
+    clip_against: Literal["proximal", "behaviour"] = "proximal"  # the policy whose distance the clip of a loss measures
     clip_low: Above0 = 0.2  # PPO losses: lowest ratio is 1 - clip_low
     clip_high: Above0 = 0.28  # PPO losses: highest ratio is 1 + clip_high
     tis_cap: Above0 | Literal["off"] = 2.0  # correction = tis: largest exp(proximal - behaviour)

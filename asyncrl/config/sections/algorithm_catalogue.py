@@ -31,6 +31,7 @@ class Entry(NamedTuple):
     ratio: str = "proximal"  # losses: the policy in the denominator of their ratio; none
     aggregation: str = ""  # losses that need one aggregation
     clip: bool = False  # losses that use clip_low and clip_high of the section
+    limit: str = ""  # losses: what limits the distance of current from proximal, in words
     weighted: bool = False  # advantages that already include the importance weight
     whole: bool = False  # corrections that need all rows of the batch
 
@@ -63,21 +64,21 @@ ADVANTAGES: dict[str, Entry] = {
     "prime": Entry("prime:prime", "2502.01456", ("group", "process")),
 }
 LOSSES: dict[str, Entry] = {
-    "decoupled_ppo": Entry("losses:ppo", "2505.24298, 2110.00641", clip=True),
-    "ppo": Entry("losses:ppo", "1707.06347, 1912.09729, 2503.14476", clip=True),
+    "decoupled_ppo": Entry("losses:ppo", "2505.24298, 2110.00641", clip=True, limit="clip"),
+    "ppo": Entry("losses:ppo", "1707.06347, 1912.09729, 2503.14476", clip=True, limit="clip"),
     "reinforce": Entry("losses:reinforce", "2504.02546", ratio="none"),
-    "gspo": Entry("losses:gspo", "2507.18071"),
-    "luspo": Entry("losses:gspo", "2602.05261", aggregation="seq-mean-token-sum"),
-    "cispo": Entry("losses:cispo", "2506.13585"),
-    "sapo": Entry("losses:sapo", "2511.20347", aggregation="seq-mean-token-mean"),
-    "gmpo": Entry("losses:gmpo", "2507.20673", aggregation="seq-mean-token-mean"),
-    "dppo_tv": Entry("losses:dppo_tv", "2602.04879"),
-    "dppo_kl": Entry("losses:dppo_kl", "2602.04879"),
+    "gspo": Entry("losses:gspo", "2507.18071", limit="clip"),
+    "luspo": Entry("losses:gspo", "2602.05261", aggregation="seq-mean-token-sum", limit="clip"),
+    "cispo": Entry("losses:cispo", "2506.13585", limit="clip"),
+    "sapo": Entry("losses:sapo", "2511.20347", aggregation="seq-mean-token-mean", limit="gate"),
+    "gmpo": Entry("losses:gmpo", "2507.20673", aggregation="seq-mean-token-mean", limit="clip"),
+    "dppo_tv": Entry("losses:dppo_tv", "2602.04879", limit="trust region"),
+    "dppo_kl": Entry("losses:dppo_kl", "2602.04879", limit="trust region"),
     "dro": Entry("losses:dro", "2405.19107"),
     "vespo": Entry("losses:vespo", "2602.10693"),
     "topr": Entry("losses:topr", "2503.14286"),
     "aipo": Entry("losses:aipo", "2505.24034", ratio="behaviour"),
-    "clip_cov": Entry("losses:clip_cov", "2505.22617", clip=True),
+    "clip_cov": Entry("losses:clip_cov", "2505.22617", clip=True, limit="clip"),
     "kl_cov": Entry("losses:kl_cov", "2505.22617"),
 }
 CORRECTIONS: dict[str, Entry] = {
@@ -88,6 +89,8 @@ CORRECTIONS: dict[str, Entry] = {
     "rejection": Entry("corrections:rejection", "2512.02556"),
     "m2po": Entry("corrections:m2po", "2510.01161", whole=True),
 }
+#: Losses with one ratio per row.
+ROW_RATIOS = frozenset({"gspo", "luspo", "gmpo", "vespo", "topr"})
 TABLES: dict[str, dict[str, Entry]] = {"advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS}
 GROUPS = {"advantage": "asyncrl.advantages", "loss": "asyncrl.losses", "correction": "asyncrl.corrections"}
 
@@ -168,6 +171,18 @@ def option_types() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     return found
 
 
+def idle_limit(algorithm: AlgorithmConfig) -> str:
+    """What limits the distance that an update may go, if it can never act: with one update per batch the ratio of
+    current to proximal is 1. Empty if it can act, or if there is none.
+
+    >>> idle_limit(AlgorithmConfig(loss="sapo")), idle_limit(AlgorithmConfig(loss="sapo", minibatches=4))
+    ('gate', '')
+    """
+    moves = algorithm.minibatches > 1 or algorithm.proximal != "recompute" or algorithm.clip_against == "behaviour"
+    loss = entry("loss", algorithm.loss)
+    return "" if moves or loss is None else loss.limit
+
+
 def explain(algorithm: AlgorithmConfig) -> str:
     """The algorithm in force in one line.
 
@@ -181,6 +196,10 @@ def explain(algorithm: AlgorithmConfig) -> str:
 
     loss = entry("loss", algorithm.loss)
     parts = [call("advantage"), f"{call('loss')} against {algorithm.proximal}", call("correction")]
+    if algorithm.clip_against == "behaviour" and loss is not None:
+        parts[1] += f" with the {loss.limit} against behaviour"
+    if algorithm.minibatches > 1:
+        parts.append(f"{algorithm.minibatches} updates per batch")
     parts.append(loss.aggregation if loss is not None and loss.aggregation else algorithm.aggregation)
     if algorithm.entropy_keep < 1:
         parts.append(f"the {algorithm.entropy_keep:.0%} of tokens with the highest entropy")
