@@ -240,7 +240,7 @@ def test_settings_are_explained() -> None:
     assert "entropy bonus x 0.01" in algorithms.explain(made(key("entropy_coeff=0.01")).learner.algorithm)
     (told,) = notes.notes(made(key("entropy_max=0.5")))
     assert "no effect without an entropy_target" in told
-    (told,) = notes.notes(made(key("entropy_keep=0.5"), key("loss=gspo")))
+    (told,) = notes.notes(made(key("entropy_keep=0.5"), key("loss=gspo"), key("minibatches=2")))
     assert "that of the tokens that are kept" in told
     assert math.isclose(made(key("entropy_keep=1")).learner.algorithm.entropy_keep, 1.0)
     assert json.loads(msgspec.json.encode(start_coefficients(AlgorithmConfig())))["entropy"] == 0.0
