@@ -15,6 +15,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,9 @@ class Child:
 
     def end(self) -> None:
         """Kill it; its connection is closed."""
-        if self.alive():
-            self.signal(signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it ends on its own at this moment
+            if self.alive():
+                self.signal(signal.SIGKILL)
         self.pipe.close()
 
 

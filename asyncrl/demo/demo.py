@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -151,14 +152,21 @@ def _make_model(task: str, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path()), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-m", "learners.warm_start.arithmetic", "--task", task, "--out", str(folder)]
+    before = signal.signal(signal.SIGTERM, _end_by_sigterm)  # `run` then kills the process that makes the model
     try:
         done = subprocess.run(command, env=env, timeout=MODEL_TIMEOUT_S, stdin=subprocess.DEVNULL, check=False)
     except subprocess.TimeoutExpired:
         raise AsyncRLError(
             "role.failed", f"no model within {MODEL_TIMEOUT_S:g} s", where="learners.warm_start.arithmetic"
         ) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if done.returncode:
         raise AsyncRLError("role.failed", f"ended with code {done.returncode}", where="learners.warm_start.arithmetic")
+
+
+def _end_by_sigterm(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def _remove_run(folder: Path) -> None:

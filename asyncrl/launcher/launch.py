@@ -310,7 +310,10 @@ def changes(path: Path, config: Config) -> list[str]:
 
 def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: LaunchOptions) -> Outcome:
     own = "learner" in TARGETS[options.target]  # another launcher shows the steps
-    progress = Progress(run, steps=config.learner.steps, verbose=options.verbose, plain=options.plain, table=own)
+    learner = config.learner
+    progress = Progress(
+        run, steps=learner.steps, mode=learner.mode, verbose=options.verbose, plain=options.plain, table=own
+    )
     mark = run.lock(launcher_mark(options.target))  # `asyncrl stop` finds the launcher by it
     try:
         hang = HangWatch(run, config) if own else None

@@ -16,7 +16,7 @@ from collections import deque
 from typing import Any, TextIO
 
 from asyncrl.metrics import JsonTail
-from asyncrl.monitor.text import QUEUE_STATES, number
+from asyncrl.monitor.text import FIGURES, QUEUE_STATES, number
 from asyncrl.runtime.run_dir import RunDir
 
 LOOK_S = 0.5
@@ -68,10 +68,11 @@ class RunView:
         return " · ".join(states) or "no queue yet"
 
 
-def step_text(line: dict[str, Any], *, steps: int) -> str:
-    """One step as a plain line."""
+def step_text(line: dict[str, Any], *, steps: int, mode: str) -> str:
+    """One step as a plain line, with the figure of the learner's mode."""
+    name, key = FIGURES[mode][0]
     return (
-        f"step {line['step']}/{steps}  reward {number(line, 'reward_mean')}  lag {number(line, 'lag_mean', '.2f')}"
+        f"step {line['step']}/{steps}  {name} {number(line, key)}  lag {number(line, 'lag_mean', '.2f')}"
         f" (max {number(line, 'lag_max', '.0f')} of {number(line, 'bound_max', '.0f')})"
         f"  {number(line, 'tokens_per_s', '.0f')} tok/s  {number(line, 'step_s', '.2f')} s"
         f" (waited {number(line, 'wait_s', '.2f')})"
@@ -86,14 +87,16 @@ class Progress:
         run: RunDir,
         *,
         steps: int,
+        mode: str = "rl",
         verbose: bool = False,
         plain: bool = False,
         table: bool = True,
         out: TextIO | None = None,
     ) -> None:
-        """`table`: also print the steps, as a table or as lines."""
+        """`mode`: of the learner. `table`: also print the steps, as a table or as lines."""
         self.view = RunView(run)
         self._steps = steps
+        self._mode = mode
         self._verbose = verbose
         self._out = out or sys.stdout
         self._next_look = 0.0
@@ -118,7 +121,7 @@ class Progress:
         self._next_look = now + LOOK_S
         for line in self.view.poll():
             if self._live is None:
-                self._print(step_text(line, steps=self._steps))
+                self._print(step_text(line, steps=self._steps, mode=self._mode))
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
 
@@ -145,13 +148,14 @@ class Progress:
         from rich.text import Text
 
         table = Table(box=None, pad_edge=False, header_style="dim")
-        columns = ("step", "reward", "lag", "max/bound", "tok/s", "step s", "waited s", "loss", "grad")
+        name, key = FIGURES[self._mode][0]
+        columns = ("step", name, "lag", "max/bound", "tok/s", "step s", "waited s", "loss", "grad")
         for column in columns:
             table.add_column(column, justify="right")
         for line in self.view.steps:
             table.add_row(
                 f"{line['step']}/{self._steps}",
-                number(line, "reward_mean"),
+                number(line, key),
                 number(line, "lag_mean", ".2f"),
                 f"{number(line, 'lag_max', '.0f')}/{number(line, 'bound_max', '.0f')}",
                 number(line, "tokens_per_s", ".0f"),

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+#: By mode of the learner: names of the figures that show learning, and their metrics; the most telling one first.
+FIGURES = {
+    "rl": (("reward", "reward_mean"),),
+    "sft": (("loss", "loss"),),
+    "dpo": (("pairs", "pair_accuracy"), ("margin", "score_margin")),
+    "reward_model": (("pairs", "pair_accuracy"), ("margin", "score_margin")),
+}
 QUEUE_STATES = ("leased", "unscored", "ready", "claimed", "trained", "retired", "dropped", "dead")
 
 

@@ -15,10 +15,12 @@ import msgspec
 
 from asyncrl.audit.prove import Audit, audit_run
 from asyncrl.config import Config, load
+from asyncrl.config.mode import streams
 from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation.statistics import ALL
 from asyncrl.metrics import line_number, read_lines
 from asyncrl.monitor.advice import CUT_SHARE
+from asyncrl.monitor.text import FIGURES
 from asyncrl.process_plan.plan import Outcome
 from asyncrl.report.events import Recovery, StepLags, read_events, story
 from asyncrl.runtime.run_dir import RunDir, read_object
@@ -78,10 +80,12 @@ class RunData(msgspec.Struct):
 
     def reward_ends(self) -> tuple[float, float]:
         """Mean reward of the first and the last five steps."""
-        rewards = [value for _, value in self.values("reward_mean")]
-        if not rewards:
-            return 0.0, 0.0
-        return statistics.fmean(rewards[:ENDS]), statistics.fmean(rewards[-ENDS:])
+        return self.metric_ends("reward_mean")
+
+    def metric_ends(self, key: str) -> tuple[float, float]:
+        """Mean of a metric of the learner over the first and over the last five steps; 0 without values."""
+        found = [value for _, value in self.values(key)]
+        return (statistics.fmean(found[:ENDS]), statistics.fmean(found[-ENDS:])) if found else (0.0, 0.0)
 
     def deliveries(self) -> Deliveries:
         """Over all rounds and members."""
@@ -195,10 +199,33 @@ def _mean_of_last(data: RunData, name: str) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
+def _learning(data: RunData) -> list[str]:
+    """What the run learned, by the figures of its mode; of generated samples also their lag."""
+    mode, audit = data.config.learner.mode if data.config else "rl", data.audit
+    lines = []
+    for name, key in FIGURES[mode]:
+        early, late = data.metric_ends(key)
+        lines.append(f"{name:<9} {early:.3f} -> {late:.3f} (mean of the first and of the last {ENDS} steps)")
+    if data.config is None or not streams(data.config):
+        over = f"; {audit.over_bound} groups over it" if audit.over_bound else ""
+        lines.append(f"lag       mean {audit.lag_mean:.2f}, max {audit.lag_max}, bound {audit.bound_max}{over}")
+    return lines
+
+
+def _weights(data: RunData) -> list[str]:
+    """How the weights reached the generators; nothing if there were none."""
+    if data.config is not None and streams(data.config):
+        return []
+    audit, deliveries = data.audit, data.deliveries()
+    return [
+        f"weights   {deliveries.matched} deliveries acknowledged with the right digest, {deliveries.wrong} with "
+        f"another, {deliveries.left_out} not in time; {audit.spans_matched} of {audit.spans} spans match"
+    ]
+
+
 def summary(data: RunData, outcome: Outcome) -> list[str]:
     """Summary lines at the end of `asyncrl launch`."""
-    audit, deliveries = data.audit, data.deliveries()
-    early, late = data.reward_ends()
+    audit = data.audit
     restarts = ", ".join(f"{name} {count}" for name, count in outcome.restarts.items()) or "none"
     steps = data.config.learner.steps if data.config else "?"
     where = f"step {data.last_step} of {steps}"
@@ -206,13 +233,10 @@ def summary(data: RunData, outcome: Outcome) -> list[str]:
     return [
         f"ended     {outcome.reason} after {outcome.wall_s:.1f} s, {where}; restarts: {restarts}",
         *([f"given up  {', '.join(without)}: the run went on without"] if without else []),
-        f"reward    {early:.3f} -> {late:.3f} (mean of the first and of the last {ENDS} steps)",
-        f"lag       mean {audit.lag_mean:.2f}, max {audit.lag_max}, bound {audit.bound_max}"
-        + (f"; {audit.over_bound} groups over it" if audit.over_bound else ""),
+        *_learning(data),
         *_held_out(data.evaluations),
         f"ledger    {ledger_text(audit)}; doubled {audit.doubled}",
-        f"weights   {deliveries.matched} deliveries acknowledged with the right digest, {deliveries.wrong} with "
-        f"another, {deliveries.left_out} not in time; {audit.spans_matched} of {audit.spans} spans match",
+        *_weights(data),
         *_hints(data),
         *([f"alarm     {audit.lengths.alarm}"] if audit.lengths.alarm else []),
         f"audit     {'OK' if audit.ok else 'FAILED: ' + audit.violations[0]}",

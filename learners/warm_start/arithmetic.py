@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -174,11 +175,13 @@ def make_warm_start(
         return target
     (target / MARKER).unlink(missing_ok=True)
     started = time.monotonic()
-    tokenizer = make_tokenizer(target)
+    with tempfile.TemporaryDirectory() as scratch:  # nothing is written to the target before the model is ready
+        tokenizer = make_tokenizer(scratch)
     model = make_tiny_qwen3(len(tasks.CHARACTERS) + len(SPECIAL_TOKENS), seed=seed, **options)
     losses = train_stages(
         model, tokenizer, task=task, stages=plan, seed=seed, report=say, report_every_s=report_every_s
     )
+    make_tokenizer(target)
     save_model(target, model)
     seconds = time.monotonic() - started
     write_marker(target, {"hash": digest, "task": task, "seed": seed, "seconds": round(seconds, 2), "losses": losses})

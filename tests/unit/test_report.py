@@ -7,8 +7,11 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
+import pytest
 from synthetic_run import check_names, write_run
 
+from asyncrl.launcher.progress import step_text
 from asyncrl.process_plan.plan import Outcome
 from asyncrl.report import write_report
 from asyncrl.report.data import ENDS, drop_repeated_steps, load_run, summary
@@ -177,3 +180,20 @@ def test_drawings() -> None:
         parsed(text)
         assert "nan" not in text
     assert "nothing was measured" in line_chart([]) and "nothing was measured" in bar_chart([])
+
+
+@pytest.mark.parametrize(("mode", "names"), [("sft", ["loss"]), ("dpo", ["pairs", "margin"])])
+def test_the_end_of_a_run_on_given_rows_has_its_own_figures(tmp_path: Path, mode: str, names: list[str]) -> None:
+    data = load_run(write_run(tmp_path / "run"))
+    assert data.config is not None
+    learner = msgspec.structs.replace(data.config.learner, mode=mode)
+    producers = msgspec.structs.replace(data.config.producers, engine="dataset")
+    data.config = msgspec.structs.replace(data.config, learner=learner, producers=producers)
+    for number, line in enumerate(data.steps):
+        line |= {"loss": 2.0 - number / 60, "pair_accuracy": number / 60, "score_margin": number / 30}
+    lines = summary(data, Outcome(code=0, reason="done", wall_s=1.0))
+    shown = [line.split()[0] for line in lines]
+    assert [name for name in shown if name in ("reward", "loss", "pairs", "margin", "lag", "weights")] == names
+    ends = {"loss": "1.967 -> 1.050", "pairs": "0.033 -> 0.950"}
+    assert any(line.startswith(names[0]) and ends[names[0]] in line for line in lines)
+    assert f"{names[0]} 0.500" in step_text({"step": 3, "loss": 0.5, "pair_accuracy": 0.5}, steps=9, mode=mode)
