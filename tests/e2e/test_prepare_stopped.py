@@ -1,4 +1,4 @@
-"""`asyncrl demo --prepare-only` that is stopped: its exit code says so, and it leaves no process and no half a model."""
+"""`asyncrl demo --prepare-only` that is stopped: the exit code says so, and it leaves no process and no half a model."""
 
 from __future__ import annotations
 
