@@ -77,7 +77,9 @@ class ProducerRequests:
             why = f"{ask.producer} sent what may not be trained: no work for {paused_s:.0f} s" if paused_s else why
             why = self.context.end_reason if ended else why
         begun, payloads = self._partial_samples(leases)
-        self.context.answer(call, wire.Leases(leases, machine.table.meta.version, why, ended, begun), payloads)
+        hold = -1 if ended else self.context.evaluations.prompt_leases.hold(ask.engine_version)
+        answer = wire.Leases(leases, machine.table.meta.version, why, ended, begun, hold)
+        self.context.answer(call, answer, payloads)
 
     def _partial_samples(self, leases: Sequence[wire.Lease]) -> tuple[tuple[wire.Begun, ...], list[Buffer]]:
         """The partial samples that other producers made of these groups, with their payloads."""

@@ -428,10 +428,10 @@ MUTANTS = (
         ("tests/unit/test_child_environment.py",),
     ),
     Mutant(
-        "evaluation.older_weights_accepted",
+        "evaluation.other_versions_accepted",
         "buffers/evaluation/work.py",
-        'if oldest < step else ""',
-        'if oldest < 0 else ""',
+        "if not others or current is None:",
+        "if True or not others or current is None:",
         (
             "tests/unit/test_evaluations.py",
             "tests/contract/test_buffer_evaluation.py",
