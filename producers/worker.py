@@ -56,6 +56,7 @@ class Producer:
     """One engine and the groups it is working on."""
 
     poll_s = POLL_S
+    evaluates = False  # it asks for held-out prompts alone
     holds = False  # an evaluation needs the engine's version
 
     def __init__(
@@ -97,8 +98,9 @@ class Producer:
         self.capacity = make_capacity(self.config, self.engine.capabilities())
         done = False
         while (self.work or not done) and not self.leaving:
-            groups = 0 if done else self.capacity.groups_wanted(preempted=self.engine.health().preempted)
-            if groups or (self.holds and not done):
+            idle = done or self.evaluates
+            groups = 0 if idle else self.capacity.groups_wanted(preempted=self.engine.health().preempted)
+            if groups or (not done and (self.holds or self.evaluates)):
                 done = await self._ask(groups)
             elif self.work:
                 await asyncio.wait(self.work, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)

@@ -69,8 +69,12 @@ class PromptLeases:
         self.leases = leases
         self.holders = Holders(leases.workers)
 
-    def lease(self, producer: str, *, engine_version: int, request: int) -> tuple[Lease, ...]:
-        """The prompts that this producer generates next, maybe none. The same request again gets the same leases."""
+    def lease(self, producer: str, *, engine_version: int, request: int, trains: bool = False) -> tuple[Lease, ...]:
+        """The prompts that this producer generates next, maybe none. The same request again gets the same leases.
+        `trains`: it asks for training groups as well.
+        """
+        if trains and self.config.evaluation.separate:
+            return ()
         workers, now = self.leases.workers, self.table.tx.now
         worker = workers.find("producer", producer, now)
         self.holders.note(producer, engine_version)
@@ -99,12 +103,16 @@ class PromptLeases:
             granted.append(self._message(prompt))
         return tuple(granted)
 
-    def hold(self, engine_version: int) -> int:
+    def hold(self, engine_version: int, *, trains: bool = False) -> int:
         """The version that a producer of `engine_version` is asked to keep; -1: it may take newer weights.
 
-        It keeps the measured version until every prompt is generated: if another producer is lost, it takes over.
+        It keeps the measured version until every prompt is generated: if another producer is lost, it takes over. An
+        evaluator keeps what it has until an evaluation needs a newer one.
         """
         current = self.table.meta.round
+        if self.config.evaluation.separate:
+            needs_newer = current is not None and current.version < 0 and engine_version < current.step
+            return engine_version if not (trains or needs_newer) and self._is_published(engine_version) else -1
         if current is None or current.version != engine_version or not self._is_published(engine_version):
             return -1
         return -1 if self.table.is_generated() else engine_version
@@ -126,7 +134,7 @@ class PromptLeases:
         samples = self.config.producers.groups_in_flight(asked) * asked
         current = self.table.meta.round
         delays = current is not None and 0 <= current.version < self.machine.table.meta.newest
-        if delays or self.machine.schedule.unclaimed <= 0:
+        if delays or self.config.evaluation.separate or self.machine.schedule.unclaimed <= 0:
             return max(1, samples // self.table.samples)
         return self.config.evaluation.held_groups(training_samples=samples)
 

@@ -134,3 +134,16 @@ def test_a_slow_evaluation_ends_at_its_time_and_training_is_the_same_in_form(run
     assert "missing: waits for scores" in done.stdout
     lengths = [event["length"] for event in run.lines("history.jsonl") if event["e"] == "eval_sample"]
     assert max(lengths) > 24, "longer than sampling.max_new_tokens, which bounds training alone"
+
+
+def test_evaluators_of_their_own_measure_one_version_and_producers_only_train(run) -> None:  # type: ignore[no-untyped-def]
+    done = run.launch(*held_out(run), "evaluation.lane=evaluators", "evaluation.at_start=true", "learner.steps=8")
+    assert done.returncode == 0, done.stdout + run.logs()
+    steps = [line["step"] for line in run.lines("metrics/evaluation.jsonl")]
+    assert steps[0] == 0 and steps[-1] == 8
+    check(run, steps, trained=8)
+    leases = [event for event in run.lines("history.jsonl") if event["e"] in ("lease", "eval_lease")]
+    by_kind = {(event["e"], event["producer"].rpartition("-")[0]) for event in leases}
+    assert by_kind == {("lease", "producer"), ("eval_lease", "evaluator")}
+    syncs = [line for line in run.lines("metrics/roles.jsonl") if line["name"] == "evaluator-0"]
+    assert syncs, "an evaluator has heartbeats of its own"

@@ -341,6 +341,23 @@ def test_more_is_held_while_newer_weights_wait() -> None:
     assert len(lab.lease()) == 2, "as much as that"
 
 
+def test_evaluators_alone_get_the_prompts_of_their_lane_and_swap_on_request() -> None:
+    lab = Lab("evaluation.lane='evaluators'", "producers.max_groups_in_flight=1", rows=3)
+    lab.groups.table.meta.newest = 7
+    hold = lab.e.prompt_leases.hold
+    assert hold(3) == 3 and hold(3, trains=True) == -1, "nothing is due: an evaluator keeps what it has"
+    lab.due(6)
+    assert hold(3) == -1, "it is asked to take newer weights"
+    lab.groups.workers.see("producer", "p", lab.now)
+    assert lab.e.prompt_leases.lease("p", engine_version=6, request=90, trains=True) == (), "p trains"
+    assert hold(6, trains=True) == -1
+    lab.groups.begin(lab.now)
+    leases = lab.lease("evaluator-0", version=6)
+    assert len(leases) == 1 and leases[0].deadline_version == 6
+    assert hold(6) == 6
+    assert hold(9) == -1, "nobody has published that"
+
+
 def test_rows_of_an_older_service_still_open() -> None:
     row = msgspec.msgpack.encode([2, {0: "d"}, None, [9, 0, "d", 2, 1.0, 1], 3])
     lab = Lab()
