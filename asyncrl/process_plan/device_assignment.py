@@ -40,7 +40,7 @@ class Placed(NamedTuple):
     producers: tuple[int, ...] = ()
     evaluators: tuple[int, ...] = ()
 
-    def for_role(self, role: str) -> tuple[int, ...]:
+    def numbers_for(self, role: str) -> tuple[int, ...]:
         """Those of a role whose processes have one device each."""
         return {"producer": self.producers, "evaluator": self.evaluators}.get(role, ())
 

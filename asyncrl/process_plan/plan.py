@@ -101,7 +101,7 @@ def plan(
     plans = []
     for role in (role for role in TARGETS["all"] if role in roles):
         for number, (name, judge) in enumerate(_members(role, config, how)):
-            own = device_environment(number, places.for_role(role), devices)
+            own = device_environment(number, places.numbers_for(role), devices)
             own |= {MAY_RENAME: "1"} if role in WORKERS else {}
             interpreter = config.producers.python if role in ENGINES and config.producers.python else python
             plans.append(

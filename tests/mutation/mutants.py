@@ -428,6 +428,20 @@ MUTANTS = (
         ("tests/unit/test_child_environment.py",),
     ),
     Mutant(
+        "evaluation.version_not_fixed",
+        "buffers/evaluation/work.py",
+        "fits = engine_version == current.version if current.version >= 0 else engine_version >= current.step",
+        "fits = engine_version >= current.step",
+        ("tests/unit/test_evaluations.py",),
+    ),
+    Mutant(
+        "evaluation.version_not_kept",
+        "buffers/evaluation/work.py",
+        "return -1 if self.table.is_generated() else engine_version",
+        "return -1",
+        ("tests/unit/test_evaluations.py",),
+    ),
+    Mutant(
         "evaluation.other_versions_accepted",
         "buffers/evaluation/work.py",
         "if not others or current is None:",
