@@ -59,7 +59,7 @@ def run(lane: str) -> dict[str, Any]:
 
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """By lane and measure: the median of the ratios to the neighbour, and all of them; the spread without evaluation."""
+    """By measure and lane: the median of the ratios to the neighbour, and all; the spread without evaluation."""
     found: dict[str, Any] = {}
     for measure in ("steps_s", "cpu_s"):
         values = {lane: [one[measure] for one in runs if one["lane"] == lane] for lane in LANES}
