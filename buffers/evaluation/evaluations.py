@@ -185,9 +185,11 @@ class Evaluations:
             self._close("")
 
     def _keep_version(self) -> None:
-        """Begin again, or end, if no producer has the version any more and prompts are left to generate."""
+        """Begin again, or end, if no producer has the version any more and prompts are left to generate. Of the newest
+        version a producer that starts gets exactly that: nothing is dropped.
+        """
         current, limit_s = self.table.meta.round, self.machine.settings.lease_timeout_s
-        if current is None or current.version < 0 or self.table.is_generated():
+        if current is None or not 0 <= current.version < self.machine.table.meta.newest or self.table.is_generated():
             return
         if not self.prompt_leases.holders.all_gone(current.version, self.tx.now, limit_s):
             return

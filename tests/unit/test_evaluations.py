@@ -281,6 +281,20 @@ def test_another_producer_of_the_version_takes_over_and_nothing_is_lost() -> Non
     assert (line["evaluation_scored"], line["evaluation_restarts"]) == (2, 0)
 
 
+def test_a_killed_producer_of_the_newest_version_gets_it_again_and_nothing_is_dropped() -> None:
+    lab = Lab(rows=2)
+    lab.due(0)
+    one, two = lab.lease()
+    lab.answer(one)
+    lab.groups.begin(lab.now)
+    lab.e.hello("producer", "p")
+    lab.settle()
+    lab.tick(0.1)
+    assert lab.e.table.meta.round is not None and lab.e.table.meta.round.restarts == 0
+    (again,) = lab.lease()
+    assert (again.group, again.deadline_version) == (two.group, 0)
+
+
 def test_a_lost_version_begins_again_with_another_one_and_mixes_nothing() -> None:
     lab = Lab(rows=2)
     lab.due(0)
@@ -326,6 +340,7 @@ def test_a_restarted_service_waits_until_producers_had_time_to_ask() -> None:
     later = GroupMachine(settings_of(lab.config), epoch=2)
     lab.groups, lab.e = later, Evaluations(lab.config, later)
     lab.e.load(lab.store.items())
+    lab.groups.table.meta.newest = 1
     lab.tick(4.0)
     assert lab.e.table.meta.round is not None and lab.e.table.meta.round.version == 0
     assert lab.e.prompt_leases.hold(0) == 0
