@@ -3,7 +3,8 @@
 Guarantees:
 1. between two steps it asks and never waits; an unanswered request is repeated after the next step;
 2. the wait at the end is bounded by `2 * evaluation.timeout_s + GRACE_S`, and SIGTERM ends it earlier;
-3. a process reports each evaluation once. After a restart it reports earlier ones again, at the same steps.
+3. figures are reported at the step whose weights they measured: the version, not the step that they came due at;
+4. a process reports each evaluation once. After a restart it reports earlier ones again, at the same steps.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, StateLost, Unavailable
-from asyncrl.evaluation.ids import METRICS
+from asyncrl.evaluation.ids import METRICS, measured_version, name_version
 
 POLL_S = 0.5
 GRACE_S = 30.0  # on top of two evaluations: the buffer may restart meanwhile
@@ -34,7 +35,7 @@ class LastEvaluations:
     ) -> None:
         self.enabled = config.evaluation.enabled
         self.last: dict[str, Any] = {}
-        self.figures: dict[int, dict[str, float]] = {}  # of finished evaluations, by step
+        self.figures: dict[int, dict[str, float]] = {}  # of finished evaluations, by the version that they measured
         self._config = config
         self._ask = ask
         self._track = track
@@ -51,10 +52,11 @@ class LastEvaluations:
         for line in ended:
             self._seen = max(self._seen, int(line["round"]))
             self.last = line
-            self.figures[int(line["step"])] = numbers(line)
+            version = measured_version(line)
+            self.figures[version] = numbers(line)
             print(f"learner: {describe(line)}", flush=True)
             if self._track is not None:
-                self._track(numbers(line), step=int(line["step"]))
+                self._track(numbers(line), step=version)
         return running
 
     def poll(self) -> None:
@@ -91,7 +93,7 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def describe(line: Mapping[str, Any]) -> str:
-    """Example: `evaluation of step 20: gsm8k mean@1 0.532 (se 0.031); 64 of 64 prompts, versions 20 to 21, 4.1 s`."""
+    """Example: `evaluation of step 20: gsm8k mean@1 0.532 (se 0.031); 64 of 64 prompts, version 20, 4.1 s`."""
     k = int(line["evaluation_samples"])
     means = []
     for name, value in line.items():
@@ -101,8 +103,7 @@ def describe(line: Mapping[str, Any]) -> str:
             means.append(f"{source} mean@{k} {value:.3f} (se {error:.3f})")
     prompts, scored = int(line["evaluation_prompts"]), int(line["evaluation_scored"])
     text = f"evaluation of step {line['step']}: {', '.join(means) or 'no figures'}; {scored} of {prompts} prompts"
-    if "evaluation_version_min" in line:
-        text += f", versions {line['evaluation_version_min']} to {line['evaluation_version_max']}"
+    text += f", {name_version(line)}"
     text += f", {line['evaluation_s']:.1f} s"
     for what in ("failed", "missing"):
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(dict(line.get(what) or {}).items()))

@@ -49,6 +49,7 @@ def make_parts(
     held_out: HeldOutPrompts,
     sync: str,
     keys: Any,
+    evaluates: bool = False,
 ) -> tuple[Producer, Any]:
     """The worker and the receiver, by the mode: dataset rows need no weights."""
     if streams(config):
@@ -65,13 +66,14 @@ def make_parts(
         config=config.weightsync,
         insecure=config.network.insecure_no_auth,
     )
-    return Producer(
-        config, client=client, engine=engine, receiver=receiver, patience=patience, held_out=held_out
-    ), receiver
+    producer = Producer(config, client=client, engine=engine, receiver=receiver, patience=patience, held_out=held_out)
+    producer.evaluates = evaluates
+    return producer, receiver
 
 
-async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
-    """Connect, load, work, and end in order."""
+async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evaluates: bool = False) -> None:
+    """Connect, load, work, and end in order. `evaluates`: only held-out prompts."""
+    kind = "evaluator" if evaluates else "producer"
     refuse(config, model_json(config.model.path), role="producer")
     keys = role.worker_key(args, config, "producer")
     address, limit_s = args.connect or rundir.endpoint(config, "buffer"), config.network.request_timeout_s
@@ -89,11 +91,10 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     try:
         welcome = await patience.ask(lambda: client.hello(engine.fingerprint(), evaluation_rows=held_out.rows))
         sync = rundir.sibling_address(welcome.endpoints.get("weightsync", ""), args.connect) if args.connect else ""
-        producer, receiver = make_parts(
-            config, args, client=client, engine=engine, patience=patience, held_out=held_out, sync=sync, keys=keys
-        )
+        parts: dict[str, Any] = {"client": client, "engine": engine, "patience": patience, "held_out": held_out}
+        producer, receiver = make_parts(config, args, sync=sync, keys=keys, evaluates=evaluates, **parts)
         await engine.start()
-        print(f"producer {args.name}: pid {os.getpid()} on {socket.gethostname()}, engine ready", flush=True)
+        print(f"{kind} {args.name}: pid {os.getpid()} on {socket.gethostname()}, engine ready", flush=True)
         tasks = [
             asyncio.create_task(work)
             for work in (
@@ -101,7 +102,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
                 receiver.run(leave),
                 producer.heartbeats(),
                 wait_for_stop(stop, producer),
-                producer.signs(Sign(rundir.RunDir(config.run_dir).alive, role="producer", name=args.name)),
+                producer.signs(Sign(rundir.RunDir(config.run_dir).alive, role=kind, name=args.name)),
             )
         ]
         # bounded: the life of the role; each of its parts has its own deadlines
@@ -126,9 +127,9 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
         client.close()
 
 
-def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
+def body(args: role.RoleArgs, config: Config, stop: role.Stop, *, evaluates: bool = False) -> None:
     keep_memory()  # payloads are made and freed all the time
-    asyncio.run(produce(args, config, stop))
+    asyncio.run(produce(args, config, stop, evaluates=evaluates))
 
 
 def main() -> int:

@@ -4,7 +4,9 @@ Guarantees:
 1. it asks for work with the version that its engine holds, not with one that it has only heard of (the gate race), and
    not at all while the engine is of no version (an update in place);
 2. each sample leaves as it finishes, with the digests of the weights that made it;
-3. a lost lease stops its generation, and so does one that the buffer cancels (dropped, or complete without it); a
+3. while an evaluation needs its version it takes no newer one, at most for `evaluation.timeout_s`: held-out prompts are
+   finished before a swap. Leases of a version that it has left go back;
+4. a lost lease stops its generation, and so does one that the buffer cancels (dropped, or complete without it); a
    prompt that cannot be encoded is given back as dead with its reason.
 It owns no state: its leases are granted again elsewhere.
 """
@@ -43,6 +45,7 @@ T = TypeVar("T")
 #: A lease request names the engine's version. After a swap a new one is sent at once, and after this long anyway.
 POLL_S = 0.25
 REASON_LETTERS = 300
+SWAPPED = "swapped"
 GIVE_BACK_S = 5.0  # at the end of the process
 ATTESTED_S = 5.0  # for the digest of what was committed
 #: First words of the reasons of a lost lease, as opposed to a bad sample.
@@ -53,6 +56,8 @@ class Producer:
     """One engine and the groups it is working on."""
 
     poll_s = POLL_S
+    evaluates = False  # it asks for held-out prompts alone
+    holds = False  # an evaluation needs the engine's version
 
     def __init__(
         self,
@@ -93,8 +98,9 @@ class Producer:
         self.capacity = make_capacity(self.config, self.engine.capabilities())
         done = False
         while (self.work or not done) and not self.leaving:
-            groups = 0 if done else self.capacity.groups_wanted(preempted=self.engine.health().preempted)
-            if groups:
+            idle = done or self.evaluates
+            groups = 0 if idle else self.capacity.groups_wanted(preempted=self.engine.health().preempted)
+            if groups or (not done and (self.holds or self.evaluates)):
                 done = await self._ask(groups)
             elif self.work:
                 await asyncio.wait(self.work, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -119,7 +125,7 @@ class Producer:
             if not asking[0].done() and self.engine.health().version > version:
                 # The service then answers the older request at once: with nothing if it was not granted.
                 asking.append(asyncio.ensure_future(self._lease(self.engine.health().version, groups)))
-            answers = [self._take(await task) for task in asking]  # bounded: a request has its deadline
+            answers = [await self._take(await task) for task in asking]  # bounded: a request has its deadline
         finally:
             for task in (*asking, newer):
                 task.cancel()
@@ -132,17 +138,32 @@ class Producer:
         ask = partial(self.client.lease, engine_version=version, max_groups=groups, wait_s=self.poll_s)
         return await self._patiently(ask)
 
-    def _take(self, answer: Leases) -> Leases:
+    async def _take(self, answer: Leases) -> Leases:
         """Start the leased groups."""
         self._note_answer(answer)
         if answer.leases:
             failpoint("producer.after_lease")
-        for lease in answer.leases:
+        left = self._hold(answer)
+        for lease in [lease for lease in answer.leases if lease not in left]:
             if not is_evaluation(lease.group):  # on top of training: the buffer bounds it
                 self.capacity.add_group(lease, len(lease.missing))
             self.work[asyncio.create_task(self._group(lease))] = lease
         self.waiting_for = "" if self.work else answer.reason or "a lease"
+        if left:
+            await self._patiently(lambda: self.client.give_back(left, reason=SWAPPED))
         return answer
+
+    def _hold(self, answer: Leases) -> list[Lease]:
+        """Keep the version that an evaluation needs, or let it go. Returns held-out leases of a version that the engine
+        left while their grant was on its way."""
+        held_out = [lease for lease in answer.leases if is_evaluation(lease.group)]
+        if answer.hold < 0:
+            if self.holds:
+                self.receiver.hold.release()
+            self.holds = False
+            return held_out
+        self.holds = self.receiver.hold.keep(answer.hold, self.config.evaluation.timeout_s)
+        return [] if self.holds else held_out
 
     def _note_answer(self, answer: Leases) -> None:
         """Hook for subclasses: an answer to a lease request."""

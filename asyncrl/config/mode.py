@@ -52,7 +52,10 @@ def staleness_bound(config: Config) -> int:
 
 def present_roles(target: Sequence[str], config: Config) -> tuple[str, ...]:
     """The roles of a launch target that this run has."""
-    return tuple(role for role in target if not (streams(config) and role in GENERATING))
+    absent = (GENERATING if streams(config) else frozenset()) | (
+        frozenset() if config.evaluation.separate else {"evaluator"}
+    )
+    return tuple(role for role in target if role not in absent)
 
 
 def longest_row(config: Config) -> int:

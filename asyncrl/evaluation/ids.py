@@ -15,6 +15,7 @@ Example: row 3 of the evaluation of step 20.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -42,6 +43,31 @@ def evaluation_group(step: int, row: int) -> int:
 def split_group(group: int) -> tuple[int, int]:
     """Step and row of an id."""
     return (group - FIRST) >> ROW_BITS, (group - FIRST) & (MAX_ROWS - 1)
+
+
+def measured_version(line: Mapping[str, Any]) -> int:
+    """The version that an ended evaluation measured; its step if no sample was made, or in older lines.
+
+    >>> measured_version({"step": 20, "evaluation_version": 21}), measured_version({"step": 20})
+    (21, 20)
+    """
+    version = int(line.get("evaluation_version", -1))
+    return version if version >= 0 else int(line["step"])
+
+
+def name_version(line: Mapping[str, Any]) -> str:
+    """For texts. Lines of older releases may mix versions.
+
+    >>> name_version({"step": 20, "evaluation_version": 20}), name_version({"step": 20, "evaluation_version": -1})
+    ('version 20', 'no version')
+    >>> name_version({"step": 0, "evaluation_version_min": 0, "evaluation_version_max": 6})
+    'versions 0 to 6 mixed'
+    """
+    oldest, newest = line.get("evaluation_version_min"), line.get("evaluation_version_max")
+    if oldest != newest:
+        return f"versions {oldest} to {newest} mixed"
+    version = line.get("evaluation_version", oldest)
+    return "no version" if version is None or version < 0 else f"version {version}"
 
 
 def row_seed(seed: int, row: int, attempt: int = 0) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 from asyncrl.launcher.launch import LaunchOptions, absolute, changes, checked_files, roles_here, worker_keys
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan.interpreters import python_path, settle_interpreter
-from asyncrl.process_plan.plan import Joining, ProcessPlan, plan
+from asyncrl.process_plan.plan import ENGINES, Joining, ProcessPlan, plan
 from asyncrl.runtime.run_dir import RunDir
 
 
@@ -28,7 +28,7 @@ def dry_run(paths: Sequence[Path], options: LaunchOptions, *, as_json: bool = Fa
     config = absolute(config)
     roles = roles_here(config, options)
     run = RunDir(config.run_dir)
-    homed = settle_interpreter(config) if "producer" in roles else config
+    homed = settle_interpreter(config) if ENGINES & {*roles} else config
     joining = Joining(
         connect=options.connect, key=options.key, worker_keys=worker_keys(config, roles), takeover=options.takeover
     )

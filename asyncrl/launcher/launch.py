@@ -40,12 +40,12 @@ from asyncrl.preflight import check as checks
 from asyncrl.preflight.derived import what_starts
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan.interpreters import python_path, settle_interpreter
-from asyncrl.process_plan.plan import TARGETS, WORKERS, Joining, Outcome, ProcessPlan, plan
+from asyncrl.process_plan.plan import ENGINES, TARGETS, WORKERS, Joining, Outcome, ProcessPlan, plan
 from asyncrl.runtime.run_dir import RunDir, launcher_mark, read_object, run_keys, sibling_address, write_atomic
 from asyncrl.runtime.shared_memory import remove_stale_slots
 
 OWNERS = frozenset({"all", "services", "buffer", "learner"})  # targets that write RUN/config.toml
-SHARED = frozenset({"producers", "rewards"})  # targets that may be launched several times for one run
+SHARED = frozenset({"producers", "evaluators", "rewards"})  # targets that may be launched several times for one run
 _print = partial(print, flush=True)
 
 
@@ -106,7 +106,9 @@ def launch_config(config: Config, options: LaunchOptions) -> Launched:
 
 
 def roles_here(config: Config, options: LaunchOptions) -> tuple[str, ...]:
-    """The roles that the target starts on this host."""
+    """The roles that the target starts on this host. Raises `usage` for evaluators that the run does not use."""
+    if options.target == "evaluators" and not config.evaluation.separate:
+        raise ConfigError("usage", "the run has no evaluators: evaluation.lane is not 'evaluators'", where="evaluators")
     return present_roles(TARGETS[options.target], config) if options.target == "all" else TARGETS[options.target]
 
 
@@ -135,7 +137,7 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
             node_rank=options.node_rank,
             head=options.head,
         )
-        homed = settle_interpreter(config) if "producer" in roles else config
+        homed = settle_interpreter(config) if ENGINES & {*roles} else config
         plans = plan(
             homed, roles, config_path=path, joining=joining, python_path=python_path(), devices=devices.find_devices()
         )
@@ -161,7 +163,7 @@ def worker_keys(config: Config, roles: Sequence[str]) -> dict[str, str]:
     if not config.network.key_file:
         return {}
     path = Path(config.network.key_file)
-    return {role: str(worker_file(path, "producer" if role == "producer" else "reward")) for role in WORKERS & {*roles}}
+    return {role: str(worker_file(path, "producer" if role in ENGINES else "reward")) for role in WORKERS & {*roles}}
 
 
 def _only_judge(config: Config, options: LaunchOptions) -> str | None:

@@ -53,8 +53,8 @@ SERVICE_RETURN_S = 5.0  # a service that ended by itself while it is needed: the
 READY_TIMEOUT_S = 10.0
 POLL_S = 0.1
 KILL_WAIT_S = 10.0  # for a killed process to disappear
-REPLACEABLE = frozenset({"producer", "reward"})  # a run needs only one process of these roles
-STOP_ORDER = ("learner", "producer", "reward", "weightsync", "buffer")
+REPLACEABLE = frozenset({"producer", "evaluator", "reward"})  # a run needs only one process of these roles
+STOP_ORDER = ("learner", "producer", "evaluator", "reward", "weightsync", "buffer")
 EXIT_INTERRUPTED = 130
 EXIT_KILLED = 137
 

@@ -32,7 +32,7 @@ from asyncrl.preflight.machine import Machine, check_ports, check_store, check_t
 from asyncrl.preflight.memory import RoleMemory, estimate, format_bytes
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan import interpreters as engine_env
-from asyncrl.process_plan.plan import TARGETS
+from asyncrl.process_plan.plan import ENGINES, TARGETS
 from asyncrl.runtime.model_folder import model_json
 
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+|\[\d+\])*")
@@ -59,10 +59,10 @@ def check(
 ) -> Checked:
     """All checks that are possible before the start. `joining`: the services and their store are on other hosts."""
     checks: list[tuple[set[str], Callable[[Config], Iterable[AsyncRLError]]]] = [
-        ({"producer", "learner"}, check_model),
-        ({"producer"}, check_data),
+        ({*ENGINES, "learner"}, check_model),
+        ({*ENGINES}, check_data),
         ({"reward"}, check_rewards),
-        ({"producer", "learner"}, check_plugins),
+        ({*ENGINES, "learner"}, check_plugins),
         ({"buffer"}, check_store),
         ({"buffer", "weightsync"}, lambda config: check_ports(config, roles)),
         ({"learner"}, check_algorithm),
@@ -74,7 +74,7 @@ def check(
             errors += look(config)
     errors += check_keys(config, joining=joining or "buffer" not in roles)
     findings = derive_findings(config, roles)
-    if "producer" in roles:
+    if ENGINES & {*roles}:
         wrong, has, python = engine_env.look(config, env=environment())
         errors += engine_env.url_problems(config) + wrong
         findings += [Finding("engine", has, python)] if has else []

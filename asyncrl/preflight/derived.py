@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.judges import list_judges
-from asyncrl.config.mode import is_evaluation_due, is_paired, longest_row, staleness_bound, streams
+from asyncrl.config.mode import is_evaluation_due, is_paired, longest_row, present_roles, staleness_bound, streams
 from asyncrl.config.rules.notes import notes
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.evaluation.ids import MAX_ROWS
@@ -98,13 +98,14 @@ def _evaluation_findings(config: Config) -> list[Finding]:
         count = min(sum(number for number in rows if number), evaluation.max_prompts or MAX_ROWS)
         prompts = f"{count} prompts"
     held = evaluation.held_groups(training_samples=config.producers.groups_in_flight(asked) * asked)
+    who = f"a producer holds up to {held} in addition to its training, and takes newer weights afterwards"
+    who = "on evaluators alone (asyncrl launch evaluators)" if evaluation.separate else who
     how = "greedy" if evaluation.temperature == 0 else f"temperature {evaluation.temperature:g}"
     return [
         Finding(
             "evaluations",
             str(times),
-            f"{prompts} x {evaluation.samples} samples, {how}, at most "
-            f"{evaluation.timeout_s:g} s each; a producer holds up to {held} in addition to its training",
+            f"{prompts} x {evaluation.samples} samples, {how}, at most {evaluation.timeout_s:g} s each; " + who,
         )
     ]
 
@@ -115,10 +116,11 @@ def what_starts(config: Config, roles: Sequence[str]) -> str:
         "buffer": f"1 buffer ({config.buffer.store})",
         "weightsync": f"1 weightsync ({config.weightsync.transport})",
         "producer": f"{_many(config.producers.count, 'producer')} ({config.producers.engine})",
+        "evaluator": _many(config.evaluation.evaluators, "evaluator"),
         "reward": _reward_workers(config),
         "learner": f"1 learner x {_many(config.learner.ranks, 'rank')} ({config.learner.backend})",
     }
-    chosen = [role for role in TARGETS["all"] if role in roles]
+    chosen = [role for role in present_roles(TARGETS["all"], config) if role in roles]
     total = sum(len(process_names(role, config)) if role != "learner" else config.learner.ranks for role in chosen)
     return f"{', '.join(words[role] for role in chosen)} = {_many(total, 'process', 'es')}"
 
@@ -144,7 +146,7 @@ def list_processes(config: Config, roles: Sequence[str]) -> list[Starting]:
         "producer": servers or (f"in {producers.python}" if producers.python else ""),
         "learner": f"torchrun, backend {config.learner.backend}",
     }
-    for role in (role for role in TARGETS["all"] if role in roles):
+    for role in (role for role in present_roles(TARGETS["all"], config) if role in roles):
         count = config.learner.ranks if role == "learner" else len(process_names(role, config))
         rows.append(
             Starting(

@@ -164,7 +164,9 @@ def estimate(config: Config, model: Mapping[str, Any], roles: Sequence[str], *, 
     if "learner" in roles:
         found += _learner(config, shape, accelerator=accelerator)
     if "producer" in roles and config.producers.engine in ("hf", "vllm"):
-        found += _producer(config, shape, accelerator=accelerator)
+        found += _engines(config, shape, "producer", config.producers.count, accelerator=accelerator)
+    if "evaluator" in roles and config.evaluation.separate and config.producers.engine in ("hf", "vllm"):
+        found += _engines(config, shape, "evaluator", config.evaluation.evaluator_count, accelerator=accelerator)
     if "buffer" in roles:
         cache = Part("payload cache", config.buffer.cache_bytes, "buffer.cache_bytes")
         found.append(RoleMemory("buffer", "host", 1, (_process(torch=False), cache)))
@@ -282,7 +284,7 @@ def _step_memory(config: Config, shape: Shape) -> list[Part]:
     return parts
 
 
-def _producer(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMemory]:
+def _engines(config: Config, shape: Shape, role: str, count: int, *, accelerator: bool) -> list[RoleMemory]:
     producers = config.producers
     dtype = config.model.dtype if producers.dtype == "auto" else producers.dtype
     width = BYTES[dtype]
@@ -299,10 +301,10 @@ def _producer(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMe
     host = [_process(torch=True)]
     if accelerator and producers.device != "cpu":
         return [
-            RoleMemory("producer", "device", producers.count, tuple(parts)),
-            RoleMemory("producer", "host", producers.count, tuple(host)),
+            RoleMemory(role, "device", count, tuple(parts)),
+            RoleMemory(role, "host", count, tuple(host)),
         ]
-    return [RoleMemory("producer", "host", producers.count, (*host, *parts))]
+    return [RoleMemory(role, "host", count, (*host, *parts))]
 
 
 def format_bytes(size: float) -> str:

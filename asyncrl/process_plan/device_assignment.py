@@ -1,8 +1,8 @@
 """Assigns the accelerators of a host to the processes of `asyncrl launch`. Pure, except `find_devices`.
 
 A rank of the learner takes the device with its number (the learner sees all devices, since its ranks communicate). A
-producer sees only its own devices, by the environment variable of the device type, so processes of its engine keep to
-it as well. Guarantees:
+producer or evaluator sees only its own devices, by the environment variable of the device type, so processes of its
+engine keep to it as well. Guarantees:
 1. devices are shared only if there are too few; a note reports it;
 2. explicit settings win: `producers.device = "cpu"` or `"cuda:1"` is left unchanged, and numbers are relative to the
    devices that a scheduler made visible (`CUDA_VISIBLE_DEVICES`);
@@ -34,15 +34,20 @@ class Devices(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Device numbers of the learner's ranks, and of each producer of this launcher."""
+    """Device numbers of the learner's ranks, and of each producer and evaluator of this launcher."""
 
     learner: tuple[int, ...] = ()
     producers: tuple[int, ...] = ()
+    evaluators: tuple[int, ...] = ()
+
+    def numbers_for(self, role: str) -> tuple[int, ...]:
+        """Those of a role whose processes have one device each."""
+        return {"producer": self.producers, "evaluator": self.evaluators}.get(role, ())
 
     @property
     def shared(self) -> bool:
         """Whether two processes share a device."""
-        taken = [*self.learner, *self.producers]
+        taken = [*self.learner, *self.producers, *self.evaluators]
         return len(set(taken)) < len(taken)
 
 
@@ -65,21 +70,24 @@ def assign_devices(config: Config, roles: Sequence[str], devices: Devices) -> Pl
         return Placed()
     ranks = config.learner.ranks if "learner" in roles and _given_out(config.learner.device, devices) else 0
     learner = tuple(rank % count for rank in range(ranks))
-    if "producer" not in roles or not _given_out(config.producers.device, devices):
+    if not _given_out(config.producers.device, devices):
         return Placed(learner)
     free = [number for number in range(count) if number not in learner] or list(range(count))
-    return Placed(learner, tuple(free[number % len(free)] for number in range(config.producers.count)))
+    producers = config.producers.count if "producer" in roles else 0
+    evaluators = config.evaluation.evaluator_count if "evaluator" in roles else 0
+    given = tuple(free[number % len(free)] for number in range(producers + evaluators))
+    return Placed(learner, given[:producers], given[producers:])
 
 
 def _given_out(setting: str, devices: Devices) -> bool:
     return setting in ("auto", devices.kind)
 
 
-def device_environment(number: int, placed_: Placed, devices: Devices) -> dict[str, str]:
-    """Environment variables of producer `number`."""
-    if number >= len(placed_.producers):
+def device_environment(number: int, given: Sequence[int], devices: Devices) -> dict[str, str]:
+    """Environment variables of process `number` of a role that was `given` these devices."""
+    if number >= len(given):
         return {}
-    return {TABLE[devices.kind].visible_env: devices.ids[placed_.producers[number]]}
+    return {TABLE[devices.kind].visible_env: devices.ids[given[number]]}
 
 
 def problems(config: Config, roles: Sequence[str], devices: Devices) -> Iterator[Conflict]:
@@ -97,7 +105,7 @@ def problems(config: Config, roles: Sequence[str], devices: Devices) -> Iterator
         yield (
             "config.conflict",
             f"cluster.devices = 'own': {len(found_.learner)} ranks and {len(found_.producers)} "
-            f"producers on {count} {devices.kind} devices",
+            f"producers{' and evaluators' * bool(found_.evaluators)} on {count} {devices.kind} devices",
             ("cluster", "devices"),
         )
 
@@ -106,7 +114,7 @@ def format_assignment(placed_: Placed, devices: Devices) -> str:
     """`learner: cuda 0, 1; producers: cuda 2, 3`, in the numbers of the host; empty without devices."""
     parts = [
         f"{name}: {devices.kind} {', '.join(devices.ids[number] for number in numbers)}"
-        for name, numbers in (("learner", placed_.learner), ("producers", placed_.producers))
+        for name, numbers in zip(placed_._fields, placed_, strict=True)
         if numbers
     ]
     return "; ".join(parts)

@@ -31,21 +31,24 @@ from asyncrl.runtime.run_dir import endpoint
 
 #: What `asyncrl launch TARGET` starts, in order.
 TARGETS: dict[str, tuple[str, ...]] = {
-    "all": ("buffer", "weightsync", "producer", "reward", "learner"),
+    "all": ("buffer", "weightsync", "producer", "evaluator", "reward", "learner"),
     "services": ("buffer", "weightsync"),
     "buffer": ("buffer",),
     "weightsync": ("weightsync",),
     "producers": ("producer",),
+    "evaluators": ("evaluator",),
     "rewards": ("reward",),
     "learner": ("learner",),
 }
 NO_DEVICES = Devices()
 SERVICES = frozenset({"buffer", "weightsync"})
-WORKERS = frozenset({"producer", "reward"})  # roles that join a run and never lead it
+ENGINES = frozenset({"producer", "evaluator"})  # roles that generate
+WORKERS = ENGINES | {"reward"}  # roles that join a run and never lead it
 MODULES = {
     "buffer": "buffers.main",
     "weightsync": "weightsync.main",
     "producer": "producers.main",
+    "evaluator": "producers.evaluator",
     "reward": "producers.rewards.main",
     "learner": "learners.main",
 }
@@ -98,9 +101,9 @@ def plan(
     plans = []
     for role in (role for role in TARGETS["all"] if role in roles):
         for number, (name, judge) in enumerate(_members(role, config, how)):
-            own = device_environment(number, places, devices) if role == "producer" else {}
+            own = device_environment(number, places.numbers_for(role), devices)
             own |= {MAY_RENAME: "1"} if role in WORKERS else {}
-            interpreter = config.producers.python if role == "producer" and config.producers.python else python
+            interpreter = config.producers.python if role in ENGINES and config.producers.python else python
             plans.append(
                 ProcessPlan(
                     role=role,
@@ -148,8 +151,9 @@ def process_names(role: str, config: Config, *, tag: str = "", judge: str | None
 def _members(role: str, config: Config, how: Joining) -> list[tuple[str, str]]:
     """The processes of a role: name, and the judge of a reward worker."""
     middle = f"-{how.tag}" if how.tag else ""
-    if role == "producer":
-        return [(f"{role}{middle}-{number}", "") for number in range(config.producers.count)]
+    if role in ENGINES:
+        count = config.producers.count if role == "producer" else config.evaluation.evaluator_count
+        return [(f"{role}{middle}-{number}", "") for number in range(count)]
     if role != "reward":
         return [(role, "")]
     return [
@@ -162,7 +166,8 @@ def _members(role: str, config: Config, how: Joining) -> list[tuple[str, str]]:
 
 def role_threads(role: str, config: Config) -> int:
     """CPU threads of one process of the role."""
-    return {"producer": config.producers.threads, "learner": config.learner.threads}.get(role, 1)
+    generates = dict.fromkeys(ENGINES, config.producers.threads)
+    return {**generates, "learner": config.learner.threads}.get(role, 1)
 
 
 def role_restarts(role: str, config: Config, *, judge: str = DEFAULT) -> int:
@@ -174,7 +179,7 @@ def role_restarts(role: str, config: Config, *, judge: str = DEFAULT) -> int:
         return 0
     if role == "reward" and (found := find_judge(config, judge)) is not None:
         return found.restarts
-    own = {"producer": config.producers.restarts, "reward": config.reward_workers.restarts}
+    own = {**dict.fromkeys(ENGINES, config.producers.restarts), "reward": config.reward_workers.restarts}
     return own.get(role, config.learner.restarts)
 
 
@@ -183,7 +188,7 @@ def inherited_names(role: str, config: Config, *, judge: str = DEFAULT) -> tuple
 
     None for services, learner and trackers: they get all.
     """
-    if role == "producer":
+    if role in ENGINES:
         served = config.producers.engine in SERVED
         return (*config.environment.env, ENGINE_TOKEN) if served else config.environment.env
     if role == "reward":

@@ -12,6 +12,7 @@ from html import escape
 from typing import Any
 
 from asyncrl.config.suggestions import value_at
+from asyncrl.evaluation.ids import name_version
 from asyncrl.metrics import line_number
 from asyncrl.report.data import ENDS, RunData
 from asyncrl.report.html import card, seconds, table
@@ -73,7 +74,7 @@ def _held_out(data: RunData) -> str:
     lines = newest(data.evaluations)
     sources = list_sources(lines)
     found = figure_value(lines[-1], sources[0], "reward/mean", "") if lines and sources else None
-    return "-" if found is None else f"{found[0]:.3f}"
+    return "-" if found is None else f"{found[0]:.3f} ({name_version(lines[-1])})"
 
 
 def _mean(data: RunData, name: str) -> str:

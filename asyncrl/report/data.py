@@ -17,6 +17,7 @@ from asyncrl.audit.prove import Audit, audit_run
 from asyncrl.config import Config, load
 from asyncrl.config.mode import streams
 from asyncrl.errors import AsyncRLError
+from asyncrl.evaluation.ids import name_version
 from asyncrl.evaluation.statistics import ALL
 from asyncrl.metrics import line_number, read_lines
 from asyncrl.monitor.advice import CUT_SHARE
@@ -168,12 +169,12 @@ def ledger_text(audit: Audit) -> str:
 
 
 def _held_out(lines: list[Line]) -> list[str]:
-    """`held out  mean@4 0.247 (step 0) -> 0.933 (step 40), 3 evaluations`; nothing without evaluations."""
+    """`held out  mean@4 0.247 (version 0) -> 0.933 (version 40), 3 evaluations`; nothing without evaluations."""
     figures = []
     for line in (lines[0], lines[-1]) if lines else ():
         sources = list(dict(line.get("sources") or {}))
         name = f"val-core/{sources[0] if len(sources) == 1 else ALL}/reward/mean@{line.get('evaluation_samples')}"
-        figures.append(f"{line[name]:.3f} (step {line['step']})" if name in line else f"- (step {line.get('step')})")
+        figures.append(f"{line[name]:.3f} ({name_version(line)})" if name in line else f"- (step {line.get('step')})")
     if not figures:
         return []
     missing = sum(int(line.get("evaluation_missing", 0)) + int(line.get("evaluation_failed", 0)) for line in lines)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from asyncrl.evaluation.ids import measured_version, name_version
 from asyncrl.evaluation.statistics import ALL
 from asyncrl.metrics.length_bias import Bucket
 from asyncrl.report.data import RunData
@@ -168,16 +169,16 @@ def evaluations(data: RunData) -> str:
         _evaluation_curves(lines),
         wide=True,
         note=(
-            "held-out prompts, never trained: mean reward by the step that was evaluated; the band is two standard "
-            "errors over the prompts to either side"
+            "held-out prompts, never trained: mean reward by the version that was measured; the band is two "
+            "standard errors over the prompts to either side"
         ),
     ) + card(
         "Evaluations",
         _table(lines),
         wide=True,
         note=(
-            "versions: oldest and newest weights that made a sample; weights go on changing while an evaluation runs. "
-            "Figures are of the scored prompts alone"
+            "version: the weights that made every sample of the row; step: where the evaluation came due. Figures are "
+            "of the scored prompts alone"
         ),
     )
 
@@ -208,14 +209,14 @@ def _evaluation_curves(lines: Sequence[Mapping[str, Any]]) -> str:
         for line in lines:
             found = figure_value(line, source, "reward/mean", "")
             if found is not None:
-                points.append((float(line["step"]), found[0]))
+                points.append((float(measured_version(line)), found[0]))
                 band.append((found[0] - 2 * found[1], found[0] + 2 * found[1]))
         drawn.append(Line(source, points, COLOURS[place % len(COLOURS)], band))
     return (legend(drawn) if len(drawn) > 1 else "") + line_chart(drawn, width=1000, height=220)
 
 
 def _table(lines: Sequence[Mapping[str, Any]]) -> str:
-    head = ("step", "source", "mean@k", "best@k", "maj@k", "pass@k", "prompts", "versions", "seconds", "not scored")
+    head = ("step", "source", "mean@k", "best@k", "maj@k", "pass@k", "prompts", "version", "seconds", "not scored")
     rows = []
     for line in lines:
         for place, source in enumerate(list_sources([line]) or ["-"]):
@@ -234,13 +235,11 @@ def _account(line: Mapping[str, Any]) -> list[str]:
     reasons = {**dict(line.get("failed") or {}), **dict(line.get("missing") or {})}
     texts = [f"{reason} {count}" for reason, count in sorted(reasons.items())]
     texts += [f"ended early: {line['why']}"] if line.get("why") else []
-    versions = "-"
-    if "evaluation_version_min" in line:
-        versions = f"{line['evaluation_version_min']} to {line['evaluation_version_max']}"
+    version = name_version(line).removeprefix("version ") if line.get("evaluation_scored") else "-"
     scored, prompts, k = (int(line.get(f"evaluation_{name}", 0)) for name in ("scored", "prompts", "samples"))
     return [
         f"{scored} of {prompts} x {k}",
-        versions,
+        version,
         short(float(line.get("evaluation_s", 0.0))),
         escape(", ".join(texts)),
     ]

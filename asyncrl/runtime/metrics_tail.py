@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from asyncrl.evaluation.ids import measured_version
 from asyncrl.metrics import CATALOGUE, OPEN, JsonTail, Position, line_number, line_time
 from asyncrl.metrics.pages import metric_tag
 from asyncrl.runtime.run_dir import RunDir
@@ -77,7 +78,8 @@ class Following:
             if name == "learner" and isinstance(step, int):
                 points.append(Point(step, self._point(t, numbers(line))))
             elif name == "evaluation" and isinstance(step, int):
-                points.append(Point(step, {metric_tag(key): value for key, value in values.items() if key != "step"}))
+                found = {metric_tag(key): value for key, value in values.items() if key != "step"}
+                points.append(Point(measured_version(line), found))
         return points
 
     def _point(self, t: float, learner: dict[str, float]) -> dict[str, float]:

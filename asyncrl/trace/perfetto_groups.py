@@ -54,6 +54,7 @@ class GroupDrawing:
             "service": self._service,
             "retire": self._retire,
             "eval_begin": self._eval_begin,
+            "eval_restart": self._eval_restart,
             "eval_end": self._eval_end,
         }
 
@@ -182,10 +183,19 @@ class GroupDrawing:
             samples=event.get("samples"),
         )
 
+    def _eval_restart(self, event: Event) -> None:
+        """It goes on under another number."""
+        one = self._evaluations.pop(event["round"], None)
+        if one is not None:
+            self._evaluations[event["now"]] = one
+
     def _eval_end(self, event: Event) -> None:
         one = self._evaluations.pop(event["round"], None)
         if one is not None:
-            self._draw.end(one, event["t"], scored=event.get("evaluation_scored"), why=event.get("why"))
+            version = event.get("evaluation_version")
+            self._draw.end(
+                one, event["t"], version=version, scored=event.get("evaluation_scored"), why=event.get("why")
+            )
 
     def close(self, t: float) -> None:
         """End everything in progress at the end of the log."""

@@ -101,7 +101,7 @@ class MemberPoll(Message, frozen=True, tag=64):
     pid: Whole
     host: Name
     fingerprint: str
-    state: str  # joining | stale | prepared | serving
+    state: str  # joining | stale | prepared | serving | holding (serving, and wants no newer version now)
     version: Version
     digest: str
     round: Whole

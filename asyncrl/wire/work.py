@@ -7,7 +7,10 @@ from asyncrl.wire.base import Field, Message, Name, Place, Version, Whole
 
 
 class LeaseRequest(Message, frozen=True, tag=20):
-    """Ask for up to `max_groups` groups to generate; waits in the service up to `wait_s`. Answer: `Leases`."""
+    """Ask for up to `max_groups` groups to generate; waits in the service up to `wait_s`. Answer: `Leases`.
+
+    With `max_groups` 0 a producer asks for held-out prompts alone.
+    """
 
     producer: Name
     engine_version: Version
@@ -18,7 +21,8 @@ class LeaseRequest(Message, frozen=True, tag=20):
 class Lease(Message, frozen=True):
     """One group to generate. `token` fences: an answer under an older token of the group is refused.
 
-    `missing` are the sample indices still needed (all of them at the first attempt).
+    `missing` are the sample indices still needed (all of them at the first attempt). Samples of a held-out prompt must
+    be of `deadline_version` alone.
     """
 
     group: int
@@ -46,7 +50,8 @@ class Leases(Message, frozen=True, tag=21):
     """Granted leases, possibly none; `reason` says why a producer without work waits, `done` that no more work will
     come.
 
-    `begun`: partial samples among the missing ones, to continue from or to discard.
+    `begun`: partial samples among the missing ones, to continue from or to discard. `hold`: the version that an
+    evaluation needs from this producer; it takes no newer weights before an answer names another one or none.
     """
 
     leases: tuple[Lease, ...]
@@ -54,6 +59,7 @@ class Leases(Message, frozen=True, tag=21):
     reason: str = ""
     done: bool = False
     begun: tuple[Begun, ...] = ()
+    hold: int = -1  # -1: none
 
 
 class SampleHead(Message, frozen=True):

@@ -1,13 +1,15 @@
 """The evaluations of a run: when one begins and ends, and the result of every prompt.
 
 One evaluation runs at a time. Another that comes due meanwhile waits for its end; if several do, the newest waits and
-the others are skipped, with a line in the history. Guarantees:
+the others are skipped, counted, with a line in the history. Guarantees:
 1. an evaluation ends when every prompt is scored or has failed, at the latest `evaluation.timeout_s` after it began.
    The remaining prompts are missing then, counted by what they waited for, and their leases are cancelled;
 2. `prompts = scored + failed + missing` for every evaluation that ended, and its figures are of the scored ones alone;
-3. an evaluation uses the weights of its step or later ones, and reports the oldest and newest version of its samples. A
-   step that is trained again with the same weights (same digest) is not evaluated again; with other weights it is, and
-   the unfinished evaluation of it ends;
+3. an evaluation measures exactly one version, fixed by its first lease and named by its line: that of its step, or a
+   later one if no producer asked while it had the step's. If the version is lost (the last producer that holds it was
+   killed, say), all samples are dropped and the evaluation begins again with another version, at most
+   `buffer.max_reissue` times; it ends instead if a newer one waits. A step that is trained again with the same weights
+   (same digest) is not evaluated again; with other weights it is, and the unfinished evaluation of it ends;
 4. all state is in rows: after a kill of the service an evaluation continues with the answers it has, and has its full
    time again.
 
@@ -33,6 +35,7 @@ from buffers.groups.machine import GroupMachine
 from buffers.groups.sample_intake import SampleIntake
 from buffers.groups.scoring import Scoring
 
+LOST_VERSION = "no producer holds its version any more"
 TIME = "time"  # why an evaluation ended with prompts missing
 
 
@@ -80,6 +83,7 @@ class Evaluations:
     def hello(self, role: str, name: str) -> None:
         """A process introduces itself and holds nothing."""
         if role == "producer":
+            self.prompt_leases.holders.note(name, -1)
             self.leases.lose_all(name, "restarted")
         elif role == "reward":
             self.scoring.lose_all(name)
@@ -129,11 +133,19 @@ class Evaluations:
                 return
             self._close("the step was trained again with other weights")
         if waiting is not None and waiting[0] != step:
-            self.table.meta.known[waiting[0]] = waiting[1]
-            self.table.event("skip", step=waiting[0], why=f"that of step {step} came due before it could begin")
+            self._skip(f"that of step {step} came due before it could begin")
         self.table.meta.waiting = (step, digest)
         self.table.put("vmeta")
         self._begin()
+
+    def _skip(self, why: str) -> None:
+        """The evaluation that waits will not begin."""
+        meta = self.table.meta
+        assert meta.waiting is not None
+        step, meta.known[step] = meta.waiting
+        meta.waiting, meta.skipped = None, meta.skipped + 1
+        self.table.put("vmeta")
+        self.table.event("skip", step=step, why=why)
 
     def _begin(self) -> None:
         if self.table.meta.round is not None or self.table.meta.waiting is None or not self.table.meta.rows:
@@ -163,6 +175,7 @@ class Evaluations:
         self.leases.expire()
         self.scoring.expire()
         self.settle()
+        self._keep_version()
         if self.tx.now >= self._until and self.table.meta.round is not None:
             self._close(TIME)
 
@@ -171,15 +184,31 @@ class Evaluations:
         if self.table.meta.round is not None and self.table.indexes.over == self.table.meta.round.rows:
             self._close("")
 
+    def _keep_version(self) -> None:
+        """Begin again, or end, if no producer has the version any more and prompts are left to generate. Of the newest
+        version a producer that starts gets exactly that: nothing is dropped.
+        """
+        current, limit_s = self.table.meta.round, self.machine.settings.lease_timeout_s
+        if current is None or not 0 <= current.version < self.machine.table.meta.newest or self.table.is_generated():
+            return
+        if not self.prompt_leases.holders.all_gone(current.version, self.tx.now, limit_s):
+            return
+        if self.table.meta.waiting is not None or current.restarts >= self.machine.settings.max_reissue:
+            self._close(LOST_VERSION)
+            return
+        for prompt in list(self.table.prompts.values()):
+            self.table.remove(prompt)
+        number, lost = self.tx.next_token(), current.version
+        self.table.event("restart", step=current.step, round=current.number, now=number, version=lost, why=LOST_VERSION)
+        current.number, current.cursor, current.version, current.restarts = number, 0, -1, current.restarts + 1
+        self.table.put("vmeta")
+
     def finish(self) -> None:
         """The run is over: prompts that are not scored are missing."""
         if self.table.meta.round is not None:
             self._close("the run ended", begin=False)
         if self.table.meta.waiting is not None:
-            self.table.event("skip", step=self.table.meta.waiting[0], why="the run ended")
-            self.table.meta.known[self.table.meta.waiting[0]] = self.table.meta.waiting[1]
-            self.table.meta.waiting = None
-            self.table.put("vmeta")
+            self._skip("the run ended")
 
     def lose_payloads(self, numbers: Sequence[int]) -> None:
         """The bytes of these prompts are gone (power loss, damaged disk): generate them again."""
@@ -225,6 +254,9 @@ class Evaluations:
             "evaluation_failed": failed.total(), "evaluation_missing": missing.total(),
             "evaluation_samples": self.config.samples,
             "evaluation_s": round(self.tx.wall_time - current.begun, 3),
+            "evaluation_version": current.version,
+            "evaluation_refused": current.refused, "evaluation_restarts": current.restarts,
+            "evaluation_skipped": self.table.meta.skipped,
         }  # fmt: skip
         if samples:
             line |= {
@@ -251,8 +283,9 @@ class Evaluations:
         current, waiting = self.table.meta.round, self.table.meta.waiting
         if current is not None:
             spent = min(max(0.0, self.config.timeout_s - (self._until - self.tx.now)), self.config.timeout_s)
+            measured = f" (version {current.version})" if current.version >= 0 else ""
             text = (
-                f"of step {current.step}: {self.table.indexes.over} of {current.rows} prompts are over, "
+                f"of step {current.step}{measured}: {self.table.indexes.over} of {current.rows} prompts are over, "
                 f"{spent:.0f} s of {self.config.timeout_s:g} s"
             )
             return text + (f"; that of step {waiting[0]} is next" if waiting else "")
@@ -265,11 +298,13 @@ class Evaluations:
         if not self.config.enabled:
             return {}
         found: dict[str, Any] = {"running": self.progress(), "ended": len(self.table.ended), "last": {}}
+        found["skipped"] = self.table.meta.skipped
         if self.table.meta.round is not None:
             missing = self._count_missing(self.table.meta.round)
             failed = sum(bool(prompt.failed) for prompt in self.table.prompts.values())
             found |= {
                 "step": self.table.meta.round.step,
+                "version": self.table.meta.round.version,
                 "prompts": self.table.meta.round.rows,
                 "failed": failed,
                 "scored": self.table.indexes.over - failed,

@@ -63,6 +63,9 @@ class Round(msgspec.Struct, array_like=True):
     rows: int
     begun: float  # wall time
     cursor: int = 0  # rows below it were leased at least once
+    version: int = -1  # version that makes all its samples: that of the first lease; -1: none was granted
+    restarts: int = 0  # times that it began again because its version was lost
+    refused: int = 0  # samples that another version made, at least in part
 
 
 class EvaluationMeta(msgspec.Struct, array_like=True):
@@ -73,6 +76,7 @@ class EvaluationMeta(msgspec.Struct, array_like=True):
     waiting: tuple[int, str] | None = None  # step and digest of the next one
     round: Round | None = None
     ended: int = 0  # number of evaluations that ended
+    skipped: int = 0  # number of evaluations that came due and never began
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -201,6 +205,13 @@ class PromptTable:
     def event(self, name: str, **fields: Any) -> None:
         """Append a line to the history."""
         self.tx.event(self.event_prefix + name, **fields)
+
+    def is_generated(self) -> bool:
+        """Whether no prompt of the current evaluation needs a producer any more."""
+        current = self.meta.round
+        if current is None or current.cursor < current.rows or self.indexes.pending:
+            return current is None
+        return not any(self.indexes.held.values())
 
     def is_complete(self, prompt: Prompt) -> bool:
         """Whether all samples of the prompt have arrived."""

@@ -1,10 +1,13 @@
 """Held-out prompts as work: what their leases, samples and scores mean. The rules are those of training groups.
 
-Rules about staleness do not apply: there is no admission, bound, filter or deadline version, and nothing here counts
-towards a budget that ends the run. Guarantees:
-1. a producer gets a prompt only with weights of the evaluated step or later. It holds at most `evaluation.share` of
-   what it holds for training, in addition to that; as much as that once no group is left to issue;
-2. a prompt whose attempts are used up, or whose reward fails for good, has failed with the reason: never a score of 0.
+Rules about staleness do not apply: there is no admission, bound or filter, and nothing here counts towards a budget
+that ends the run. Guarantees:
+1. the first lease fixes the version of an evaluation: that of the engine that gets it, of the evaluated step or later.
+   From then on only engines of exactly this version get prompts, and a sample with a token of another version is
+   refused (`other_version`) and counted; its prompt is leased again without blame;
+2. a producer holds at most `evaluation.share` of what it holds for training, in addition to that; as much as that once
+   no group is left to issue, or newer weights wait for the end of the evaluation;
+3. a prompt whose attempts are used up, or whose reward fails for good, has failed with the reason: never a score of 0.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.evaluation.ids import evaluation_group, row_seed, row_source, split_group
 from asyncrl.wire import Lease, SampleHead, Samples
+from buffers.evaluation.holders import Holders
 from buffers.evaluation.records import HeldOut, Prompt, PromptTable, Round
 from buffers.groups.leases import Leases
 from buffers.groups.machine import GroupMachine
 from buffers.groups.records import Record
-from buffers.groups.sample_intake import version_range
+from buffers.groups.sample_intake import OTHER_VERSION, version_range
 from buffers.groups.scoring import Answer
 from buffers.groups.transaction import Edit
 
@@ -63,23 +67,29 @@ class PromptLeases:
         self.table = table
         self.machine = machine
         self.leases = leases
+        self.holders = Holders(leases.workers)
 
-    def lease(self, producer: str, *, engine_version: int, request: int) -> tuple[Lease, ...]:
-        """The prompts that this producer generates next, maybe none. The same request again gets the same leases."""
+    def lease(self, producer: str, *, engine_version: int, request: int, trains: bool = False) -> tuple[Lease, ...]:
+        """The prompts that this producer generates next, maybe none. The same request again gets the same leases.
+        `trains`: it asks for training groups as well.
+        """
+        if trains and self.config.evaluation.separate:
+            return ()
         workers, now = self.leases.workers, self.table.tx.now
         worker = workers.find("producer", producer, now)
+        self.holders.note(producer, engine_version)
         again, current = self.leases.find_granted(producer, request), self.table.meta.round
         if again or request <= worker.answered or current is None:
             return tuple(self._message(prompt) for prompt in again)
-        if not current.step <= engine_version <= self.machine.table.meta.newest + 1:
+        fits = engine_version == current.version if current.version >= 0 else engine_version >= current.step
+        if not (fits and self._is_published(engine_version)) or workers.is_barred(producer, engine_version, now):
             return ()
-        if workers.is_barred(producer, engine_version, now):
-            return ()
-        granted = []
+        granted: list[Lease] = []
         while len(self.table.indexes.held.get(producer, ())) < self._room():
             prompt = self._next_prompt(current)
             if prompt is None:
                 break
+            self._fix_version(current, engine_version)
             with self.table.edit(prompt):
                 self.leases.assign(prompt, worker, request)
             self.table.event(
@@ -93,11 +103,38 @@ class PromptLeases:
             granted.append(self._message(prompt))
         return tuple(granted)
 
+    def hold(self, engine_version: int, *, trains: bool = False) -> int:
+        """The version that a producer of `engine_version` is asked to keep; -1: it may take newer weights.
+
+        It keeps the measured version until every prompt is generated: if another producer is lost, it takes over. An
+        evaluator keeps what it has until an evaluation needs a newer one.
+        """
+        current = self.table.meta.round
+        if self.config.evaluation.separate:
+            needs_newer = current is not None and current.version < 0 and engine_version < current.step
+            return engine_version if not (trains or needs_newer) and self._is_published(engine_version) else -1
+        if current is None or current.version != engine_version or not self._is_published(engine_version):
+            return -1
+        return -1 if self.table.is_generated() else engine_version
+
+    def _is_published(self, version: int) -> bool:
+        """Not of a future that the learner went back from. A publish is heard of before its commit, hence one more."""
+        return 0 <= version <= self.machine.table.meta.newest + 1
+
+    def _fix_version(self, current: Round, version: int) -> None:
+        if current.version < 0:
+            current.version = version
+            self.holders.begin(version)
+            self.table.put("vmeta")
+            self.table.event("version", step=current.step, round=current.number, version=version)
+
     def _room(self) -> int:
         """Prompts that one producer may hold."""
         asked = self.config.sampling.asked_samples
         samples = self.config.producers.groups_in_flight(asked) * asked
-        if self.machine.schedule.unclaimed <= 0:
+        current = self.table.meta.round
+        delays = current is not None and 0 <= current.version < self.machine.table.meta.newest
+        if delays or self.config.evaluation.separate or self.machine.schedule.unclaimed <= 0:
             return max(1, samples // self.table.samples)
         return self.config.evaluation.held_groups(training_samples=samples)
 
@@ -114,9 +151,11 @@ class PromptLeases:
 
     def _message(self, prompt: Prompt) -> Lease:
         missing = tuple(index for index in range(self.table.samples) if index not in prompt.samples)
-        step, row = split_group(prompt.id)
+        _, row = split_group(prompt.id)
         seed = row_seed(self.config.run.seed, row, prompt.attempt)
-        return Lease(prompt.id, prompt.token, prompt.attempt, missing, seed, step)
+        current = self.table.meta.round
+        version = current.version if current is not None else 0
+        return Lease(prompt.id, prompt.token, prompt.attempt, missing, seed, version)
 
 
 class PromptWork:
@@ -144,10 +183,15 @@ class PromptWork:
         return "gone: its evaluation has ended" if prompt is None else f"gone: {prompt.failed}"
 
     def wrong_version(self, head: Samples) -> str:
-        """Samples of versions older than the evaluated step are not wanted."""
-        step, _ = split_group(head.group)
-        oldest = min((version for item in head.samples for version, _ in item.runs), default=step)
-        return f"version: {oldest} is older than the step {step} that is evaluated" if oldest < step else ""
+        """Samples are wanted of exactly the version that is measured."""
+        current = self.table.meta.round
+        wanted = current.version if current is not None else -1
+        others = sorted({version for item in head.samples for version, _ in item.runs} - {wanted})
+        if not others or current is None:
+            return ""
+        current.refused += len(head.samples)
+        self.table.put("vmeta")
+        return f"{OTHER_VERSION}: {others[0]} made tokens of it, version {wanted} is evaluated"
 
     def poison(self, prompt: Prompt, reason: str) -> None:
         self.leases.lose(prompt, reason)
@@ -170,7 +214,7 @@ class PromptWork:
         self._end_if_scored(prompt)
 
     def _add_sample(self, prompt: Prompt, head: Samples, item: SampleHead) -> None:
-        oldest, newest = version_range(item)
+        oldest, newest = version_range(item)  # the same: `wrong_version`
         sample = HeldOut(head.token, item.length, oldest, newest, len(prompt.records) - 1, item.finish)
         prompt.samples[item.index] = sample
         self.table.event(
@@ -239,6 +283,7 @@ class PromptWork:
                 "text": text,
                 "length": sample.length,
                 "finish": sample.finish,
+                "version": current.version if current is not None else sample.oldest,
                 "versions": [sample.oldest, sample.newest],
             }
         )

@@ -29,7 +29,7 @@ from buffers.groups.transaction import Edit, Transaction
 from buffers.groups.workers import Worker, Workers
 
 #: Reasons of a return that are not the prompt's fault: the attempt does not count.
-GRACEFUL = frozenset({"stop", "stopping", "shutdown", "superseded"})
+GRACEFUL = frozenset({"stop", "stopping", "shutdown", "superseded", "swapped"})
 #: Reasons of a loss that the holder may not know of: it is asked to stop if it returns.
 UNKNOWN_TO_HOLDER = frozenset({"silent"})
 #: Prefix of the reasons of environments (`asyncrl.environment.EnvironmentFailure`).

@@ -35,6 +35,8 @@ COMPLETE = "cancelled: the group is complete"
 LOST_LEASE = "token: the lease was lost"
 #: Kinds of refusal that the weights of the generator cause -> why its lease is lost, for the history.
 NOT_PUBLISHED = {"version": "unknown_version", "digest": "wrong_digest"}
+#: Kind of refusal of samples that are fine but of a version that is not measured: no fault of prompt or producer.
+OTHER_VERSION = "other_version"
 
 
 class IntakeTarget(Protocol):
@@ -148,6 +150,9 @@ class SampleIntake:
     def _refuse(self, item: Any, reason: str, *, guest: bool) -> str:
         """The samples may not be used: the text of the refusal."""
         kind = reason.split(":", maxsplit=1)[0]
+        if kind == OTHER_VERSION:
+            self.leases.lose(item, kind, counts=False)
+            return f"lease: {reason}"
         again = item.attempt < self.live.current.max_reissue
         if kind in NOT_PUBLISHED and again:
             # The service has not heard of these weights: a wrong producer, or a store or a learner that went back while

@@ -59,11 +59,13 @@ class ProducerRequests:
         version, request = ask.engine_version, call.request
         if self.context.peers.paused_s("producer", ask.producer, self.context.now):
             return ()
-        groups = self.context.machine.lease(
-            ask.producer, engine_version=version, max_groups=max_groups, request=request, now=self.context.now
-        )
+        groups: tuple[wire.Lease, ...] = ()
+        if ask.max_groups:
+            groups = self.context.machine.lease(
+                ask.producer, engine_version=version, max_groups=max_groups, request=request, now=self.context.now
+            )
         return groups + self.context.evaluations.prompt_leases.lease(
-            ask.producer, engine_version=version, request=request
+            ask.producer, engine_version=version, request=request, trains=ask.max_groups > 0
         )
 
     def _answer(self, call: Call, leases: tuple[wire.Lease, ...], ended: bool = False, why: str = "") -> None:
@@ -75,9 +77,13 @@ class ProducerRequests:
             why = fault[1] if fault else machine.lease_blocked(ask.engine_version, ask.producer)
             paused_s = self.context.peers.paused_s("producer", ask.producer, self.context.now)
             why = f"{ask.producer} sent what may not be trained: no work for {paused_s:.0f} s" if paused_s else why
-            why = self.context.end_reason if ended else why
+            why = self.context.end_reason if ended else why if ask.max_groups else "held-out prompts"
         begun, payloads = self._partial_samples(leases)
-        self.context.answer(call, wire.Leases(leases, machine.table.meta.version, why, ended, begun), payloads)
+        hold = (
+            -1 if ended else self.context.evaluations.prompt_leases.hold(ask.engine_version, trains=ask.max_groups > 0)
+        )
+        answer = wire.Leases(leases, machine.table.meta.version, why, ended, begun, hold)
+        self.context.answer(call, answer, payloads)
 
     def _partial_samples(self, leases: Sequence[wire.Lease]) -> tuple[tuple[wire.Begun, ...], list[Buffer]]:
         """The partial samples that other producers made of these groups, with their payloads."""

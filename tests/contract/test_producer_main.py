@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from bare_config import BARE
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -18,6 +19,7 @@ from asyncrl import wire
 from asyncrl.config import Config, parse
 from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError
+from asyncrl.evaluation.ids import evaluation_group
 from asyncrl.metrics import CATALOGUE
 from asyncrl.net.addresses import ipc_address
 from asyncrl.net.responder import Call, Responder
@@ -401,3 +403,38 @@ def test_a_request_that_waits_is_made_anew_when_the_version_changes(crossed: boo
     assert asyncio.run(whole()) is False
     assert asked == [3, 4]
     assert started == ([0, 1] if crossed else [1])
+
+
+def test_held_out_leases_of_a_version_that_was_left_go_back_and_the_others_start() -> None:
+    started: list[int] = []
+    returned: list[tuple[list[int], str]] = []
+    kept: list[int] = []
+
+    async def group(lease: wire.Lease) -> None:
+        started.append(lease.group)
+
+    async def give_back(leases: list[wire.Lease], *, reason: str) -> None:
+        returned.append(([lease.group for lease in leases], reason))
+
+    producer: Any = object.__new__(worker.Producer)
+    producer.work, producer.waiting_for, producer._group = {}, "", group
+    producer.client = SimpleNamespace(give_back=give_back)
+    producer.patience = Patience("it", limit_s=10)
+    producer.capacity = Capacity(EngineCapabilities("none", 8, 0), group_samples=2, prior_tokens=8)
+    producer.config = parse(BARE)
+    hold = SimpleNamespace(keep=lambda version, limit_s: version == 4, release=lambda: kept.append(-1))
+    producer.receiver = SimpleNamespace(hold=hold)
+    held_out = evaluation_group(4, 0)
+
+    async def whole() -> None:
+        for version in (5, 4, -1):
+            grant = (7,) if version < 0 else (version, held_out)
+            leases = tuple(wire.Lease(number, 70, 0, (0,), 5, version) for number in grant)
+            await producer._take(wire.Leases(leases, 0, hold=version))
+            kept.append(producer.holds)
+        await asyncio.gather(*producer.work)
+
+    asyncio.run(whole())
+    assert returned == [([held_out], "swapped")]
+    assert started == [5, 4, held_out, 7]
+    assert kept == [False, True, -1, False], "released once, by the answer that names no version"

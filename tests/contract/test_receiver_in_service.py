@@ -15,6 +15,7 @@ from test_weightsync_service import PLAN, World, until, weights
 
 from asyncrl.wire import Instruction, Manifest
 from weightsync.plan.digest import bucket_digest, version_digest
+from weightsync.receiver.hold import Hold
 from weightsync.receiver.receiver import built_in_transports
 from weightsync.transports.base import TransportError
 
@@ -172,3 +173,57 @@ def test_versions_are_passed_on_from_where_the_engine_holds_them(make_world: Cal
     until(lambda: late.receiver.version == 3, "it has the version from the relay")
     assert [bytes(late.engine.held[number]) for number in range(len(GROUPS))] == buckets_of(3)
     assert world.status()["members"]["late"]["source"] == "first"
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_version_is_kept_for_an_evaluation_and_the_others_go_on(
+    make_world: Callable[..., World], in_place: bool
+) -> None:
+    world = make_world(transport="local", timeout_s=10.0, in_place=in_place)
+    publisher = world.publisher()
+    keeps, other = (Member(world, name, Engine(in_place=in_place)) for name in "ab")
+    publisher.publish(1, PLAN, weights(1))
+    publisher.wait_committed(1, members=2, timeout_s=15)
+    assert keeps.receiver.hold.keep(1, 60.0) and not other.receiver.hold.active
+    for version in (2, 3):
+        publisher.publish(version, PLAN, weights(version))
+        until(lambda version=version: other.holds(version), f"b holds {version}")
+    time.sleep(0.3)
+    assert keeps.holds(1), "neither received in place nor committed"
+    assert not any(reason for line in world.lines() for reason in line["members"].values() if "no answer" in reason)
+    keeps.receiver.hold.release()
+    until(lambda: keeps.holds(3), "a holds 3")
+
+
+def test_weights_under_way_are_given_up_for_an_evaluation(make_world: Callable[..., World]) -> None:
+    world = make_world(transport="local", timeout_s=10.0)
+    publisher, engine = world.publisher(), Engine()
+    member = Member(world, "a", engine)
+    publisher.publish(1, PLAN, weights(1))
+    publisher.wait_committed(1, members=1, timeout_s=15)
+    engine.bucket_s = 0.2
+    publisher.publish(2, PLAN, weights(2))
+    until(lambda: engine.done[-1].startswith("bucket"), "a bucket of 2")
+    assert member.receiver.hold.keep(1, 60.0)
+    until(lambda: engine.done[-1] == "abort", "it is given up")
+    time.sleep(0.3)
+    assert member.holds(1) and engine.done.count("commit") == 1
+    member.receiver.hold.release()
+    until(lambda: member.holds(2), "a holds 2")
+
+
+def test_a_hold_ends_by_itself_and_not_before_the_version_is_left() -> None:
+    now, served = [0.0], [4]
+    hold = Hold(lambda: served[0], clock=lambda: now[0])
+    assert not hold.active and not hold.keep(3, 10.0), "another version is served"
+    assert hold.keep(4, 10.0)
+    now[0] = 9.0
+    assert hold.keep(4, 10.0), "not from anew"
+    now[0] = 10.0
+    assert not hold.active and not hold.keep(4, 10.0)
+    served[0] = -1  # it commits, or loads in place
+    assert not hold.keep(5, 10.0)
+    served[0] = 5
+    assert hold.active
+    hold.release()
+    assert not hold.active

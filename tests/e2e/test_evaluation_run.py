@@ -48,7 +48,8 @@ def recomputed(run, line: dict[str, Any]) -> dict[str, float]:  # type: ignore[n
     for row in range(ROWS):
         mine = [found[row, index] for index in range(K) if (row, index) in found]
         if len(mine) == K:
-            assert all(0 < sample["length"] <= 12 and sample["versions"][0] >= line["step"] for sample in mine)
+            version = line["evaluation_version"]
+            assert all(0 < sample["length"] <= 12 and sample["versions"] == [version] * 2 for sample in mine)
             rewards = tuple(min(len(sample["text"]), 20) / 20 for sample in mine)  # what the reward function does
             assert rewards == tuple(sample["reward"] for sample in mine)
             outcomes.append(Outcome(mine[0]["data_source"], rewards, tuple(sample["text"].strip() for sample in mine)))
@@ -69,7 +70,8 @@ def check(run, steps: Iterable[int], *, trained: int, size: int = 4) -> dict[str
         assert line["evaluation_prompts"] == ROWS == sum(counts), line
         told = {name: value for name, value in line.items() if name.startswith("val-")}
         assert told == pytest.approx(recomputed(run, line)), line["step"]
-        assert line["evaluation_version_min"] >= line["step"]
+        version = line["evaluation_version"]
+        assert version == line["evaluation_version_min"] == line["evaluation_version_max"] >= line["step"], line
     batches = [event["groups"] for event in run.lines("history.jsonl") if event["e"] in ("claim", "commit")]
     assert not any(is_evaluation(number) for batch in batches for number in batch)
     for sample in run.lines("samples.jsonl"):
@@ -132,3 +134,16 @@ def test_a_slow_evaluation_ends_at_its_time_and_training_is_the_same_in_form(run
     assert "missing: waits for scores" in done.stdout
     lengths = [event["length"] for event in run.lines("history.jsonl") if event["e"] == "eval_sample"]
     assert max(lengths) > 24, "longer than sampling.max_new_tokens, which bounds training alone"
+
+
+def test_evaluators_of_their_own_measure_one_version_and_producers_only_train(run) -> None:  # type: ignore[no-untyped-def]
+    done = run.launch(*held_out(run), "evaluation.lane=evaluators", "evaluation.at_start=true", "learner.steps=8")
+    assert done.returncode == 0, done.stdout + run.logs()
+    steps = [line["step"] for line in run.lines("metrics/evaluation.jsonl")]
+    assert steps[0] == 0 and steps[-1] == 8
+    check(run, steps, trained=8)
+    leases = [event for event in run.lines("history.jsonl") if event["e"] in ("lease", "eval_lease")]
+    by_kind = {(event["e"], event["producer"].rpartition("-")[0]) for event in leases}
+    assert by_kind == {("lease", "producer"), ("eval_lease", "evaluator")}
+    syncs = [line for line in run.lines("metrics/roles.jsonl") if line["name"] == "evaluator-0"]
+    assert syncs, "an evaluator has heartbeats of its own"

@@ -48,13 +48,22 @@ def test_every_held_out_prompt_is_accounted_for(tmp_path: Path, store: str, figu
         plant.finish()
         found = plant.assert_accounted()
         begun, ended = plant.history("eval_begin"), plant.history("eval_end")
-        assert [event["round"] for event in begun] == [event["round"] for event in ended], "each has its ending"
+        renamed = {event["round"]: event["now"] for event in plant.history("eval_restart")}  # its version was lost
+
+        def last_name(number: int) -> int:
+            return last_name(renamed[number]) if number in renamed else number
+
+        numbers = [last_name(event["round"]) for event in begun]
+        assert numbers == [event["round"] for event in ended], "each has its ending"
         lines = read_lines(plant.run.metrics / "evaluation.jsonl")
         assert [line["round"] for line in lines] == [event["round"] for event in ended], "each is told once"
         for line in lines:
             assert line["evaluation_prompts"] == ROWS
             assert sum(line[f"evaluation_{name}"] for name in ("scored", "failed", "missing")) == ROWS, line
             assert line["evaluation_failed"] == 0, "a kill is no fault of a prompt"
+            if line["evaluation_scored"]:
+                ends = line["evaluation_version_min"], line["evaluation_version_max"]
+                assert ends == (line["evaluation_version"],) * 2, "one version, whatever was killed"
         whole = [line for line in lines if line["evaluation_scored"] == ROWS]
         assert len(whole) >= 3
         figure(

@@ -8,6 +8,7 @@ SMALLEST = (
     Case(members=1),  # two versions, any one failure at any moment
     Case(members=1, versions=1, adapter=True),
     Case(members=1, versions=1, transport="auto", spread=True),
+    Case(members=1, kinds=("hold",)),
 )
 SHORT = (
     *SMALLEST,
@@ -22,6 +23,7 @@ SHORT = (
 )
 LONG = (
     Case(members=1, faults=2),
+    Case(members=1, faults=2, kinds=("hold", "double", "learner")),
     Case(members=1, in_place=True),
     Case(members=1, adapter=True),
     Case(members=1, versions=1, faults=2, adapter=True),

@@ -180,6 +180,23 @@ class BaseOfTheProcessBefore(Membership):
         return member
 
 
+class KeptVersionIsReplaced(Queries):
+    """A member that keeps its version for an evaluation gets the target all the same."""
+
+    def needs_target(self, member: Member, now: float) -> bool:
+        reported = member.reported
+        member.reported = "serving" if reported == "holding" else reported
+        wanted = super().needs_target(member, now)
+        member.reported = reported
+        return wanted
+
+
+class KeptVersionGoesOn(Transfers):
+    """Its part in a round stays open."""
+
+    def release(self, member: Member, now: float) -> None: ...
+
+
 class Mutant(NamedTuple):
     """A wrong rule, a case in which it shows, words of the violation."""
 
@@ -219,5 +236,7 @@ MUTANTS = (
     Mutant(AnyMemberRelays, Case(faults=0), "relays, but is"),
     Mutant(AdapterWithoutBase, ONE._replace(faults=0, adapter=True), "gets an adapter"),
     Mutant(BaseOfTheProcessBefore, ONE._replace(kinds=("crash",), adapter=True), "gets an adapter"),
+    Mutant(KeptVersionIsReplaced, TWO._replace(kinds=("hold",)), "keeps its version"),
+    Mutant(KeptVersionGoesOn, TWO._replace(kinds=("hold",)), "keeps its version"),
     Mutant(HopsByVersion, TWO._replace(delta=True, kinds=("spoil",)), "hops"),
 )

@@ -69,6 +69,7 @@ class Process(NamedTuple):
     held: bool = False  # the service has the question
     answer: Instruction | None = None  # on its way
     plan: str = ""
+    keeps: bool = False  # an evaluation needs its version: its next poll says so, and it follows no instruction
 
 
 class Learner(NamedTuple):
@@ -164,6 +165,9 @@ class World:
 
     def _process_moves(self, node: Node, name: str) -> Iterator[Move]:
         process = node.processes[name]
+        if "hold" in self.case.kinds and node.faults and process.version >= 0 and not (process.job or process.keeps):
+            kept = process._replace(keeps=True, pending=None, answer=None, poll=None, held=False)
+            yield Move(f"{name} keeps its version", self._set(node, name, kept, fault=True), False)
         if not process.alive:
             yield Move(f"{name} starts", self._set(node, name, Process(pid=process.pid + 1)), True)
             return
@@ -238,7 +242,7 @@ class World:
         message = process.poll if again else None
         if message is None:
             message = self._message(node, name, process)
-        node.processes[name] = process._replace(poll=message, held=False)
+        node.processes[name] = process._replace(poll=message, held=False, keeps=False)
         if copy:
             node = node._replace(copies=(*node.copies, message), faults=node.faults - 1)
         return node if lost else self._deliver(node, message)
@@ -250,6 +254,7 @@ class World:
         orders += [known.order] if known is not None else []
         pending = process.pending
         state = "prepared" if pending is not None else "serving" if process.version >= 0 else "joining"
+        state = "holding" if process.keeps else state
         return MemberPoll(
             name,
             process.pid,
@@ -443,6 +448,8 @@ class World:
     def check_instruction(self, node: Node, name: str, answer: Instruction, message: MemberPoll) -> None:
         rounds, process = node.rounds, node.processes[name]
         target = rounds.state.target
+        if message.state == "holding" and answer.action in ("receive", "commit"):
+            raise Violation(f"{name} keeps its version and is told to {answer.action}")
         if answer.action == "commit":
             part = rounds.state.members[name].part
             if part is None:
@@ -703,7 +710,7 @@ def _member_key(
         process.pid, process.alive, process.version, process.digest, process.base,
         process.pending.digest if process.pending is not None else "", rank[process.round], process.error,
         (order.index(process.poll.order), _poll_key(process.poll, rank)) if process.poll is not None else None,
-        process.held, process.plan,
+        process.held, process.plan, process.keeps,
         _told(process.job, rank, group), _told(process.answer, rank, group),
     )  # fmt: skip
     if member is None:

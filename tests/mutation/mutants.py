@@ -428,10 +428,24 @@ MUTANTS = (
         ("tests/unit/test_child_environment.py",),
     ),
     Mutant(
-        "evaluation.older_weights_accepted",
+        "evaluation.version_not_fixed",
         "buffers/evaluation/work.py",
-        'if oldest < step else ""',
-        'if oldest < 0 else ""',
+        "fits = engine_version == current.version if current.version >= 0 else engine_version >= current.step",
+        "fits = engine_version >= current.step",
+        ("tests/unit/test_evaluations.py",),
+    ),
+    Mutant(
+        "evaluation.version_not_kept",
+        "buffers/evaluation/work.py",
+        "return -1 if self.table.is_generated() else engine_version",
+        "return -1",
+        ("tests/unit/test_evaluations.py",),
+    ),
+    Mutant(
+        "evaluation.other_versions_accepted",
+        "buffers/evaluation/work.py",
+        "if not others or current is None:",
+        "if True or not others or current is None:",
         (
             "tests/unit/test_evaluations.py",
             "tests/contract/test_buffer_evaluation.py",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from synthetic_run import Event, digest_of, good_history
 
+from asyncrl.audit.evaluation import VERSIONS
 from asyncrl.audit.prove import audit, render
 from asyncrl.audit.verdict import Expected
 from asyncrl.evaluation.ids import evaluation_group
@@ -75,6 +76,34 @@ def changed(place: int, **fields: Any) -> list[Event]:
     events = evaluation()
     events[place] = {**events[place], **fields}
     return events
+
+
+def measured(place: int = 0, **fields: Any) -> list[Event]:
+    """Events that name the version; `fields` replace those of the event at `place`, if it is not the first."""
+    events = evaluation()
+    events[-1] = {**events[-1], **dict.fromkeys(VERSIONS, 3)}
+    if place:
+        events[place] = {**events[place], **fields}
+    events.insert(1, {"e": "eval_version", "step": 2, "round": 900, "version": 3})
+    return events
+
+
+def test_an_evaluation_has_one_version() -> None:
+    assert violations(measured()) == []
+    two = {"3": digest_of(3), "4": digest_of(4)}
+    (bad,) = violations(measured(2, runs=[[3, 2], [4, 1]], digests=two))
+    assert "was made by version 4, version 3 is measured" in bad
+    for field in VERSIONS:
+        (bad,) = violations(measured(-1, **{field: 4}))
+        assert f"measured version 3, {field} is 4" in bad
+
+
+def test_what_came_before_a_lost_version_does_not_count() -> None:
+    lost = measured()[:-1]
+    restart = {"e": "eval_restart", "step": 2, "round": 900, "now": 950, "version": 3, "why": "gone"}
+    whole = [{**event, "round": 950} if "round" in event else event for event in measured()[1:]]
+    assert violations([*lost, restart, *whole]) == []
+    assert any("reported 2 scored prompts, the log has 0" in text for text in violations([*lost, restart, whole[-1]]))
 
 
 def test_a_good_log() -> None:

@@ -42,6 +42,12 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], int, Placed]] = {
     "producers on the CPU": ({"producers__device": "cpu"}, ALL, 2, Placed((0,))),
     "a device by name": ({"producers__device": "'cuda:1'"}, ALL, 2, Placed((0,))),
     "the other kind": ({"producers__device": "npu"}, ALL, 2, Placed((0,))),
+    "evaluators after producers": (
+        {"producers__count": 2, "evaluation__path": "'h'", "evaluation__every": 1, "evaluation__lane": "evaluators"},
+        ALL,
+        4,
+        Placed((0,), (1, 2), (3,)),
+    ),
     "none": ({}, ALL, 0, Placed()),
     "shared": ({"cluster__devices": "share"}, ALL, 4, Placed()),
 }
@@ -76,8 +82,8 @@ def test_what_the_scheduler_hides_stays_hidden(tmp_path: Path) -> None:
     assert hidden == Devices("cuda", ("6", "GPU-aa", "7"))
     one = assign_devices(config(), ALL, hidden)
     assert (
-        device_environment(0, one, hidden) == {"CUDA_VISIBLE_DEVICES": "GPU-aa"}
-        and device_environment(1, one, hidden) == {}
+        device_environment(0, one.producers, hidden) == {"CUDA_VISIBLE_DEVICES": "GPU-aa"}
+        and device_environment(1, one.producers, hidden) == {}
     )
     assert format_assignment(one, hidden) == "learner: cuda 6; producers: cuda GPU-aa"
     assert find_devices(environment={"CUDA_VISIBLE_DEVICES": ""}, folder=tmp_path).ids == ()
@@ -87,7 +93,7 @@ def test_what_the_scheduler_hides_stays_hidden(tmp_path: Path) -> None:
     (tmp_path / "davinci_manager").touch()
     npu = find_devices(environment={}, folder=tmp_path)
     assert npu == Devices("npu", ("0",))
-    assert device_environment(0, Placed((), (0,)), npu) == {"ASCEND_RT_VISIBLE_DEVICES": "0"}
+    assert device_environment(0, (0,), npu) == {"ASCEND_RT_VISIBLE_DEVICES": "0"}
 
 
 def test_processes_are_planned_with_their_device() -> None:

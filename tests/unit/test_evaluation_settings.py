@@ -10,11 +10,13 @@ import pytest
 from bare_config import BARE
 
 from asyncrl.config import Config, parse
-from asyncrl.config.mode import evaluation_data, evaluation_sampling, is_evaluation_due
-from asyncrl.errors import ConfigErrors
+from asyncrl.config.mode import evaluation_data, evaluation_sampling, is_evaluation_due, present_roles
+from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.evaluation.ids import FIRST, MAX_ROWS, evaluation_group, is_evaluation, row_seed, row_source, split_group
-from asyncrl.preflight.derived import derive_findings, notes_on
+from asyncrl.launcher.launch import LaunchOptions, roles_here
+from asyncrl.preflight.derived import derive_findings, notes_on, what_starts
 from asyncrl.preflight.files import check_data
+from asyncrl.process_plan.plan import TARGETS, plan
 from producers.data.evaluation_prompts import HeldOutPrompts
 
 ON = "\n[evaluation]\npath = 'held.jsonl'\n"
@@ -48,11 +50,35 @@ def test_off_by_default() -> None:
         ),
         (["evaluation.path=a.jsonl", "evaluation.top_k=5"], "greedy"),
         (["evaluation.path=a.jsonl", "evaluation.share=0"], "share"),
+        (
+            [
+                "evaluation.path=a.jsonl",
+                "evaluation.lane=evaluators",
+                "producers.engine=sglang",
+                "producers.url=['h:1']",
+            ],
+            "starts engines of its own",
+        ),
         (["evaluation.path=a.jsonl", "evaluation.samples=0"], "samples"),
     ],
 )
 def test_contradictions_are_said(settings: list[str], words: str) -> None:
     assert any(words in text for text in codes("", *settings))
+
+
+def test_evaluators_exist_in_their_lane_alone() -> None:
+    config = made(ON, "evaluation.lane=evaluators", "evaluation.evaluators=2")
+    roles = present_roles(TARGETS["all"], config)
+    names = [one.name for one in plan(config, roles, config_path=Path("c"))]
+    assert names == ["buffer", "weightsync", "producer-0", "evaluator-0", "evaluator-1", "reward-0", "learner"]
+    assert "2 evaluators" in what_starts(config, roles)
+    found = {finding.name: finding for finding in derive_findings(config)}
+    assert "on evaluators alone" in found["evaluations"].arithmetic
+    usual = made(ON)
+    assert usual.evaluation.evaluator_count == 0 and "evaluator" not in present_roles(TARGETS["all"], usual)
+    with pytest.raises(ConfigError, match="the run has no evaluators"):
+        roles_here(usual, LaunchOptions(target="evaluators"))
+    assert roles_here(config, LaunchOptions(target="evaluators")) == ("evaluator",)
 
 
 def test_when_it_is_due() -> None:
@@ -120,6 +146,7 @@ def test_check_looks_at_the_file_and_counts(tmp_path: Path) -> None:
         (["data.path=a.jsonl", "evaluation.path=./a.jsonl"], "nothing is held out"),
         (["evaluation.samples=4"], "are the same"),
         (["evaluation.at_end=false"], "nothing is evaluated"),
+        (["evaluation.timeout_s=700"], "training may wait that long"),
     ],
 )
 def test_notes(settings: list[str], words: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from bare_config import BARE
 from synthetic_run import START, check_names, write_run
 
+from asyncrl.audit.evaluation import VERSIONS
 from asyncrl.config import Config, parse
 from asyncrl.errors import StateLost, Unavailable
 from asyncrl.launcher.hang_watch import HangWatch
@@ -26,7 +27,8 @@ LINE = {
     "t": START, "step": 20, "round": 7, "digest": "d", "why": "", "failed": {"reward_failed": 1},
     "missing": {"is being generated": 2}, "sources": {"<b>": 3, "add": 2}, "evaluation_prompts": 8,
     "evaluation_scored": 5, "evaluation_failed": 1, "evaluation_missing": 2, "evaluation_samples": 4,
-    "evaluation_s": 4.25, "evaluation_version_min": 20, "evaluation_version_max": 22, "evaluation_length_mean": 30.0,
+    "evaluation_s": 4.25, "evaluation_version": 21, "evaluation_version_min": 21, "evaluation_version_max": 21,
+    "evaluation_length_mean": 30.0,
     "evaluation_truncated_share": 0.0, "val-core/add/reward/mean@4": 0.5, "val-aux/add/reward/mean@4/se": 0.125,
     "val-core/all/reward/mean@4": 0.4, "val-aux/all/reward/mean@4/se": 0.1, "val-core/<b>/reward/mean@4": 0.3,
     "val-core/add/acc/pass@4/mean": 0.75,
@@ -52,17 +54,20 @@ def test_the_report_has_curves_and_accounts(tmp_path: Path) -> None:
     assert "&lt;b&gt;" in text and "<b>&lt;b&gt;" not in text
     shown = evaluations(load_run(run))
     assert "0.900 ± 0.100" in shown and shown.count("<td") == 10 * 6, "2 steps x 3 sources; the last of step 20"
-    assert "20 to 22" in shown and "5 of 8 x 4" in shown and "is being generated 2, reward_failed 1" in shown
+    assert ">21</td>" in shown and "5 of 8 x 4" in shown and "is being generated 2, reward_failed 1" in shown
 
 
 def test_the_summary_tells_the_first_and_the_last(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     outcome = Outcome(code=0, reason="done", wall_s=1.0, restarts={})
     assert not any(line.startswith("held out") for line in summary(load_run(run), outcome))
-    lines = [LINE, {**LINE, "step": 40, "round": 8, "val-core/all/reward/mean@4": 0.9}]
+    last = {"step": 40, "round": 8, **dict.fromkeys(VERSIONS, 40)}
+    lines = [LINE, {**LINE, **last, "val-core/all/reward/mean@4": 0.9}]
     (run.metrics / "evaluation.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     told = [line for line in summary(load_run(run), outcome) if line.startswith("held out")]
-    assert told == ["held out  mean@4 0.400 (step 20) -> 0.900 (step 40), 2 evaluations; 6 prompts failed or missing"]
+    assert told == [
+        "held out  mean@4 0.400 (version 21) -> 0.900 (version 40), 2 evaluations; 6 prompts failed or missing"
+    ]
 
 
 def test_status_says_what_runs() -> None:
@@ -137,7 +142,7 @@ def test_each_is_told_once_at_its_step(capsys: pytest.CaptureFixture[str]) -> No
     buffer.ended.append(LINE)
     last.poll()
     last.poll()
-    assert [step for step, _ in seen] == [20] and seen[0][1]["val-core/add/reward/mean@4"] == 0.5
+    assert [step for step, _ in seen] == [21] and seen[0][1]["val-core/add/reward/mean@4"] == 0.5
     assert "round" not in seen[0][1]
     assert capsys.readouterr().out.count("evaluation of step 20") == 1
 
@@ -176,9 +181,7 @@ def test_without_evaluations_nothing_is_asked() -> None:
 def test_its_words() -> None:
     text = describe(LINE)
     assert text.startswith("evaluation of step 20: add mean@4 0.500 (se 0.125), all mean@4 0.400 (se 0.100)")
-    assert text.endswith(
-        "5 of 8 prompts, versions 20 to 22, 4.2 s; failed: reward_failed 1; missing: is being generated 2"
-    )
+    assert text.endswith("5 of 8 prompts, version 21, 4.2 s; failed: reward_failed 1; missing: is being generated 2")
     assert describe({**LINE, "why": "time"}).endswith("(ended early: time)")
     assert "digest" not in numbers(LINE) and numbers(LINE)["evaluation_missing"] == 2.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 from typing import Any
 
+import msgspec
 import pytest
 from bare_config import BARE
 
@@ -195,17 +196,189 @@ def test_the_same_prompts_have_the_same_seeds_in_every_evaluation() -> None:
     assert {split_group(lease.group)[1]: lease.seed for lease in lab.lease(version=2)} == first
 
 
-def test_only_weights_of_the_step_or_later_make_samples() -> None:
-    lab = Lab()
+def test_only_the_version_of_the_first_lease_makes_samples() -> None:
+    lab = Lab("producers.max_groups_in_flight=1", rows=4)
     lab.groups.table.meta.newest = 3
     lab.due(2)
     assert lab.lease(version=1) == [], "older than the step"
     assert lab.lease(version=5) == [], "nobody has published that"
-    lease, other = lab.lease(version=2)
-    reply = lab.answer(lease, version=1)
-    assert reply.refused[0].startswith("not published: version: 1 is older"), reply
-    assert lab.answer(lease, version=2).refused[0].startswith("token"), "its lease is lost"
-    assert lab.answer(other, version=3).accepted == (0, 1)
+    (first,) = lab.lease(version=2)
+    assert first.deadline_version == 2
+    assert lab.lease("q", version=3) == [], "a newer one is another model"
+    assert lab.lease("q", version=1) == []
+    (other,) = lab.lease("r", version=2)
+    assert lab.answer(first, version=2).accepted == (0, 1)
+    for version in (1, 3):
+        reply = lab.answer(other, version=version, producer="r")
+        assert reply.refused[0].startswith(f"lease: other_version: {version} made tokens"), reply
+        assert lab.answer(other, version=2, producer="r").refused[0].startswith("token"), "its lease is lost"
+        (other, *_) = lab.lease("r", version=2)
+        assert other.attempt == 0, "no fault of the prompt"
+    while lab.e.table.meta.round is not None:
+        lab.answer(other, version=2, producer="r")
+        lab.score(1.0, 1.0, 1.0, 1.0)
+        (other, *_) = lab.lease("r", version=2) or [other]
+    (line,) = lab.e.table.ended
+    versions = [line[f"evaluation_version{end}"] for end in ("", "_min", "_max")]
+    assert versions == [2, 2, 2] and line["evaluation_refused"] == 4
+    assert {(one["version"], *one["versions"]) for one in lab.lines} == {(2, 2, 2)}
+    assert [event["why"] for event in lab.events if event["e"] == "eval_lost"] == ["other_version"] * 2
+
+
+def test_a_sample_of_two_versions_is_refused() -> None:
+    lab = Lab(rows=1)
+    lab.groups.table.meta.newest = 1
+    lab.due(0)
+    (lease,) = lab.lease()
+    heads = tuple(SampleHead(index, 3, "stop", ((0, 2), (1, 1))) for index in lease.missing)
+    head = Samples("p", lease.group, lease.token, heads, {}, (), "{}", 1)
+    reply = lab.e.intake.take(head, checksum=1, invalid=str, keep=lambda: Record(0, 1, 1, 1, 1))
+    assert "other_version: 1 made tokens of it, version 0 is evaluated" in reply.refused[0]
+
+
+def test_a_producer_keeps_the_version_until_every_prompt_is_generated() -> None:
+    lab = Lab(rows=2)
+    lab.groups.table.meta.newest = 2
+    assert lab.e.prompt_leases.hold(0) == -1, "nothing is evaluated"
+    lab.due(0)
+    assert lab.e.prompt_leases.hold(0) == -1, "no version is measured yet"
+    one, two = lab.lease()
+    lab.lease("q")
+    assert lab.e.prompt_leases.hold(0) == 0, "q too: it takes over if p is killed"
+    assert lab.e.prompt_leases.hold(1) == -1, "of another version"
+    lab.answer(one)
+    assert lab.e.prompt_leases.hold(0) == 0
+    lab.answer(two)
+    assert lab.e.prompt_leases.hold(0) == -1, "scores need no engine"
+    lab.score(1.0, 1.0, 1.0, 1.0)
+    assert lab.e.prompt_leases.hold(0) == -1
+
+
+def test_a_version_that_the_learner_went_back_from_is_not_kept() -> None:
+    lab = Lab()
+    lab.groups.table.meta.newest = 4
+    lab.due(4)
+    lab.lease(version=4)
+    lab.groups.table.meta.newest = 1
+    assert lab.e.prompt_leases.hold(4) == -1
+
+
+def test_another_producer_of_the_version_takes_over_and_nothing_is_lost() -> None:
+    lab = Lab("evaluation.share=1.0", rows=2)
+    lab.due(0)
+    one, two = lab.lease()
+    lab.lease("q")
+    lab.answer(one)
+    lab.groups.begin(lab.now)
+    lab.e.hello("producer", "p")  # killed and started again
+    lab.settle()
+    lab.tick(0.1)
+    (again,) = lab.lease("q")
+    assert (again.group, again.attempt) == (two.group, 1)
+    lab.answer(again, producer="q")
+    lab.score(1.0, 1.0, 1.0, 1.0)
+    (line,) = lab.e.table.ended
+    assert (line["evaluation_scored"], line["evaluation_restarts"]) == (2, 0)
+
+
+def test_a_killed_producer_of_the_newest_version_gets_it_again_and_nothing_is_dropped() -> None:
+    lab = Lab(rows=2)
+    lab.due(0)
+    one, two = lab.lease()
+    lab.answer(one)
+    lab.groups.begin(lab.now)
+    lab.e.hello("producer", "p")
+    lab.settle()
+    lab.tick(0.1)
+    assert lab.e.table.meta.round is not None and lab.e.table.meta.round.restarts == 0
+    (again,) = lab.lease()
+    assert (again.group, again.deadline_version) == (two.group, 0)
+
+
+def test_a_lost_version_begins_again_with_another_one_and_mixes_nothing() -> None:
+    lab = Lab(rows=2)
+    lab.due(0)
+    one, two = lab.lease()
+    lab.answer(one)
+    lab.score(0.0, 0.0)
+    lab.groups.table.meta.newest = 3
+    assert lab.lease(version=3) == [], "p swapped: it was killed, or its wait was over"
+    lab.tick(0.1)
+    assert [e["version"] for e in lab.events if e["e"] == "eval_restart"] == [0]
+    assert lab.answer(two).refused[0].startswith("gone"), "of the lost version"
+    assert lab.answer(one).refused[0].startswith("gone")
+    fresh = lab.lease(version=3)
+    assert [lease.group for lease in fresh] == [one.group, two.group], "all of them"
+    for lease in fresh:
+        assert lab.answer(lease, version=3).accepted == (0, 1)
+    lab.score(1.0, 1.0, 1.0, 1.0)
+    (line,) = lab.e.table.ended
+    assert (line["step"], line["evaluation_version"], line["evaluation_restarts"]) == (0, 3, 1)
+    assert line["val-core/a/reward/mean@2"] == 1.0, "nothing of version 0"
+    assert len({sample["round"] for sample in lab.lines}) == 2, "the file tells them apart"
+
+
+def test_a_lost_version_ends_if_a_newer_evaluation_waits_or_too_often() -> None:
+    lab = Lab()
+    lab.groups.table.meta.newest = 9
+    lab.due(0)
+    lab.lease()
+    lab.due(2)
+    lab.lease(version=2)
+    lab.tick(0.1)
+    assert [line["why"] for line in lab.e.table.ended] == ["no producer holds its version any more"]
+    for version in range(3, 7):  # max_reissue = 1
+        lab.lease(version=version)
+        lab.tick(0.1)
+    assert [(line["step"], line["evaluation_restarts"]) for line in lab.e.table.ended] == [(0, 0), (2, 1)]
+
+
+def test_a_restarted_service_waits_until_producers_had_time_to_ask() -> None:
+    lab = Lab()
+    lab.due(0)
+    lab.lease()
+    later = GroupMachine(settings_of(lab.config), epoch=2)
+    lab.groups, lab.e = later, Evaluations(lab.config, later)
+    lab.e.load(lab.store.items())
+    lab.groups.table.meta.newest = 1
+    lab.tick(4.0)
+    assert lab.e.table.meta.round is not None and lab.e.table.meta.round.version == 0
+    assert lab.e.prompt_leases.hold(0) == 0
+    lab.tick(6.0)
+    assert lab.e.table.meta.round.version == -1, "nobody asked for lease_timeout_s"
+
+
+def test_more_is_held_while_newer_weights_wait() -> None:
+    lab = Lab("producers.max_groups_in_flight=4", "evaluation.share=0.5", rows=9)
+    lab.due(0)
+    assert len(lab.lease()) == 2, "half of what it holds for training"
+    lab.groups.table.meta.newest = 1
+    assert len(lab.lease()) == 2, "as much as that"
+
+
+def test_evaluators_alone_get_the_prompts_of_their_lane_and_swap_on_request() -> None:
+    lab = Lab("evaluation.lane='evaluators'", "producers.max_groups_in_flight=1", rows=3)
+    lab.groups.table.meta.newest = 7
+    hold = lab.e.prompt_leases.hold
+    assert hold(3) == 3 and hold(3, trains=True) == -1, "nothing is due: an evaluator keeps what it has"
+    lab.due(6)
+    assert hold(3) == -1, "it is asked to take newer weights"
+    lab.groups.workers.see("producer", "p", lab.now)
+    assert lab.e.prompt_leases.lease("p", engine_version=6, request=90, trains=True) == (), "p trains"
+    assert hold(6, trains=True) == -1
+    lab.groups.begin(lab.now)
+    leases = lab.lease("evaluator-0", version=6)
+    assert len(leases) == 1 and leases[0].deadline_version == 6
+    assert hold(6) == 6
+    assert hold(9) == -1, "nobody has published that"
+
+
+def test_rows_of_an_older_service_still_open() -> None:
+    row = msgspec.msgpack.encode([2, {0: "d"}, None, [9, 0, "d", 2, 1.0, 1], 3])
+    lab = Lab()
+    lab.e.load([("vmeta", row), ("w0", b"{}"), ("w1", b"{}"), ("w2", b"{}")])
+    current = lab.e.table.meta.round
+    assert current is not None and (current.cursor, current.version, lab.e.table.meta.skipped) == (1, -1, 0)
 
 
 def test_another_digest_than_the_published_one_is_refused_and_bars_the_producer() -> None:
@@ -242,7 +415,9 @@ def test_a_lost_lease_keeps_what_arrived_and_the_rest_is_made_elsewhere() -> Non
     lab.due(0)
     lease, _ = lab.lease()
     assert lab.answer(lease, indices=(1,)).accepted == (1,)
-    lab.tick(6.0)  # silent for longer than lease_timeout_s
+    lab.now = 3.0
+    assert lab.lease("q") == [], "it holds the version"
+    lab.tick(3.0)  # p is silent for longer than lease_timeout_s
     assert lab.names().count("lost") == 2
     again = {split_group(one.group)[1]: one for one in lab.lease("q")}
     assert again[0].missing == (0,) and again[1].missing == (0, 1) and again[0].attempt == 1
@@ -255,9 +430,13 @@ def test_a_prompt_that_is_lost_too_often_has_failed() -> None:
     lab = Lab()
     lab.due(0)
     lab.lease()
-    lab.tick(6.0)
+    lab.now = 3.0
+    lab.lease("q"), lab.lease("r")
+    lab.tick(3.0)
     lab.lease("q")
-    lab.tick(6.0)
+    lab.now = 11.0
+    lab.lease("r")
+    lab.tick(1.0)
     (line,) = lab.e.table.ended
     assert line["failed"] == {"max_reissue": 2} and line["evaluation_failed"] == 2 and line["evaluation_missing"] == 0
     assert not any(name.startswith("val-") for name in line), "no figures of nothing"
@@ -396,6 +575,7 @@ def test_one_at_a_time_the_newest_waits_and_the_others_are_skipped() -> None:
     for step in (2, 4, 6):
         lab.due(step)
     assert [event["step"] for event in lab.events if event["e"] == "eval_skip"] == [2, 4]
+    assert lab.e.status()["skipped"] == 2
     assert "that of step 6 is next" in lab.e.progress()
     for lease in leases:
         lab.answer(lease)

@@ -60,7 +60,8 @@ def test_a_run_over_rows_starts_three_processes() -> None:
     assert [p.name for p in plan(parsed, roles, config_path=Path("c.toml"))] == ["buffer", "producer-0", "learner"]
     assert "1 producer (dataset)" in derived.what_starts(parsed, roles)
     online = config.parse(DPO + '[[reward]]\nfunction = "a:b"\n', overrides=["producers.engine=hf"])
-    assert mode.present_roles(TARGETS["all"], online) == TARGETS["all"]
+    others = tuple(role for role in TARGETS["all"] if role != "evaluator")
+    assert mode.present_roles(TARGETS["all"], online) == others
 
 
 def test_rows_have_no_age_but_generated_pairs_have() -> None:

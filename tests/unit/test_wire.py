@@ -18,6 +18,7 @@ import xxhash
 
 from asyncrl import wire
 from asyncrl.errors import WireError
+from asyncrl.wire.codec import decode_header
 
 GOLDEN = Path(__file__).with_name("golden_messages.json")
 FIELDS = (wire.Field("prompt", "i4", 0, 2), wire.Field("response", "i4", 64, 3), wire.Field("logprobs", "f4", 128, 3))
@@ -149,6 +150,12 @@ def test_golden_bytes(example: wire.Message) -> None:
     packet = wire.decode(frames)
     assert packet.message == example
     assert (packet.request, packet.kind, bytes(packet.payloads[0])) == (9, wire.REQUEST, b"payload")
+
+
+def test_bytes_of_before_a_field_was_added_still_decode() -> None:
+    """Fields are added at the end, with a default."""
+    old = bytes.fromhex("96159196070201920001630604a86361706163697479c290")
+    assert decode_header(old) == wire.Leases((wire.Lease(7, 2, 1, (0, 1), 99, 6),), 4, "capacity")
 
 
 def test_tags_are_unique() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.wire import MemberPoll
-from weightsync.coordinator.records import Member, SyncState, is_part_error
+from weightsync.coordinator.records import HOLDING, Member, SyncState, is_part_error
 from weightsync.coordinator.transfers import Transfers
 
 COMPLAINT_S = 1.0  # between two lines of one member in the log
@@ -41,8 +41,13 @@ class Membership:
             member.received_digest = message.digest
             if message.version != member.version:  # overwritten in place: it holds nothing until the commit
                 member.version, member.digest = message.version, ""
-        elif (message.version, message.digest) != (member.version, member.digest) or message.state == "serving":
+        elif (message.version, message.digest) != (member.version, member.digest) or message.state in (
+            "serving",
+            HOLDING,
+        ):
             self._acknowledge(member, message.version, message.digest, now)
+        if message.state == HOLDING:
+            self.transfers.release(member, now)
         member.reported, member.round_reported = message.state, message.round
         is_result = part is not None and part.result == message.error
         error = message.error[:ERROR_CHARS]

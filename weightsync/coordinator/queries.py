@@ -13,13 +13,15 @@ from collections import Counter
 import msgspec
 
 from asyncrl.wire import MemberPoll, RoundReply
-from weightsync.coordinator.records import Member, State, SyncState
+from weightsync.coordinator.records import HOLDING, Member, State, SyncState
 from weightsync.coordinator.routing import Router, Scene
 from weightsync.encoding import DELTA
 
 FORM_S = 5.0  # after a publish: a member that is in no collective group by then goes alone (`auto`)
 #: `RoundReply.rendezvous` for a publisher that must open its collective transport and publish again with the address.
 WANTED = "wanted"
+#: Reports of members that take no version now: they have one that is not committed, or keep theirs.
+BUSY = ("prepared", HOLDING)
 
 
 class Queries:
@@ -58,7 +60,7 @@ class Queries:
     def scene(self, now: float) -> Scene:
         """What routes depend on."""
         state = self.state
-        free = [state.members[name] for name in state.grouping if state.members[name].reported != "prepared"]
+        free = [state.members[name] for name in state.grouping if state.members[name].reported not in BUSY]
         lack = {member.name for member in free if member.part is None and not member.holds(state.target)}
         parts = [member.part for member in state.members.values() if member.part is not None]
         loads = Counter(part.route.source for part in parts if part.route.transport == "stream" and not part.whole)
@@ -74,7 +76,7 @@ class Queries:
         """Whether to bring the target to this member now."""
         if member.dead or member.part is not None or self.state.target is None or member.holds(self.state.target):
             return False
-        return member.reported != "prepared" and now >= member.retry_at and not self.mismatch(member)
+        return member.reported not in BUSY and now >= member.retry_at and not self.mismatch(member)
 
     def is_in_current(self, member: Member) -> bool:
         """Whether the member has, or had, a part in the current round."""
@@ -89,6 +91,7 @@ class Queries:
             if state.config.transport == "auto"
             and "collective" in member.transports
             and not member.dead
+            and member.reported != HOLDING
             and not member.holds(state.target)
             and not self.router.is_near(member, scene)
             and not self.mismatch(member)

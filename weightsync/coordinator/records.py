@@ -13,6 +13,9 @@ from asyncrl.config import WeightSyncConfig
 from asyncrl.wire import Hop, Manifest, MemberPoll, Tensor
 from weightsync.transports.base import blob_sizes
 
+#: What a member reports that serves a version and wants no newer one now: an evaluation needs it.
+HOLDING = "holding"
+
 
 class State(enum.StrEnum):
     """State of a generator; `weightsync.coordinator.rounds` draws the transitions."""

@@ -28,7 +28,9 @@ Guarantees (searched in tests/model/test_sync_search.py):
    numbers never repeat; with `auto` no member waits for a group longer than `FORM_S`;
 9. a relay serves the target itself, and only readers that it did not fail;
 10. a member that lacks the base of an adapter gets that in a separate round, then the adapter;
-11. an error that a member reports outside of its part changes only what is displayed (`complaint`, `complaints`).
+11. a member that reports that it keeps its version for an evaluation ("holding") gets nothing until it reports
+    otherwise, then the target; it is not a failure, and the others are not held up;
+12. an error that a member reports outside of its part changes only what is displayed (`complaint`, `complaints`).
 
 Example (timeout_s 30, member_timeout_s 20, local): t=0 publish v1 while a and b poll: round 1, both receive. t=1 a is
 prepared: commit; its ack makes it SERVING. b is stopped: t=30 round 1 is committed with a, b is left out ("no answer

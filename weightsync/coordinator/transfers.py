@@ -95,6 +95,13 @@ class Transfers:
                 member.failed_sources.add(part.route.source)
         self.settle(part.round, now)
 
+    def release(self, member: Member, now: float) -> None:
+        """Close the part of a member that keeps its version for an evaluation: neither it nor a source has failed."""
+        part, member.part = member.part, None
+        if part is not None:
+            part.result = f"keeps version {member.version} for an evaluation"
+            self.settle(part.round, now)
+
     def expire(self, now: float) -> None:
         """Fail the parts that are past their deadline."""
         for member in self.state.members.values():

@@ -15,7 +15,8 @@ Runs on a producer's event loop, next to generation. Guarantees:
 6. versions that came over a network are kept and relayed to others (`weightsync.relay_fanout`), an old one until the
    new one is committed;
 7. with keys, only manifests that the learner signed are loaded;
-8. blocking transport work runs in threads; every wait has a deadline. A service that is silent for `max_outage_s` ends
+8. while `hold` is active the engine keeps its version; weights that are under way are given up;
+9. blocking transport work runs in threads; every wait has a deadline. A service that is silent for `max_outage_s` ends
    `run` with `net.unreachable`; a shorter silence only delays fresh weights.
 Bucket bytes are checked after the engine copied them: bytes that a writer overwrites meanwhile cannot pass (it never
 writes the old bytes again).
@@ -41,6 +42,8 @@ from asyncrl.wire import Instruction, Manifest, MemberPoll, Tensor
 from weightsync.plan.buckets import check_layout
 from weightsync.plan.signature import is_genuine
 from weightsync.receiver.attestation import EVERY_S, Attestor
+from weightsync.receiver.hold import POLL_S as HOLD_POLL_S
+from weightsync.receiver.hold import Hold
 from weightsync.receiver.relay_copy import Relay, RelayCopy
 from weightsync.receiver.transfer import HopsUseless, Transfer
 from weightsync.transports.base import InboxMaker, Outbox, TransportError
@@ -93,6 +96,7 @@ class Receiver:
         self.digests: dict[int, str] = {}
         self.waiting_for = "the first weights"
         self.dirty = False  # in place: the engine is of no version
+        self.hold = Hold(lambda: -1 if self.dirty or self._attestor.committing else self.version)
         self.waited_s = 0.0  # time in the last transfer that was spent waiting
         self._address = address
         self._engine = engine
@@ -189,7 +193,9 @@ class Receiver:
         answered = time.monotonic()
         while True:
             try:
-                instruction = await self._poll(requester, wait_s=self._wait_s)
+                if self.hold.active:
+                    await self._drop_pending()
+                instruction = await self._poll(requester, wait_s=HOLD_POLL_S if self.hold.active else self._wait_s)
             except Unavailable:
                 silent = time.monotonic() - answered
                 self.waiting_for = f"the weight-sync service ({self._address}), silent for {silent:.0f} s"
@@ -222,6 +228,7 @@ class Receiver:
     async def _poll(self, requester: AsyncRequester, *, wait_s: float) -> Instruction:
         pending, version = self._pending, -1 if self.dirty else self.version
         state = "prepared" if pending is not None else "serving" if version >= 0 else "joining"
+        state = "holding" if self.hold.active and pending is None else state
         digest = pending.digest if pending is not None else self.digests.get(version, "")
         packet = await requester.request(
             MemberPoll(
@@ -249,14 +256,22 @@ class Receiver:
         instruction: Instruction = packet.message
         return instruction
 
+    async def _drop_pending(self) -> None:
+        """Give up a version that was received and not committed."""
+        if self._pending is not None:
+            self._pending = self._received = None
+            await self._engine.abort_update()
+
     async def _execute(self, instruction: Instruction) -> None:
+        grouped = instruction.transport == "collective" and not self._in_place
+        if self.hold.active and not grouped:  # a group waits for every rank: received, then given up
+            return  # the next report says why
         if instruction.action == "receive" and instruction.manifest is not None:
             await self._receive(instruction, instruction.manifest)
         elif instruction.action == "commit" and self._pending is not None:
             await self._commit(self._pending)
-        elif instruction.action == "abort" and self._pending is not None:
-            self._pending = self._received = None
-            await self._engine.abort_update()
+        elif instruction.action == "abort":
+            await self._drop_pending()
         else:
             self.waiting_for = instruction.detail or "the next version"
 

@@ -68,6 +68,11 @@ def _evaluation_problems(config: Config) -> Iterator[Conflict]:
         yield conflict("evaluation", "producers.engine = 'dataset' generates nothing: there is nothing to evaluate")
     elif config.learner.mode != "rl" and not config.reward and config.environment.is_single_turn:
         yield conflict("evaluation", "an evaluation needs a [[reward]]", code="config.missing")
+    if evaluation.separate and config.producers.url:
+        yield conflict(
+            "evaluation.lane",
+            "evaluation.lane = 'evaluators' starts engines of its own, and producers.url names servers of producers",
+        )
     if evaluation.top_k and evaluation.temperature == 0:
         yield conflict("evaluation.top_k", "evaluation.temperature = 0 is greedy: evaluation.top_k says nothing")
 

@@ -6,7 +6,7 @@ pass@n after every 20 steps.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -29,6 +29,19 @@ class EvaluationConfig(Section, frozen=True):
     max_prompts: Count = 0  # use only the first rows; 0: all
     timeout_s: Seconds = 600.0  # time limit of one evaluation; missing prompts are counted with their reason
     share: Annotated[float, Meta(gt=0, le=1)] = 0.25  # a producer may hold this share of its training work in addition
+    lane: Literal["auto", "before_swap", "evaluators"] = "auto"  # processes that keep the version; auto: before_swap
+    evaluators: Positive = 1  # lane evaluators: processes on this host that generate held-out prompts alone
+
+    @property
+    def separate(self) -> bool:
+        """Whether processes of their own generate the prompts. `auto` is before_swap: that needs no memory and no
+        device, so it always fits."""
+        return self.enabled and self.lane == "evaluators"
+
+    @property
+    def evaluator_count(self) -> int:
+        """Evaluators on this host; 0 in another lane."""
+        return self.evaluators if self.separate else 0
 
     @property
     def enabled(self) -> bool:

@@ -52,6 +52,9 @@ def render_command(paths: Sequence[Path], overrides: Sequence[str], *, backend: 
     from asyncrl.preflight.files import settle_steps
 
     given = settle_steps(load(paths, overrides))
+    if given.evaluation.separate:
+        what = "jobs for evaluators are not rendered: start them with `asyncrl launch evaluators`"
+        raise ConfigError("config.conflict", what, where="evaluation.lane")
     given = given if backend == "k8s" else absolute(given)  # pods start in a folder of the volume
     # ports and stores belong to other hosts: only the rest can be checked here
     checked = checks.check(given, ("producer", "reward", "learner"), joining=True)

@@ -1,0 +1,38 @@
+"""The producers whose engines hold the version that the running evaluation measures.
+
+In memory: the versions are known from requests for work, after a restart of the service from the next ones. Guarantee:
+`all_gone` is true only if the version is lost: every producer that held it asked with another version since, was
+replaced or fell silent; or none asked for `limit_s` since the service started.
+"""
+
+from __future__ import annotations
+
+from buffers.groups.workers import Workers
+
+
+class Holders:
+    """Versions of engines by producer."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._versions: dict[str, int] = {}
+        self._held = -1  # version that had a holder in this life of the service
+        self._since: float | None = None  # no holder is known since
+
+    def note(self, producer: str, version: int) -> None:
+        """The producer asked for work with this version; -1: it is another process."""
+        self._versions[producer] = version
+
+    def begin(self, version: int) -> None:
+        """A producer got the first lease of this version."""
+        self._held, self._since = version, None
+
+    def all_gone(self, version: int, now: float, limit_s: float) -> bool:
+        """Whether no producer has the version any more. `limit_s`: longest silence of a living one."""
+        alive = self._workers.alive("producer", now=now, limit_s=limit_s)
+        self._versions = {name: held for name, held in self._versions.items() if name in alive}
+        if version in self._versions.values():
+            self._held, self._since = version, None
+            return False
+        self._since = now if self._since is None else self._since
+        return self._held == version or now - self._since > limit_s
