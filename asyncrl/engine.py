@@ -7,8 +7,8 @@ the receiver of weight sync. Guarantees that every engine keeps, and that one su
 2. weights change between two decode steps; no token is lost or made twice by it. After it, K and V of samples under way
    stay (`keep`) or are computed again under the new weights (`recompute`: exact against a fresh engine). A new request
    never meets K and V of older weights, not from a prefix cache either;
-3. log-probs are those of the full softmax after temperature (float32); top-p and top-k cut what is drawn, not what is
-   recorded. An engine that cannot do so for a request refuses it (`sample.invalid`);
+3. log-probs are those of the full softmax after temperature (float32); top-p, top-k and min-p cut what is drawn, not
+   what is recorded. An engine that cannot do so for a request refuses it (`sample.invalid`);
 4. a failure before the commit leaves the old weights in force (but `in_place`); one from the beginning of the commit on
    raises `engine.broken` at once and in every later call: the process must be replaced, its prompts are leased again.
 
@@ -51,6 +51,7 @@ class GenRequest(msgspec.Struct, frozen=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off
+    min_p: float = 0.0  # 0: off
     stop_ids: tuple[int, ...] = ()
     begun: int = 0
     delta_tokens: int = 0  # send a delta after about that many new tokens; 0: one delta at the end

@@ -163,8 +163,8 @@ def test_stop_tokens_end_a_sample_and_are_part_of_it(bench: Bench) -> None:
     assert len(one.token_ids) == 1
 
 
-def test_top_k_and_top_p_cut_what_is_drawn_and_not_the_logprob(bench: Bench) -> None:
-    for more, inside in (({"top_k": 2}, _in_top_k), ({"top_p": 0.3}, _in_top_p)):
+def test_top_k_top_p_and_min_p_cut_what_is_drawn_and_not_the_logprob(bench: Bench) -> None:
+    for more, inside in (({"top_k": 2}, _in_top_k), ({"top_p": 0.3}, _in_top_p), ({"min_p": 0.5}, _in_min_p)):
         group = bench.ask(PROMPTS[0], tuple(range(6)), **more)
         for item in group.values():
             assert inside(item)
@@ -200,6 +200,11 @@ def _in_top_p(item: GenDelta) -> bool:
     probs, ids = _table(item)
     above = (probs * (probs > probs.gather(1, ids))).sum(-1)
     return bool((above < 0.3 + 1e-4).all())
+
+
+def _in_min_p(item: GenDelta) -> bool:
+    probs, ids = _table(item)
+    return bool((probs.gather(1, ids)[:, 0] >= 0.5 * probs.amax(-1) - 1e-6).all())
 
 
 # ---------------------------------------------------------------- deltas and continued samples

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from asyncrl.engine import GenDelta, GenRequest
 from producers.engines.hf.cache_interface import Memory, pieces
-from producers.engines.hf.sampling import sample
+from producers.engines.hf.sampling import Cut, sample
 from producers.engines.hf.slots import TOP_K, SlotTable
 
 PREFILL_GROUPS = 16  # prompts to prefill in advance
@@ -147,14 +147,8 @@ class Decoder:
 
     def _sample(self, logits: Tensor, state: Tensor, live: int) -> tuple[Tensor, Tensor]:
         knobs = self.table.knobs[:live]
-        cuts = self.table.cuts
-        return sample(
-            logits,
-            self.table.numbers(state),
-            knobs[:, 0],
-            top_p=knobs[:, 1] if cuts else None,
-            top_k=state[:, TOP_K] if cuts else None,
-        )
+        cut = Cut(knobs[:, 1], state[:, TOP_K], knobs[:, 2]) if self.table.cuts else None
+        return sample(logits, self.table.numbers(state), knobs[:, 0], cut=cut)
 
     # ------------------------------------------------------------ rows
 

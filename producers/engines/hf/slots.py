@@ -72,13 +72,13 @@ def runs_between(eras: list[tuple[int, int]], start: int, stop: int) -> Runs:
 
 
 class SlotTable:
-    """State of all rows, on `device`. `state` i8 `[slots, 6 + stops]`, `knobs` f4 `[slots, 2]` (temperature, top-p)."""
+    """State of all rows, on `device`. `state` i8 `[slots, 6 + stops]`, `knobs` f4 `[slots, 3]`."""
 
     def __init__(self, slots: int, *, max_new_tokens: int, device: torch.device, stops: int = 4) -> None:
         self.slots = slots
         self.live = 0
         self.state = torch.zeros((slots, STOP + stops), dtype=torch.int64, device=device)
-        self.knobs = torch.ones((slots, 2), dtype=torch.float32, device=device)
+        self.knobs = torch.ones((slots, 3), dtype=torch.float32, device=device)  # temperature, top-p, min-p
         self.uniforms = torch.zeros((slots, max_new_tokens), dtype=torch.float64, device=device)
         self.tokens = torch.zeros((slots, max_new_tokens), dtype=torch.int32, device=device)
         self.logprobs = torch.zeros((slots, max_new_tokens), dtype=torch.float32, device=device)
@@ -87,7 +87,7 @@ class SlotTable:
         self.lanes: list[int] = []  # lane of each live row
         self.occupants: dict[int, Occupant] = {}  # by lane
         self._free = list(range(slots))
-        self._cuts: set[int] = set()  # lanes that use top-k or top-p
+        self._cuts: set[int] = set()  # lanes that use top-k, top-p or min-p
         self._sent: dict[int, int] = {}  # tokens of a lane that were sent in deltas
 
     @property
@@ -101,7 +101,7 @@ class SlotTable:
 
     @property
     def cuts(self) -> bool:
-        """True if a live sample uses top-k or top-p."""
+        """True if a live sample uses top-k, top-p or min-p."""
         return bool(self._cuts)
 
     def add(self, request: GenRequest, indices: list[int], *, step: int) -> int:
@@ -115,7 +115,8 @@ class SlotTable:
         common = [int(prompt[-1]), len(prompt) - 1, 0, request.max_new_tokens, request.top_k, *stops]
         rows = slice(first, first + count)
         self.state[rows] = torch.tensor([[lane, *common] for lane in lanes], device=self.state.device)
-        self.knobs[rows] = torch.tensor([request.temperature, request.top_p], device=self.knobs.device)
+        knobs = [request.temperature, request.top_p, request.min_p]
+        self.knobs[rows] = torch.tensor(knobs, device=self.knobs.device)
         begun, length = request.begun, request.max_new_tokens
         numbers = np.stack([sample_uniforms(request.seed, index, begun + length)[begun:] for index in indices])
         self.uniforms[lanes, :length] = torch.from_numpy(numbers).to(self.uniforms.device)
@@ -123,7 +124,7 @@ class SlotTable:
         self._due[rows] = len(prompt) - 1 + request.delta_tokens if request.delta_tokens else NEVER
         for lane, index in zip(lanes, indices, strict=True):
             self.occupants[lane] = Occupant(request, index, step)
-            if request.top_k or request.top_p < 1.0:
+            if request.top_k or request.top_p < 1.0 or request.min_p:
                 self._cuts.add(lane)
         self.lanes += lanes
         self.live += count
