@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.config.capabilities import refuse
+from asyncrl.config.capabilities import refuse, refuse_cuts
 from asyncrl.config.mode import streams
 from asyncrl.errors import AsyncRLError
 from asyncrl.net.frames import keep_memory
@@ -93,6 +93,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
             config, args, client=client, engine=engine, patience=patience, held_out=held_out, sync=sync, keys=keys
         )
         await engine.start()
+        refuse_cuts(config, able=engine.capabilities().supports, key="producers.engine")
         print(f"producer {args.name}: pid {os.getpid()} on {socket.gethostname()}, engine ready", flush=True)
         tasks = [
             asyncio.create_task(work)

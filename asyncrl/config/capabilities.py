@@ -242,7 +242,7 @@ TEXT_ALONE = ("trains on token ids alone", "use a language model without other i
 ENCODES = ("trains decoders alone", "use a decoder")
 HEAD = ("computes log-probs from the head itself", "use a model without it")
 NO_SUPPORT = (
-    "does not return the tokens that a cut leaves: gradients would be biased",
+    "does not record the tokens that a cut leaves: gradients would be biased",
     "set sampling.truncation = 'biased' if you accept the bias, or sample without a cut",
 )
 SPLIT = "cannot split so; it has "
@@ -275,7 +275,6 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
         "head_change": HEAD,
     },
     "hf": {
-        "exact_truncation": NO_SUPPORT,
         "senses": ("serves token ids alone", "use a language model, or another engine (producers.engine)"),
         "encoder_decoder": ("serves decoders alone", "use a decoder, or another engine (producers.engine)"),
     },
@@ -377,6 +376,13 @@ def device_type(setting: str) -> str:
     """
     kind, colon, number = setting.partition(":")
     return kind if not colon or (number.isdigit() and kind != "auto") else setting
+
+
+def refuse_cuts(config: Config, *, able: bool, key: str) -> None:
+    """Raise `config.conflict` if draws are cut exactly and a part that `key` names, of any package, is not able to."""
+    if config.sampling.wants_support and config.producers.engine != "dataset" and not able:
+        what = f"{FEATURES['exact_truncation'].asks(config, NO_MODEL)}: {key} = {_get(config, key)!r} {NO_SUPPORT[0]}"
+        raise ConfigError("config.conflict", what, where="sampling.truncation", remedy=NO_SUPPORT[1])
 
 
 def refuse(config: Config, model: Model, *, role: Role, device: str = "") -> None:

@@ -31,7 +31,7 @@ def draw(logits: torch.Tensor, uniforms: Any, **more: Any) -> tuple[np.ndarray, 
     rows = len(uniforms)
     temperature = more.pop("temperature", torch.ones(rows))
     numbers = torch.as_tensor(uniforms, dtype=torch.float64)
-    tokens, logprobs = sample(logits.expand(rows, -1), numbers, temperature, **more)
+    tokens, logprobs, _ = sample(logits.expand(rows, -1), numbers, temperature, **more)
     return tokens.numpy(), logprobs.numpy()
 
 

@@ -24,10 +24,12 @@ from torch import Tensor
 
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.versions import Runs
+from asyncrl.wire import Support
 
 NO_TOKEN = -1
 NEVER = np.iinfo(np.int64).max
 _MASK = (1 << 64) - 1
+_NOTHING = np.zeros(0, np.int32)
 
 # Columns of the integer state of a row.
 LANE, LAST, POSITION, COUNT, LIMIT, TOP_K, STOP = range(7)
@@ -87,6 +89,7 @@ class SlotTable:
         self.lanes: list[int] = []  # lane of each live row
         self.occupants: dict[int, Occupant] = {}  # by lane
         self._free = list(range(slots))
+        self._supports: dict[int, list[npt.NDArray[np.int32]]] = {}  # by lane: kept ids of every token
         self._cuts: set[int] = set()  # lanes that use top-k, top-p or min-p
         self._sent: dict[int, int] = {}  # tokens of a lane that were sent in deltas
 
@@ -103,6 +106,13 @@ class SlotTable:
     def cuts(self) -> bool:
         """True if a live sample uses top-k, top-p or min-p."""
         return bool(self._cuts)
+
+    @property
+    def recording(self) -> Tensor | None:
+        """Which live rows record the support of their draws, bool `[live]`; None if none does."""
+        if not self._supports:
+            return None
+        return torch.tensor([lane in self._supports for lane in self.lanes], device=self.state.device)
 
     def add(self, request: GenRequest, indices: list[int], *, step: int) -> int:
         """Put these samples after the live rows; the first row. The prompt without its last token must be in K/V."""
@@ -126,6 +136,8 @@ class SlotTable:
             self.occupants[lane] = Occupant(request, index, step)
             if request.top_k or request.top_p < 1.0 or request.min_p:
                 self._cuts.add(lane)
+            if request.support:
+                self._supports[lane] = []
         self.lanes += lanes
         self.live += count
         return first
@@ -139,8 +151,12 @@ class SlotTable:
         """The random number of each live row for this step, `[live]`; `state` is `self.state[:live]`."""
         return self.uniforms[state[:, LANE], state[:, COUNT]]
 
-    def record(self, state: Tensor, tokens: Tensor, logprobs: Tensor) -> list[int]:
-        """Store this step's tokens `[live]` and log-probs; the rows that finished, ascending."""
+    def record(self, state: Tensor, tokens: Tensor, logprobs: Tensor, kept: Tensor | None = None) -> list[int]:
+        """Store this step's tokens `[live]`, log-probs and (`kept` bool `[live, V]`) supports; the rows that finished,
+        ascending.
+        """
+        if self._supports:
+            self._record_supports(kept)
         lanes, counts = state[:, LANE], state[:, COUNT]
         self.tokens[lanes, counts] = tokens.int()
         self.logprobs[lanes, counts] = logprobs
@@ -150,6 +166,24 @@ class SlotTable:
         ended = (state[:, STOP:] == tokens[:, None]).any(1) | (state[:, COUNT] >= state[:, LIMIT])
         rows: list[int] = ended.nonzero()[:, 0].tolist()
         return rows
+
+    def _record_supports(self, kept: Tensor | None) -> None:
+        rows = [row for row, lane in enumerate(self.lanes) if lane in self._supports]
+        found = [_NOTHING] * len(rows)
+        if kept is not None:
+            chosen = kept[rows]
+            counts = chosen.sum(-1)
+            ids = (chosen & (counts < kept.shape[1])[:, None]).nonzero()[:, 1].int().cpu().numpy()
+            found = np.split(ids, np.cumsum((counts % kept.shape[1]).cpu().numpy())[:-1])
+        for row, ids in zip(rows, found, strict=True):
+            self._supports[self.lanes[row]].append(ids)
+
+    def _support(self, lane: int, start: int, stop: int) -> Support | None:
+        if lane not in self._supports:
+            return None
+        parts = self._supports[lane][start:stop]
+        counts = np.array([part.size for part in parts], np.int32)
+        return Support(counts, np.concatenate([_NOTHING, *parts]))
 
     def rows_due(self, ended: list[int]) -> list[int]:
         """Rows whose next delta is due, without those that have ended."""
@@ -167,7 +201,8 @@ class SlotTable:
             logprobs = self.logprobs[lane, sent:count].cpu().numpy().copy()
             finish = "" if not ended else "stop" if int(tokens[-1]) in request.stop_ids else "length"
             runs = runs_between(eras, start + sent, start + count)
-            deltas.append(GenDelta(request.id, index, tokens, logprobs, runs, finish, sent))
+            support = self._support(lane, sent, count)
+            deltas.append(GenDelta(request.id, index, tokens, logprobs, runs, finish, sent, support))
             if not ended:
                 self._sent[lane] = count
                 self._due[row] += request.delta_tokens
@@ -195,6 +230,7 @@ class SlotTable:
             lane = self.lanes[row]
             del self.occupants[lane]
             self._cuts.discard(lane)
+            self._supports.pop(lane, None)
             self._sent.pop(lane, None)
             self._free.append(lane)
         if holes:
