@@ -61,8 +61,8 @@ MUTANTS = (
     Mutant(
         "hf.logprobs_without_temperature",
         "producers/engines/hf/sampling.py",
-        "    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]",
-        "    return tokens[:, 0], torch.log_softmax(logits.float(), dim=-1).gather(1, tokens)[:, 0]",
+        "    drawn = logprobs.gather(1, tokens)[:, 0]",
+        "    drawn = torch.log_softmax(logits.float(), dim=-1).gather(1, tokens)[:, 0]",
         ("tests/unit/test_slot_sampler.py", "tests/contract/test_engines.py"),
     ),
     Mutant(
@@ -71,6 +71,27 @@ MUTANTS = (
         "(ranks < top_k)",
         "(ranks <= top_k)",
         ("tests/unit/test_slot_sampler.py", "tests/contract/test_engines.py"),
+    ),
+    Mutant(
+        "hf.logprobs_over_all_with_a_support",
+        "producers/engines/hf/sampling.py",
+        "        drawn = torch.where(exact & ~kept.all(-1), over, drawn)",
+        "        drawn = torch.where(exact & ~kept.all(-1), drawn, drawn)",
+        ("tests/engines/test_engine_contract.py",),
+    ),
+    Mutant(
+        "support.of_the_likeliest_alone",
+        "learners/models/support.py",
+        "    total = torch.where(cut, sum_rows(weights, part, split), 1.0)",
+        "    total = torch.where(cut, 1.0, 1.0)",
+        ("tests/unit/test_supports.py",),
+    ),
+    Mutant(
+        "validation.token_outside_its_support",
+        "asyncrl/wire/support.py",
+        "        if not np.array_equal(held, cut):",
+        "        if False:",
+        ("tests/unit/test_supports.py",),
     ),
     Mutant(
         "hf.nucleus_without_its_first_token",
@@ -464,7 +485,7 @@ MUTANTS = (
     Mutant(
         "session.observations_trained",
         "producers/rollout/session.py",
-        "np.full(count, logprobs is not None, np.uint8)",
+        "np.full(count, sampled, np.uint8)",
         "np.ones(count, np.uint8)",
         ("tests/unit/test_sessions.py",),
     ),
