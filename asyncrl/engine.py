@@ -7,8 +7,9 @@ the receiver of weight sync. Guarantees that every engine keeps, and that one su
 2. weights change between two decode steps; no token is lost or made twice by it. After it, K and V of samples under way
    stay (`keep`) or are computed again under the new weights (`recompute`: exact against a fresh engine). A new request
    never meets K and V of older weights, not from a prefix cache either;
-3. log-probs are those of the full softmax after temperature (float32); top-p and top-k cut what is drawn, not what is
-   recorded. An engine that cannot do so for a request refuses it (`sample.invalid`);
+3. log-probs are those of the full softmax after temperature (float32); top-p, top-k and min-p cut what is drawn, not
+   what is recorded, unless the request wants the support of its draws: then log-probs are those of the distribution
+   over it, and deltas hold it. An engine that cannot do so for a request refuses it (`sample.invalid`);
 4. a failure before the commit leaves the old weights in force (but `in_place`); one from the beginning of the commit on
    raises `engine.broken` at once and in every later call: the process must be replaced, its prompts are leased again.
 
@@ -27,7 +28,7 @@ import numpy.typing as npt
 
 from asyncrl.errors import WorkError
 from asyncrl.versions import Runs
-from asyncrl.wire import Buffer, Manifest, Tensor
+from asyncrl.wire import Buffer, Manifest, Support, Tensor, join_supports
 
 #: Mean |engine - learner| of a log-prob under the same weights, in nats, above which something is wrong with either:
 #: other weights, another temperature, a stale cache. By the coarser dtype of the two; bfloat16 gives about 0.03.
@@ -51,16 +52,19 @@ class GenRequest(msgspec.Struct, frozen=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off
+    min_p: float = 0.0  # 0: off
     stop_ids: tuple[int, ...] = ()
     begun: int = 0
     delta_tokens: int = 0  # send a delta after about that many new tokens; 0: one delta at the end
     priority: int = 0  # smaller first, if the engine can; else in the order of arrival
+    support: bool = False  # record the support of each draw; log-probs are then of the distribution over it
 
 
 class GenDelta(msgspec.Struct, frozen=True):
     """New tokens of one sample: `token_ids` i4 `[T]` (including a stop token), `logprobs` f4 `[T]`, `runs` of versions
     over `[0, T)`, `start` the place of the first token among those of this request.
 
+    `support`: the ids that top-p, top-k and min-p left for each token, if the request wants it.
     `finish`: empty while more will come, else stop (a stop token), length (`max_new_tokens`) or abort.
     """
 
@@ -71,6 +75,7 @@ class GenDelta(msgspec.Struct, frozen=True):
     runs: Runs
     finish: str
     start: int = 0
+    support: Support | None = None
 
 
 class EngineHealth(msgspec.Struct, frozen=True):
@@ -102,6 +107,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True):
     # and after an abort until a complete version has arrived
     continues: bool = False  # a sample with `begun` gets the same tokens as without the interruption
     priority: bool = False
+    supports: bool = False  # it records the support of draws (`GenRequest.support`); others refuse such a request
     seeded: bool = True  # the same seed and index give the same tokens, whatever else is decoded
 
 
@@ -205,7 +211,8 @@ def join_deltas(deltas: Iterable[GenDelta]) -> GenDelta:
                 runs.append((version, count))
     last = parts[-1]
     tokens, logprobs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("token_ids", "logprobs"))
-    return GenDelta(last.id, last.index, tokens, logprobs, tuple(runs), last.finish)
+    support = join_supports((part.support, len(part.token_ids)) for part in parts)
+    return GenDelta(last.id, last.index, tokens, logprobs, tuple(runs), last.finish, support=support)
 
 
 joined = join_deltas  # old name, for engines of third parties

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.config.capabilities import refuse_cuts
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.runtime.liveness import Sign, Ticker
 from asyncrl.runtime.role import RoleArgs, Stop, run, run_key
@@ -51,6 +52,7 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
     gang = Gang.join(config)
     gang.device.seed_all(config.run.seed + gang.topology.share)
     backend = find("asyncrl.backends", config.learner.backend)(config, gang)
+    refuse_cuts(config, able=getattr(backend, "supports", False), key="learner.backend")
     backend.self_check()
     if gang.lead:
         print(f"learner: {gang.size} x {gang.device}, ready after {time.monotonic() - started:.1f} s", flush=True)

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.config.capabilities import refuse
+from asyncrl.config.capabilities import refuse, refuse_cuts
 from asyncrl.config.mode import streams
 from asyncrl.errors import AsyncRLError
 from asyncrl.net.frames import keep_memory
@@ -94,7 +94,12 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evalu
         parts: dict[str, Any] = {"client": client, "engine": engine, "patience": patience, "held_out": held_out}
         producer, receiver = make_parts(config, args, sync=sync, keys=keys, evaluates=evaluates, **parts)
         await engine.start()
+<<<<<<< HEAD
         print(f"{kind} {args.name}: pid {os.getpid()} on {socket.gethostname()}, engine ready", flush=True)
+=======
+        refuse_cuts(config, able=engine.capabilities().supports, key="producers.engine")
+        print(f"producer {args.name}: pid {os.getpid()} on {socket.gethostname()}, engine ready", flush=True)
+>>>>>>> cut_support
         tasks = [
             asyncio.create_task(work)
             for work in (

@@ -191,6 +191,8 @@ class Producer:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            support=sampling.wants_support,
             stop_ids=self.tokenizer.eos_ids,
             delta_tokens=0 if is_evaluation(lease.group) else self.config.producers.checkpoint_tokens,
         )

@@ -209,6 +209,10 @@ FEATURES: dict[str, Feature] = {
         lambda c, _: "learner.lora.publish = 'adapter'"
         if c.learner.lora.rank and c.learner.lora.publish == "adapter" else "",
     ),
+    "exact_truncation": Feature(
+        "`sampling.top_p`, `top_k` or `min_p` with `sampling.truncation = \"exact\"`", "sampling.truncation",
+        lambda c, _: f"{c.sampling.cut} with sampling.truncation = 'exact'" if c.sampling.wants_support else "",
+    ),
     # of a model folder
     "mixture_of_experts": _model(
         "a mixture of experts", lambda m: f"mixture of experts ({count_experts(m)})" if count_experts(m) else ""
@@ -228,8 +232,8 @@ FEATURES: dict[str, Feature] = {
     ),
 }  # fmt: skip
 #: Features that a learner or an engine is asked for.
-OF_ENGINES = ("adapter", "senses", "encoder_decoder")
-OF_LEARNERS = tuple(name for name in FEATURES if name != "adapter")
+OF_ENGINES = ("adapter", "exact_truncation", "senses", "encoder_decoder")
+OF_LEARNERS = tuple(name for name in FEATURES if name not in ("adapter", "exact_truncation"))
 
 # ---------------------------------------------------------------- refusals
 
@@ -237,6 +241,10 @@ FSDP2 = "use fsdp2"
 TEXT_ALONE = ("trains on token ids alone", "use a language model without other inputs")
 ENCODES = ("trains decoders alone", "use a decoder")
 HEAD = ("computes log-probs from the head itself", "use a model without it")
+NO_SUPPORT = (
+    "does not record the tokens that a cut leaves: gradients would be biased",
+    "set sampling.truncation = 'biased' if you accept the bias, or sample without a cut",
+)
 SPLIT = "cannot split so; it has "
 
 #: Part -> feature -> reason and remedy. What is neither here nor in `UNUSED` works.
@@ -270,7 +278,13 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
         "senses": ("serves token ids alone", "use a language model, or another engine (producers.engine)"),
         "encoder_decoder": ("serves decoders alone", "use a decoder, or another engine (producers.engine)"),
     },
-    **{name: {"adapter": ("takes whole weights alone", "set learner.lora.publish = 'auto'")} for name in TAKE_WHOLE},
+    **{
+        name: {
+            "adapter": ("takes whole weights alone", "set learner.lora.publish = 'auto'"),
+            "exact_truncation": NO_SUPPORT,
+        }
+        for name in TAKE_WHOLE
+    },
     "dataset": {},
 }  # fmt: skip
 #: Part -> features that have no effect on it.
@@ -362,6 +376,13 @@ def device_type(setting: str) -> str:
     """
     kind, colon, number = setting.partition(":")
     return kind if not colon or (number.isdigit() and kind != "auto") else setting
+
+
+def refuse_cuts(config: Config, *, able: bool, key: str) -> None:
+    """Raise `config.conflict` if draws are cut exactly and a part that `key` names, of any package, is not able to."""
+    if config.sampling.wants_support and config.producers.engine != "dataset" and not able:
+        what = f"{FEATURES['exact_truncation'].asks(config, NO_MODEL)}: {key} = {_get(config, key)!r} {NO_SUPPORT[0]}"
+        raise ConfigError("config.conflict", what, where="sampling.truncation", remedy=NO_SUPPORT[1])
 
 
 def refuse(config: Config, model: Model, *, role: Role, device: str = "") -> None:

@@ -103,6 +103,8 @@ def evaluation_sampling(config: Config) -> SamplingConfig:
         over_issue=0,
         greedy_baseline=False,
         top_p=evaluation.top_p,
+        min_p=evaluation.min_p,
+        truncation="biased",  # nothing of it is trained
         max_new_tokens=evaluation.max_new_tokens or config.sampling.max_new_tokens,
         temperature=1.0 if greedy else evaluation.temperature,
         top_k=1 if greedy else evaluation.top_k,

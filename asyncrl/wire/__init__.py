@@ -1,8 +1,8 @@
 """Every message that crosses a process, and the one boundary that decodes them.
 
 One module per conversation: `session`, `work`, `rewards`, `training`, `weights`. `codec` encodes and decodes frames,
-`arrays` payloads; `validation` checks the meaning of samples. New fields have defaults and go last; the golden bytes of
-every message are in `tests/unit/golden_messages.json`.
+`arrays` and `support` payloads; `validation` checks the meaning of samples. New fields have defaults and go last; the
+golden bytes of every message are in `tests/unit/golden_messages.json`.
 """
 
 from asyncrl.wire.arrays import ALIGNMENT, pack_arrays, pack_parts, unpack_arrays
@@ -51,6 +51,7 @@ from asyncrl.wire.session import (
     Tuned,
     Welcome,
 )
+from asyncrl.wire.support import Support, join_supports, pack_support, uncut, unpack_support
 from asyncrl.wire.training import (
     Batch,
     Checkpointed,
@@ -172,6 +173,7 @@ __all__ = [
     "StatusReply",
     "StatusRequest",
     "Stop",
+    "Support",
     "Tensor",
     "Tune",
     "Tuned",
@@ -184,9 +186,13 @@ __all__ = [
     "decode_samples",
     "encode",
     "encode_header",
+    "join_supports",
     "pack_arrays",
     "pack_parts",
+    "pack_support",
     "peek_request",
+    "uncut",
     "unpack_arrays",
+    "unpack_support",
     "validate_samples",
 ]

@@ -1,7 +1,7 @@
 """A claimed batch as arrays: what the learner gets of the wire form.
 
 Guarantees:
-1. arrays are read-only views into the payloads, nothing is copied;
+1. arrays are read-only views into the payloads; only the support of draws is decoded;
 2. every record is validated again; a group that fails is named in `invalid` and left out.
 """
 
@@ -16,6 +16,7 @@ from asyncrl import wire
 from asyncrl.errors import UNREADABLE, WireError
 from asyncrl.versions import Runs
 from asyncrl.wire import Buffer, FloatArray, IntArray
+from asyncrl.wire.support import NAMES as SUPPORT
 
 
 class SampleData(msgspec.Struct, frozen=True, gc=False):
@@ -34,6 +35,7 @@ class SampleData(msgspec.Struct, frozen=True, gc=False):
     digests: dict[int, str]
     rows: tuple[tuple[int, int], ...] = ()  # as in `wire.SampleHead`
     turns: tuple[tuple[int, float], ...] = ()
+    support: wire.Support | None = None  # of each draw; None: nothing was cut
 
 
 class GroupData(msgspec.Struct, frozen=True, gc=False):
@@ -114,6 +116,7 @@ def group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
             raise WireError("wire.decode", why)
         prompt = arrays["prompt"] if prompt is None else prompt
         response, logprobs, mask = arrays["response"], arrays["logprobs"], arrays.get("mask")
+        support = wire.Support(*(arrays[name] for name in SUPPORT)) if SUPPORT[0] in arrays else None
         start = 0
         for item in message.samples:
             place = slice(start, start + item.length)
@@ -133,6 +136,7 @@ def group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
                 message.digests,
                 item.rows,
                 item.turns,
+                None if support is None else support.cut(place.start, place.stop),
             )
     if prompt is None or samples.keys() != rewards.keys():
         raise WireError("wire.decode", "samples are missing")

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from asyncrl.errors import WireError
 from asyncrl.wire.arrays import unpack_arrays
 from asyncrl.wire.base import Buffer
+from asyncrl.wire.support import NAMES, Support, unpack_support
 from asyncrl.wire.work import SampleHead, Samples
 
 LOWEST_LOGPROB: Final = -1000.0  # float32 draws no token of a probability below 1e-38; raw log-probs go a little lower
@@ -28,6 +29,7 @@ class SampleLimits(msgspec.Struct, frozen=True):
     sequences: int  # of one sample
     reward: float  # largest absolute reward
     scores: bool  # whether producers may send rewards, because an environment scores
+    support: bool = False  # whether samples come with the support of their draws
 
 
 def validate_samples(
@@ -42,8 +44,8 @@ def validate_samples(
     """Why these samples must not be trained; empty if they are valid.
 
     Cheap numpy checks: lengths agree, indices in range, log-probs finite and not positive, token ids inside the
-    vocabulary (if `vocab_size` is known), no version newer than `newest_version`, no empty response, nothing beyond
-    `limits`.
+    vocabulary (if `vocab_size` is known), no version newer than `newest_version`, no empty response, each token among
+    the ids that it was drawn from, nothing beyond `limits`.
     """
     beyond = _check_limits(head, limits) if limits is not None else ""
     if beyond:
@@ -56,6 +58,8 @@ def _check_limits(head: Samples, limits: SampleLimits) -> str:
         return f"length: a prompt of {head.prompt_tokens} tokens, {limits.prompt_tokens} are allowed"
     if len(head.row) > MOST_ROW_BYTES:
         return f"length: a row of {len(head.row)} bytes, {MOST_ROW_BYTES} are allowed"
+    if any(field.name in NAMES for field in head.fields) != limits.support:
+        return "support: it is missing" if limits.support else "support: no draw of this run is cut exactly"
     for sample in head.samples:
         starts = [start for start, _ in sample.rows if start] if sample.rows else []
         if len(starts) >= limits.sequences:
@@ -80,15 +84,28 @@ def _check_rewards(head: Samples, limits: SampleLimits) -> str:
 def checked_arrays(
     head: Samples, payload: Buffer, *, group_size: int, vocab_size: int = 0, newest_version: int | None = None
 ) -> tuple[dict[str, npt.NDArray[Any]], str]:
-    """The arrays of some samples (read-only views), and the result of `validate_samples`."""
+    """The arrays of some samples (read-only views; the support decoded), and the result of `validate_samples`."""
     try:
         arrays = unpack_arrays(head.fields, payload)
+        support = unpack_support(arrays)
     except WireError as error:
         return {}, f"layout: {error.message}"
     for name in ("prompt", "response", "logprobs"):
         if name not in arrays:
             return {}, f"layout: field {name} is missing"
-    return arrays, _check_heads(head, group_size, newest_version) or _check_arrays(head, arrays, vocab_size)
+    wrong = _check_heads(head, group_size, newest_version) or _check_arrays(head, arrays, vocab_size)
+    if support is not None and not wrong:
+        wrong = _check_support(support, arrays, vocab_size)
+        arrays.update(zip(NAMES, support, strict=True))
+    return arrays, wrong
+
+
+def _check_support(support: Support, arrays: Mapping[str, npt.NDArray[Any]], vocab_size: int) -> str:
+    if why := support.find_problem(arrays["response"], arrays.get("mask")):
+        return f"support: {why}"
+    if vocab_size and support.ids.size and int(support.ids.max()) >= vocab_size:
+        return f"support: id {int(support.ids.max())} outside 0..{vocab_size - 1}"
+    return ""
 
 
 def _check_heads(head: Samples, group_size: int, newest_version: int | None) -> str:
@@ -131,7 +148,7 @@ def _check_rows(sample: SampleHead) -> str:
     return ""
 
 
-_WANTED: Final = {"prompt": "i4", "response": "i4", "logprobs": "f4", "mask": "u1"}
+_WANTED: Final = {"prompt": "i4", "response": "i4", "logprobs": "f4", "mask": "u1", **dict.fromkeys(NAMES, "u1")}
 
 
 def _check_mask(head: Samples, mask: npt.NDArray[Any] | None) -> str:

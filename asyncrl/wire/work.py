@@ -35,7 +35,7 @@ class Lease(Message, frozen=True):
 
 class Begun(Message, frozen=True):
     """A partial sample that another producer could not finish. It has its own payload frame with `response` i4
-    `[length]` and `logprobs` f4 `[length]`; `digests` belong to the versions in `runs`.
+    `[length]`, `logprobs` f4 `[length]` and the support as in `Samples`; `digests` belong to the versions in `runs`.
     """
 
     group: int
@@ -86,7 +86,8 @@ class Samples(Message, frozen=True, tag=22):
     """Finished samples of one group. Answer: `SamplesReply`.
 
     The payload holds `prompt` i4 `[P]`, `response` i4 `[sum T]`, `logprobs` f4 `[sum T]` (of the distribution that was
-    sampled from) and, if the policy did not sample all tokens, `mask` u1 `[sum T]`.
+    sampled from) and, if the policy did not sample all tokens, `mask` u1 `[sum T]`. If draws are cut exactly, it holds
+    the support of each (`asyncrl.wire.support`): log-probs are then those of the distribution over it.
     """
 
     producer: Name
@@ -133,7 +134,8 @@ class Piece(Message, frozen=True):
 class Pieces(Message, frozen=True, tag=28):
     """Partial samples of one group. Answer: `PiecesReply`.
 
-    The payload holds `response` i4 `[sum count]` and `logprobs` f4 `[sum count]`, in the order of `samples`.
+    The payload holds `response` i4 `[sum count]` and `logprobs` f4 `[sum count]`, in the order of `samples`, and their
+    support as in `Samples`.
     """
 
     producer: Name

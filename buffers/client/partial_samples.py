@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,18 +15,21 @@ from asyncrl.wire import Buffer, FloatArray, IntArray
 
 
 class PieceData(msgspec.Struct, frozen=True):
-    """Tokens of a sample from its token `start` on: `token_ids` i4 `[n]`, `logprobs` f4 `[n]`, `runs` over these."""
+    """Tokens of a sample from its token `start` on: `token_ids` i4 `[n]`, `logprobs` f4 `[n]`, `runs` and the
+    support of draws over these.
+    """
 
     index: int
     start: int
     token_ids: IntArray
     logprobs: FloatArray
     runs: Runs
+    support: wire.Support | None = None
 
 
 class BegunSample(msgspec.Struct, frozen=True):
     """The first tokens of a sample, made by other producers: `token_ids` i4 `[k]`, `logprobs` f4 `[k]`, `runs` over
-    `[0, k)`, and the digests of the weights that made them by version.
+    `[0, k)`, the digests of the weights that made them by version, and the support of draws.
     """
 
     index: int
@@ -33,6 +37,7 @@ class BegunSample(msgspec.Struct, frozen=True):
     logprobs: FloatArray
     runs: Runs
     digests: dict[int, str]
+    support: wire.Support | None = None
 
 
 #: Partial samples of leases, by (group, token).
@@ -43,12 +48,12 @@ def pack_pieces(
     name: str, lease: wire.Lease, pieces: Sequence[PieceData], digests: Mapping[int, str]
 ) -> tuple[wire.Pieces, bytes]:
     """The message with some pieces of a leased group, and its payload."""
-    fields, payload = wire.pack_arrays(
-        {
-            "response": np.concatenate([piece.token_ids for piece in pieces]).astype(np.int32),
-            "logprobs": np.concatenate([piece.logprobs for piece in pieces]).astype(np.float32),
-        }
-    )
+    arrays: dict[str, Any] = {
+        "response": np.concatenate([piece.token_ids for piece in pieces]).astype(np.int32),
+        "logprobs": np.concatenate([piece.logprobs for piece in pieces]).astype(np.float32),
+    }
+    support = wire.join_supports((piece.support, len(piece.token_ids)) for piece in pieces)
+    fields, payload = wire.pack_arrays(arrays if support is None else arrays | wire.pack_support(support))
     heads = tuple(wire.Piece(piece.index, piece.start, len(piece.token_ids), piece.runs) for piece in pieces)
     used = sorted({version for piece in pieces for version, _ in piece.runs})
     known = {version: digests[version] for version in used if version in digests}
@@ -66,7 +71,10 @@ def unpack_begun(answer: wire.Leases, payloads: Sequence[Buffer]) -> BegunOf:
         response, logprobs = arrays.get("response"), arrays.get("logprobs")
         if response is None or logprobs is None or not len(response) == len(logprobs) == head.length:
             raise WireError("wire.decode", f"partial sample of group {head.group}: not {head.length} tokens")
+        support = wire.unpack_support(arrays)
+        if support is not None and (why := support.find_problem(response)):
+            raise WireError("wire.decode", f"partial sample of group {head.group}: support: {why}")
         key = head.group, tokens[head.group]
-        sample = BegunSample(head.index, response, logprobs, head.runs, head.digests)
+        sample = BegunSample(head.index, response, logprobs, head.runs, head.digests, support)
         found[key] = (*found.get(key, ()), sample)
     return found

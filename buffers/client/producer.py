@@ -121,6 +121,9 @@ class ProducerClient(AsyncClient):
         if masks:
             ones = [masks.get(sample.index, np.ones(len(sample.token_ids), np.uint8)) for sample in samples]
             arrays["mask"] = ("u1", _concatenate(ones, "u1"))
+        support = wire.join_supports((sample.support, len(sample.token_ids)) for sample in samples)
+        if support is not None:
+            arrays |= {name: ("u1", [coded]) for name, coded in wire.pack_support(support).items()}
         fields, payload = wire.pack_parts(arrays)
         heads = tuple(
             wire.SampleHead(

@@ -1,8 +1,8 @@
 """The bytes of checkpoints: pieces of samples under way on their way into the segments, and back with a lease.
 
 Guarantees:
-1. a piece is checked like a finished sample before it is kept: lengths, runs, indices, log-probs, versions, and that it
-   ends within `sampling.max_new_tokens`;
+1. a piece is checked like a finished sample before it is kept: lengths, runs, indices, log-probs, versions, supports,
+   and that it ends within `sampling.max_new_tokens`;
 2. pieces lie in the segment files like samples and their places in the group's row, so a kill -9 of the service loses
    none that was answered;
 3. what does not fit into an answer, or is damaged, is not handed out: these samples start anew.
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from asyncrl import wire
 from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.wire import Buffer
+from asyncrl.wire.support import NAMES as SUPPORT
 from buffers.groups.machine import GroupMachine
 from buffers.groups.records import PartialSample, Record
 from buffers.payloads.record_format import checksum_of
@@ -30,17 +31,23 @@ _WANTED = {"response": "i4", "logprobs": "f4"}
 
 
 def check(
-    head: wire.Pieces, payload: Buffer, *, group_size: int, max_tokens: int, newest_version: int
+    head: wire.Pieces, payload: Buffer, *, group_size: int, max_tokens: int, newest_version: int, cut: bool = False
 ) -> tuple[Arrays, str]:
-    """The arrays of some pieces (read-only views), and why they may not be kept; empty where they may."""
+    """The arrays of some pieces (read-only views; the support decoded), and why they may not be kept; empty where they
+    may. `cut`: whether they must come with the support of their draws.
+    """
     try:
         arrays = wire.unpack_arrays(head.fields, payload)
+        support = wire.unpack_support(arrays)
     except WireError as error:
         return {}, f"layout: {error.message}"
-    if {field.name: field.dtype for field in head.fields} != _WANTED:
+    named = {field.name: field.dtype for field in head.fields if field.name not in SUPPORT}
+    if named != _WANTED:
         return {}, "layout: the fields are response i4 and logprobs f4"
+    if (support is not None) != cut:
+        return {}, f"support: {'it is missing' if cut else 'no draw of this run is cut exactly'}"
     total = sum(item.count for item in head.samples)
-    if not head.samples or any(array.size != total for array in arrays.values()):
+    if not head.samples or any(arrays[name].size != total for name in _WANTED):
         return {}, f"length: the arrays do not hold the {total} tokens of {len(head.samples)} pieces"
     if len({item.index for item in head.samples}) < len(head.samples):
         return {}, "index: a sample stands there twice"
@@ -49,6 +56,10 @@ def check(
     logprobs = arrays["logprobs"]
     if not reason and not (np.minimum.reduce(logprobs) >= wire.LOWEST_LOGPROB and np.maximum.reduce(logprobs) <= 1e-4):
         reason = f"logprobs: not finite, above 0 or below {wire.LOWEST_LOGPROB:g}"
+    if support is not None and not reason:
+        why = support.find_problem(arrays["response"])
+        reason = f"support: {why}" if why else ""
+        arrays.update(zip(SUPPORT, support, strict=True))
     return arrays, reason
 
 
@@ -74,7 +85,11 @@ def store(head: wire.Pieces, item: wire.Piece, arrays: Arrays, segments: Segment
         if other.index == item.index:
             break
         start += other.count
-    fields, payload = wire.pack_arrays({name: arrays[name][start : start + item.count] for name in _WANTED})
+    cut = {name: arrays[name][start : start + item.count] for name in _WANTED}
+    if SUPPORT[0] in arrays:
+        support = wire.Support(*(arrays[name] for name in SUPPORT))
+        cut |= wire.pack_support(support.cut(start, start + item.count))
+    fields, payload = wire.pack_arrays(cut)
     message = wire.Pieces(head.producer, head.group, head.token, (item,), head.digests, fields)
     header = wire.encode_header(message)
     return segments.append(header, payload, checksum_of(header, payload), again=False)
@@ -97,6 +112,8 @@ def load(
             except AsyncRLError:
                 damaged.update(found.pieces)
                 continue
+            if len(payload) > room:  # of its support
+                continue
             room -= len(payload)
             heads.append(wire.Begun(lease.group, index, found.length, found.runs, found.digests, fields))
             payloads.append(payload)
@@ -105,12 +122,17 @@ def load(
 
 def _join_pieces(found: PartialSample, segments: Segments) -> tuple[tuple[wire.Field, ...], bytes]:
     parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _WANTED}
+    supports: list[tuple[wire.Support | None, int]] = []
     for record in found.pieces:
         header, payload = segments.read(record)
-        message = wire.decode_header(header)
-        for name, array in wire.unpack_arrays(message.fields, payload).items():
-            parts[name].append(array)
-    fields, data = wire.pack_parts({name: (_WANTED[name], arrays) for name, arrays in parts.items()})
-    if any(field.count != found.length for field in fields):
+        arrays = wire.unpack_arrays(wire.decode_header(header).fields, payload)
+        for name, held in parts.items():
+            held.append(arrays[name])
+        supports.append((wire.unpack_support(arrays), arrays["response"].size))
+    coded = {name: (_WANTED[name], held) for name, held in parts.items()}
+    if (support := wire.join_supports(supports)) is not None:
+        coded |= {name: ("u1", [array]) for name, array in wire.pack_support(support).items()}
+    fields, data = wire.pack_parts(coded)
+    if any(field.count != found.length for field in fields if field.name in _WANTED):
         raise WireError("store.corrupt", f"the pieces hold {fields[0].count} tokens, not {found.length}")
     return fields, data

@@ -17,9 +17,9 @@ from buffers.payloads import partial_samples
 from buffers.service.context import Context, Poll
 
 
-def sample_limits(config: Config, max_new_tokens: int, *, guest: bool) -> wire.SampleLimits:
+def sample_limits(config: Config, max_new_tokens: int, *, guest: bool, support: bool = False) -> wire.SampleLimits:
     """What the configuration allows a sample. A guest sends rewards only of a row of a data set or an environment;
-    without keys all processes are those of one user.
+    without keys all processes are those of one user. `support`: draws are cut exactly.
     """
     longest = config.data.max_prompt_tokens + max_new_tokens
     single = config.environment.is_single_turn
@@ -29,6 +29,7 @@ def sample_limits(config: Config, max_new_tokens: int, *, guest: bool) -> wire.S
         sequences=1 if single else config.environment.max_turns,
         reward=config.reward_workers.max_reward,
         scores=not guest or streams(config) or config.environment.scores,
+        support=support,
     )
 
 
@@ -40,7 +41,10 @@ class ProducerRequests:
         self.polls: dict[str, Poll] = {}
         config = context.config
         trained, held_out = config.sampling.max_new_tokens, evaluation_sampling(config).max_new_tokens
-        self._limits = {guest: sample_limits(config, trained, guest=guest) for guest in (False, True)}
+        self._cut = config.sampling.wants_support and not streams(config)
+        self._limits = {
+            guest: sample_limits(config, trained, guest=guest, support=self._cut) for guest in (False, True)
+        }
         self._held_out_limits = {guest: sample_limits(config, held_out, guest=guest) for guest in (False, True)}
 
     def look_at_polls(self) -> None:
@@ -184,6 +188,7 @@ class ProducerRequests:
             group_size=machine.settings.group_size + machine.settings.over_issue,
             max_tokens=context.config.sampling.max_new_tokens,
             newest_version=machine.table.meta.newest + 1,
+            cut=self._cut,
         )
         reply = machine.pieces(
             head,

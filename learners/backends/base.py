@@ -26,6 +26,7 @@ from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError
 from learners.batch.micro_batches import MicroBatch, Sample
 from learners.models.logprobs import TokenNumbers
+from learners.models.support import Supports
 from weightsync.encoding.adapter import AdapterConfig
 
 DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
@@ -46,6 +47,7 @@ class Micro(NamedTuple):
     lags: Tensor  # i8 [N]
     scales: Tensor  # f4 [S]
     right: Tensor  # bool [S]
+    support: Supports | None = None  # what each target was drawn from; None: the whole vocabulary
 
 
 class WeightSpec(NamedTuple):
@@ -143,7 +145,13 @@ class Adapters(Protocol):
 
 
 class Backend(Protocol):
-    """A model that trains. `Backend(config, gang)` loads the start weights."""
+    """A model that trains. `Backend(config, gang)` loads the start weights.
+
+    Log-probs of a target with a support are those of the softmax over it; entropies are of the full softmax.
+    `supports`: the back-end does so; one without it gets no samples with supports.
+    """
+
+    supports: bool
 
     @property
     def critic(self) -> Critic | None:
@@ -169,7 +177,9 @@ class Backend(Protocol):
         """
 
     def reference_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return log-probs `[N]` of each micro-batch under the frozen start weights (`model.path`). Collective."""
+        """Return log-probs `[N]` of each micro-batch under the frozen start weights (`model.path`), over the same
+        supports. Collective.
+        """
 
     def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
         """Run forward and backward over all micro-batches and add up gradients. Return this rank's sums. Collective."""
@@ -221,7 +231,13 @@ def to_device(micro: MicroBatch, device: torch.device) -> Micro:
         lags=long(micro.lags),
         scales=torch.tensor(micro.scales, device=device),
         right=torch.tensor(micro.right, device=device).bool(),
+        support=Supports.from_arrays(micro.support_counts, micro.support_ids, device),
     )
+
+
+def support_of(micro: Micro) -> dict[str, Supports]:
+    """Return the argument for a policy, if there are supports: score models take none."""
+    return {} if micro.support is None else {"support": micro.support}
 
 
 def add_sums(sums: dict[str, Tensor], value: Tensor, parts: Mapping[str, Tensor]) -> None:

@@ -22,9 +22,15 @@ from learners.batch import estimates
 from learners.batch.micro_batches import Minibatch, Sample, StepBatch, balance, pack, packed_row, pad, padded_rows
 
 if TYPE_CHECKING:
+    from asyncrl.wire import Support
     from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData
 
 Array = npt.NDArray[Any]
+
+
+def support_in(sample: Any) -> Support | None:
+    """Return what each token of a sample was drawn from; None: the whole vocabulary, as in the modes without reward."""
+    return getattr(sample, "support", None)
 
 
 def unusable(group: GroupData, *, max_tokens: int, vocabulary: int = 0) -> str:
@@ -38,7 +44,9 @@ def unusable(group: GroupData, *, max_tokens: int, vocabulary: int = 0) -> str:
         if not np.isfinite(sample.reward):
             return f"reward: sample {sample.index} has {sample.reward}"
         if vocabulary:
-            for ids in (group.prompt_ids, sample.response):
+            support = support_in(sample)
+            kept = () if support is None else (support.ids,)
+            for ids in (group.prompt_ids, sample.response, *kept):
                 if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
                     return f"vocabulary: sample {sample.index} has a token outside 0..{vocabulary - 1}"
     return "" if group.samples else "empty: no samples"
@@ -94,6 +102,7 @@ def _sequence(
     sample = whole.samples[of]
     if sample.logprobs.size != sample.response.size:
         raise ValueError(f"{sample.logprobs.size} log-probs for {sample.response.size} tokens")
+    support = support_in(sample)
     prompt = sample.response[cut.start - cut.prompt : cut.start] if cut.prompt else prompts[of]
     return Sample(
         tokens=np.concatenate((prompt, sample.response[place])).astype(np.int32),
@@ -106,6 +115,7 @@ def _sequence(
         lags=found.lags[of][place],
         scale=float(found.scales[of]),
         right=bool(found.right[of]),
+        support=None if support is None else support.cut(cut.start, cut.stop),
     )
 
 

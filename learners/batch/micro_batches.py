@@ -15,11 +15,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from asyncrl.errors import UNREADABLE, WireError
-from asyncrl.wire import Field, pack_arrays, unpack_arrays
+from asyncrl.wire import Field, Support, join_supports, pack_arrays, unpack_arrays
 
 Array = npt.NDArray[Any]
+NOTHING = np.zeros(0, np.int32)
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -35,6 +37,7 @@ class Sample(msgspec.Struct, frozen=True):
     lags: Array | None = None  # i4 [T]: training version minus the token's; None: 0
     scale: float = 1.0  # weight by lag
     right: bool = False  # the answer is right
+    support: Support | None = None  # of each draw [T]; None: nothing was cut
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
@@ -57,6 +60,12 @@ class MicroBatch(msgspec.Struct, frozen=True):
     scales: Array  # f4 [S]: weight of each sequence by lag
     right: Array  # u1 [S]: 1 if the answer is right
     samples: Array  # i4 [S]: place of each sequence among those of the batch
+    support_counts: Array = NOTHING  # i4 [N]: ids that each target was drawn from, 0: all; empty: nothing was cut
+    support_ids: Array = NOTHING  # i4 [sum counts]
+
+    def drop_support(self) -> MicroBatch:
+        """Return it for a model that did not sample: log-probs over the whole vocabulary."""
+        return replace(self, support_counts=NOTHING, support_ids=NOTHING)
 
 
 class Minibatch(msgspec.Struct, frozen=True):
@@ -91,6 +100,8 @@ _FIELDS = {
     "scales": "f4",
     "right": "u1",
     "samples": "i4",
+    "support_counts": "i4",
+    "support_ids": "i4",
 }
 
 
@@ -177,6 +188,7 @@ def _micro(
 
     counts = [sequence.mask.size for sequence in sequences]
     first = [start + sequence.prompt_tokens - 1 for start, sequence in zip(starts, sequences, strict=True)]
+    support = join_supports((sequence.support, count) for sequence, count in zip(sequences, counts, strict=True))
     return MicroBatch(
         width=width,
         input_ids=tokens,
@@ -192,6 +204,8 @@ def _micro(
         scales=np.array([s.scale for s in sequences], np.float32),
         right=np.array([s.right for s in sequences], np.uint8),
         samples=np.array([sequence.number for sequence in sequences], np.int32),
+        support_counts=NOTHING if support is None else support.counts,
+        support_ids=NOTHING if support is None else support.ids,
     )
 
 

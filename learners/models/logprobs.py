@@ -6,8 +6,10 @@ Guarantees:
    chunks, up to `KEPT_BYTES`;
 2. the gradient (to hidden states, head weight and bias) equals that of the full computation, also through the entropy;
 3. log-probs are of `softmax(logits / temperature)`, in float32 or wider;
-4. no 2D attention mask and no cache are passed: with either, packed rows are silently wrong in transformers;
-5. log-probs and entropies have the same bits with and without squares, which never have a gradient.
+4. a target with a support (the ids that it was drawn from) has the log-prob of the softmax over these, and so has the
+   sum of squares; entropies are of the full softmax. Other targets of the chunk have the same bits as without;
+5. no 2D attention mask and no cache are passed: with either, packed rows are silently wrong in transformers;
+6. log-probs and entropies have the same bits with and without squares, which never have a gradient.
 
 With tensor parallelism each rank computes the logits of its own rows of the head (`split_logprobs`): equal up to
 rounding. Heads that change their logits (soft caps, scales) are refused (`policy_model.check_head`).
@@ -22,6 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from learners.models.support import Supports, add_support_gradient, mask_supported, renormalise, sum_rows
+from learners.models.vocabulary import Vocabulary
 
 #: Bytes of softmaxes stored from the forward pass of a micro-batch for its backward pass.
 KEPT_BYTES = 128 << 20
@@ -43,24 +48,6 @@ class TokenNumbers(NamedTuple):
     square_sums: Tensor | None  # sum over the vocabulary of p^2, 1 / V .. 1; None: not requested
 
 
-class Vocabulary(NamedTuple):
-    """The rows of an output head on this rank: from `start` on, of the vocabulary split over `group`."""
-
-    group: Any
-    start: int
-
-    def sum(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Reduce over the ranks, in place."""
-        dist.all_reduce(values, op, group=self.group)  # bounded: the timeout of the group
-        return values
-
-    def own(self, targets: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return which targets `[n]` lie on this rank, and their places in its `count` rows (0 for others)."""
-        places = targets - self.start
-        mine = (places >= 0) & (places < count)
-        return mine, torch.where(mine, places, 0)
-
-
 def _split_pass(  # noqa: PLR0917 - as `_pass`
     hidden: Tensor,
     weight: Tensor,
@@ -70,8 +57,10 @@ def _split_pass(  # noqa: PLR0917 - as `_pass`
     split: Vocabulary,
     *,
     squares: bool = False,
+    support: Supports | None = None,
 ) -> _Chunks:
     """Like `_pass`, from this rank's part of the logits."""
+    shares: list[Tensor] = []
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logprobs, entropy, lse = (torch.empty(targets.numel(), dtype=wide, device=hidden.device) for _ in range(3))
     square_sums = torch.empty_like(lse) if squares else None
@@ -88,21 +77,30 @@ def _split_pass(  # noqa: PLR0917 - as `_pass`
         sums.append(weights.mul_(logits).sum(-1))
         target, total, *square, weighted = split.sum(torch.stack(sums))
         lse[part] = top + total.log()
-        logprobs[part] = target - lse[part]
+        held = None if support is None else support.part(part)
+        over, share = renormalise(logits, held, lse[part], split)
+        shares.append(share)
+        logprobs[part] = target - over
         entropy[part] = lse[part] - weighted / total
         if square_sums is not None:
             square_sums[part] = square[0] / total.square()
-    return _Chunks(logprobs, entropy, lse, square_sums, [])
+            if held is not None:
+                of_support = sum_rows(share.square(), held, split)
+                square_sums[part] = torch.where(held.counts > 0, of_support, square_sums[part])
+    return _Chunks(logprobs, entropy, lse, square_sums, [], torch.cat(shares) if support else None)
 
 
 class _Chunks(NamedTuple):
-    """Results of a pass over the chunks, `[N]` each; `kept`: the softmaxes `[n, V]` of the last chunks."""
+    """Results of a pass over the chunks, `[N]` each; `kept`: the softmaxes `[n, V]` of the last chunks; `shares`:
+    probabilities `[K]` of the supports' ids.
+    """
 
     logprobs: Tensor
     entropy: Tensor
     lse: Tensor
     square_sums: Tensor | None
     kept: list[Tensor]
+    shares: Tensor | None = None
 
 
 def _pass(  # noqa: PLR0917 - as torch passes them to the function below
@@ -115,6 +113,7 @@ def _pass(  # noqa: PLR0917 - as torch passes them to the function below
     *,
     squares: bool = False,
     kept_bytes: int = 0,
+    support: Supports | None = None,
 ) -> _Chunks:
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logprobs, entropy, lse = (torch.empty(targets.numel(), dtype=wide, device=hidden.device) for _ in range(3))
@@ -123,21 +122,27 @@ def _pass(  # noqa: PLR0917 - as torch passes them to the function below
         kept_bytes // max(weight.shape[0] * lse.itemsize, 1), 1
     )  # rows before this one are recomputed
     kept: list[Tensor] = []
+    shares: list[Tensor] = []
     for start in range(0, targets.numel(), chunk):
         part = slice(start, start + chunk)
         logits = _logits(hidden[part], weight, bias, temperature)
         softmax = logits.softmax(-1)
         # The largest entry is at least 1 / V: no precision is lost, and no second exp is needed.
         lse[part] = logits.amax(-1) - softmax.amax(-1).log_()
-        logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - lse[part]
+        held = None if support is None else support.part(part)
+        over, share = renormalise(logits, held, lse[part])
+        shares.append(share)
+        logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - over
         if square_sums is not None:
             # A norm does not copy its input, unlike a square.
             square_sums[part] = torch.linalg.vector_norm(softmax, dim=-1).square()
+            if held is not None:
+                square_sums[part] = torch.where(held.counts > 0, sum_rows(share.square(), held), square_sums[part])
         entropy[part] = lse[part] - logits.mul_(softmax).sum(-1)
         if kept_bytes and (start >= again or start + chunk >= targets.numel()):
             kept.append(softmax)
         del logits, softmax  # free memory before the next chunk
-    return _Chunks(logprobs, entropy, lse, square_sums, kept)
+    return _Chunks(logprobs, entropy, lse, square_sums, kept, torch.cat(shares) if support else None)
 
 
 class _SplitLogprobs(torch.autograd.Function):
@@ -147,25 +152,36 @@ class _SplitLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917 - torch passes by position
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, split: Vocabulary
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        split: Vocabulary,
+        support: Supports | None,
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, lse, *_ = _split_pass(hidden, weight, targets, temperature, chunk, split)
-        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.temperature, ctx.chunk, ctx.split = temperature, chunk, split
-        return logprobs, entropy
+        found = _split_pass(hidden, weight, targets, temperature, chunk, split, support=support)
+        ctx.save_for_backward(hidden, weight, targets, found.lse, found.entropy, found.shares)
+        ctx.temperature, ctx.chunk, ctx.split, ctx.support = temperature, chunk, split, support
+        return found.logprobs, found.entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        hidden, weight, targets, lse, entropy, shares = ctx.saved_tensors
+        up = mask_supported(grad_logprobs, ctx.support)
         grad_hidden = torch.empty(hidden.shape, dtype=lse.dtype, device=hidden.device)
         grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
         for start in range(0, targets.numel(), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logs = _logits(hidden[part], weight, None, ctx.temperature).sub_(lse[part, None])
             grad = logs.exp().neg_()  # as in `_ChunkedLogprobs`
-            logs.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(grad_logprobs[part, None])
+            logs.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(up[part, None])
             grad.mul_(logs)
             del logs
+            if ctx.support is not None:
+                held = ctx.support.part(part)
+                add_support_gradient(grad, held, grad_logprobs[part], shares, ctx.split)
             mine, places = ctx.split.own(targets[part], weight.shape[0])
             grad.scatter_add_(-1, places[:, None], (mine * grad_logprobs[part])[:, None])
             if ctx.temperature != 1.0:
@@ -173,7 +189,7 @@ class _SplitLogprobs(torch.autograd.Function):
             grad_hidden[part] = grad.to(weight.dtype) @ weight
             grad_weight += grad.to(hidden.dtype).T @ hidden[part]
         whole = ctx.split.sum(grad_hidden).to(hidden.dtype)
-        return whole, grad_weight.to(weight.dtype), None, None, None, None
+        return whole, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 def split_logprobs(
@@ -185,6 +201,7 @@ def split_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     squares: bool = False,
+    support: Supports | None = None,
 ) -> tuple[Tensor, Tensor] | TokenNumbers:
     """Like `chunked_logprobs`, or `token_numbers` with `squares`, from this rank's `rows` of the head. Collective.
 
@@ -193,23 +210,12 @@ def split_logprobs(
     """
     if squares:
         with torch.no_grad():
-            found = _split_pass(hidden, rows, targets, temperature, chunk_tokens, split, squares=True)
+            found = _split_pass(hidden, rows, targets, temperature, chunk_tokens, split, squares=True, support=support)
         return TokenNumbers(found.logprobs, found.entropy, found.square_sums)
     result: tuple[Tensor, Tensor] = _SplitLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, rows, targets, temperature, chunk_tokens, split
+        hidden, rows, targets, temperature, chunk_tokens, split, support
     )
     return result
-
-
-def vocabulary_split(weight: Tensor) -> Vocabulary | None:
-    """Return how the rows of an output head lie on ranks; None if it is whole or split in another way."""
-    if not isinstance(weight, DTensor) or weight.device_mesh.ndim != 1 or not weight.placements[0].is_shard(0):
-        return None
-    mesh, rows = weight.device_mesh, weight.shape[0]
-    each = -(-rows // mesh.size())
-    if each * (mesh.size() - 1) >= rows:  # a rank without a row
-        return None
-    return Vocabulary(mesh.get_group(), each * mesh.get_local_rank())
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -225,20 +231,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         kept_bytes: int,
+        support: Supports | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # an unused entropy gradient costs nothing
-        logprobs, entropy, lse, _, kept = _pass(
-            hidden, weight, bias, targets, temperature, chunk, kept_bytes=kept_bytes
-        )
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, *kept)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        return logprobs, entropy
+        found = _pass(hidden, weight, bias, targets, temperature, chunk, kept_bytes=kept_bytes, support=support)
+        ctx.save_for_backward(hidden, weight, bias, targets, found.lse, found.entropy, found.shares, *found.kept)
+        ctx.temperature, ctx.chunk, ctx.support = temperature, chunk, support
+        return found.logprobs, found.entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, lse, entropy, *kept = ctx.saved_tensors
+        hidden, weight, bias, targets, lse, entropy, shares, *kept = ctx.saved_tensors
         chunks = -(-targets.numel() // ctx.chunk)
         up = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
+        full = mask_supported(up, ctx.support)
         grad_hidden = torch.empty_like(hidden)
         # A frozen head (LoRA) saves the product and the memory.
         grad_weight = None
@@ -247,17 +253,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=lse.dtype, device=weight.device)
         for number in range(chunks):
             part, known = slice(number * ctx.chunk, (number + 1) * ctx.chunk), number - chunks + len(kept)
+            held = None if ctx.support is None else ctx.support.part(part)
             # d logprob / d logit = onehot - p
-            if grad_entropy is None and known >= 0:
-                grad = kept[known] * -up[part, None]
+            if grad_entropy is None and held is not None and held.every:  # p is 0 outside the supports
+                grad = lse.new_zeros(held.counts.numel(), weight.shape[0])
+            elif grad_entropy is None and known >= 0:
+                grad = kept[known] * -full[part, None]
             else:
                 logs = _logits(hidden[part], weight, bias, ctx.temperature).sub_(lse[part, None])  # log-softmax
                 if grad_entropy is None:
-                    grad = logs.exp_().mul_(-up[part, None])
+                    grad = logs.exp_().mul_(-full[part, None])
                 else:  # d entropy / d logit = -p (log p + entropy); in two buffers of [n, V]
                     grad = logs.exp().neg_()
-                    grad.mul_(logs.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(up[part, None]))
+                    grad.mul_(logs.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(full[part, None]))
                 del logs
+            add_support_gradient(grad, held, up[part], shares)
             grad.scatter_add_(-1, targets[part, None], up[part, None])
             if ctx.temperature != 1.0:
                 grad.div_(ctx.temperature)
@@ -276,10 +286,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,
         )
 
 
@@ -291,14 +298,15 @@ def chunked_logprobs(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
+    support: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target and the entropy of each distribution, both `[N]`.
 
-    `hidden` `[N, H]`, `weight` `[V, H]`, `targets` int64 `[N]`.
+    `hidden` `[N, H]`, `weight` `[V, H]`, `targets` int64 `[N]`; `support`: what each target was drawn from.
     """
     kept_bytes = KEPT_BYTES if torch.is_grad_enabled() else 0
     result: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperature, chunk_tokens, kept_bytes
+        hidden, weight, bias, targets, temperature, chunk_tokens, kept_bytes, support
     )
     return result
 
@@ -313,11 +321,12 @@ def token_numbers(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     squares: bool = False,
+    support: Supports | None = None,
 ) -> TokenNumbers:
     """Like `chunked_logprobs`, without gradient; with `squares` also the sums for the optimal token baseline, of
     `softmax(logits / temperature)` (arXiv 2602.17616).
     """
-    found = _pass(hidden, weight, bias, targets, temperature, chunk_tokens, squares=squares)
+    found = _pass(hidden, weight, bias, targets, temperature, chunk_tokens, squares=squares, support=support)
     return TokenNumbers(found.logprobs, found.entropy, found.square_sums)
 
 

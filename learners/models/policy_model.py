@@ -15,9 +15,10 @@ from learners.models.logprobs import (
     gather_whole,
     split_logprobs,
     token_numbers,
-    vocabulary_split,
 )
 from learners.models.sequence_parallel import Split, hidden_states_at
+from learners.models.support import Supports
+from learners.models.vocabulary import vocabulary_split
 
 
 def check_head(config: Any) -> None:
@@ -49,6 +50,7 @@ class PolicyModel(nn.Module):
         *,
         whole: bool = False,
         squares: bool = False,
+        support: Supports | None = None,
     ) -> tuple[Tensor, Tensor] | TokenNumbers:
         """Return log-probs `[N]` and entropies `[N]` of `targets` `[N]`, each predicted at `positions` `[N]`.
 
@@ -59,6 +61,7 @@ class PolicyModel(nn.Module):
             targets: token ids.
             whole: compute full logits by the model's own forward (for the check at the start).
             squares: return `TokenNumbers` with sums of squares, without gradient.
+            support: what each target was drawn from; ignored by `whole`.
         """
         if whole:
             with self.split.disable() if self.split is not None else nullcontext():
@@ -67,6 +70,8 @@ class PolicyModel(nn.Module):
             return logs.gather(-1, targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
         states = hidden_states_at(self.model.base_model, input_ids, position_ids, positions, split=self.split)
         head, hidden, targets = self.model.get_output_embeddings(), states.hidden, states.select(targets)
+        if support is not None and states.mine is not None:
+            support = support.select(states.mine)
         split, bias = vocabulary_split(head.weight), getattr(head, "bias", None)
         if split is not None and bias is None:
             rows = head.weight.to_local(grad_placements=head.weight.placements)
@@ -78,12 +83,14 @@ class PolicyModel(nn.Module):
                 temperature=self.temperature,
                 chunk_tokens=self.chunk_tokens,
                 squares=squares,
+                support=support,
             )
         weight = gather_whole(head.weight)
         options: dict[str, Any] = {
             "bias": bias,
             "temperature": self.temperature,
             "chunk_tokens": self.chunk_tokens,
+            "support": support,
         }
         if squares:
             numbers = token_numbers(hidden, weight, targets, squares=True, **options)

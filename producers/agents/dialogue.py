@@ -315,7 +315,12 @@ def _first(delta: GenDelta, count: int) -> GenDelta:
             runs.append((version, min(length, left)))
             left -= length
     return replace(
-        delta, token_ids=delta.token_ids[:count], logprobs=delta.logprobs[:count], runs=tuple(runs), finish="stop"
+        delta,
+        token_ids=delta.token_ids[:count],
+        logprobs=delta.logprobs[:count],
+        runs=tuple(runs),
+        finish="stop",
+        support=None if delta.support is None else delta.support.cut(0, count),
     )
 
 

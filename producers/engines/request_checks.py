@@ -13,11 +13,13 @@ from asyncrl.config import Config
 from asyncrl.engine import GenRequest
 
 
-def request_problem(request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int) -> str:
+def request_problem(
+    request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int, supports: bool = False
+) -> str:
     """Why no engine can take this request, empty if it can.
 
     `vocab`: number of the model's tokens, 0 if unknown; `taken`: its id is in use; `version`: that of the engine, below
-    0 before the first weights.
+    0 before the first weights; `supports`: it records the support of draws.
     """
     prompt, longest = request.prompt_ids, config.longest_response
     own = len(prompt) - request.begun
@@ -29,6 +31,8 @@ def request_problem(request: GenRequest, config: Config, *, vocab: int, taken: b
         return f"begun + max_new_tokens = {request.begun} + {request.max_new_tokens}, at most {longest} are planned for"
     if request.temperature <= 0 or not request.indices:
         return "temperature must be above 0 and indices not empty"
+    if request.support and not supports:
+        return "this engine does not record the support of draws (sampling.truncation = 'exact')"
     if int(prompt.min()) < 0 or int(prompt.max()) >= vocab > 0:  # such a token would end a server
         return f"prompt tokens {int(prompt.min())} to {int(prompt.max())}, the vocabulary has {vocab}"
     return "" if version >= 0 else "no weights have been committed yet"

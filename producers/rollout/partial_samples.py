@@ -5,8 +5,8 @@ Guarantees:
    there;
 2. a continued sample is a separate request whose prompt ends with the existing tokens; the delivered sample is whole:
    tokens, log-probs and runs of all its producers, the prompt without them;
-3. a sample that cannot be continued starts again: it has all tokens or a stop token already, or this engine holds other
-   weights under a version that made it.
+3. a sample that cannot be continued starts again: it has all tokens or a stop token already, this engine holds other
+   weights under a version that made it, or only one of the two records the support of draws.
 It sends nothing and waits for nothing.
 
 Example: with `checkpoint_tokens = 512` a sample of 1300 tokens is sent as 512 and 512 tokens while it is generated, and
@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from asyncrl.config import SamplingConfig
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.versions import Runs, cut_runs, joined_runs
-from asyncrl.wire import FloatArray, IntArray, PiecesReply
+from asyncrl.wire import FloatArray, IntArray, PiecesReply, Support, join_supports
 from buffers.client.partial_samples import BegunSample, PieceData
 from producers.rollout.rollout import split_request
 
@@ -32,20 +32,29 @@ MESSAGE_TOKENS = 1 << 16  # in one message at most; the rest goes with the next 
 
 
 class Tokens(NamedTuple):
-    """Tokens of a sample `[n]`, their log-probs, and the runs over them."""
+    """Tokens of a sample `[n]`, their log-probs, and the runs and the support over them."""
 
     token_ids: IntArray
     logprobs: FloatArray
     runs: Runs
+    support: Support | None = None
 
     def extend(self, other: Tokens) -> Tokens:
         """These tokens followed by others."""
         tokens = np.concatenate([self.token_ids, other.token_ids])
-        return Tokens(tokens, np.concatenate([self.logprobs, other.logprobs]), joined_runs(self.runs, other.runs))
+        support = join_supports((part.support, len(part.token_ids)) for part in (self, other))
+        logprobs = np.concatenate([self.logprobs, other.logprobs])
+        return Tokens(tokens, logprobs, joined_runs(self.runs, other.runs), support)
 
     def cut(self, start: int, stop: int) -> Tokens:
         """The tokens `start .. stop`."""
-        return Tokens(self.token_ids[start:stop], self.logprobs[start:stop], cut_runs(self.runs, start, stop))
+        support = None if self.support is None else self.support.cut(start, stop)
+        runs = cut_runs(self.runs, start, stop)
+        return Tokens(self.token_ids[start:stop], self.logprobs[start:stop], runs, support)
+
+    @staticmethod
+    def read(part: GenDelta | BegunSample) -> Tokens:
+        return Tokens(part.token_ids, part.logprobs, part.runs, part.support)
 
 
 class Trail:
@@ -56,7 +65,7 @@ class Trail:
         usable = [one for one in begun if one.index in request.indices and can_continue(one, request, digests)]
         self.begun = {one.index: one for one in usable}
         self._foreign = {version: digest for one in usable for version, digest in one.digests.items()}
-        self._made: dict[int, Tokens] = {one.index: Tokens(one.token_ids, one.logprobs, one.runs) for one in usable}
+        self._made: dict[int, Tokens] = {one.index: Tokens.read(one) for one in usable}
         self._kept = {one.index: len(one.token_ids) for one in usable}
         self._full: set[int] = set()  # the buffer takes no more pieces of these
 
@@ -74,7 +83,7 @@ class Trail:
 
     def take(self, delta: GenDelta) -> None:
         """Add tokens of a sample under way."""
-        made = Tokens(delta.token_ids, delta.logprobs, delta.runs)
+        made = Tokens.read(delta)
         before = self._made.get(delta.index)
         self._made[delta.index] = made if before is None else before.extend(made)
 
@@ -103,8 +112,7 @@ class Trail:
         one = self.begun.get(sample.index)
         if one is None:
             return sample
-        before = Tokens(one.token_ids, one.logprobs, one.runs)
-        return replace(sample, **before.extend(Tokens(sample.token_ids, sample.logprobs, sample.runs))._asdict())
+        return replace(sample, **Tokens.read(one).extend(Tokens.read(sample))._asdict())
 
     def digests(self, runs: Sequence[Runs], own: Mapping[int, str]) -> dict[int, str]:
         """The digests of the versions in these runs: this engine's, else those of the other producers."""
@@ -120,6 +128,8 @@ class Trail:
 def can_continue(one: BegunSample, request: GenRequest, digests: Mapping[int, str]) -> bool:
     """Whether this engine may continue the sample."""
     if not 0 < len(one.token_ids) < request.max_new_tokens or np.isin(one.token_ids, request.stop_ids).any():
+        return False
+    if (one.support is not None) != request.support:  # made under other settings
         return False
     return all(digests.get(version, digest) == digest for version, digest in one.digests.items())
 

@@ -77,7 +77,7 @@ class Environment(Protocol):
 def split_request(request: GenRequest, sampling: SamplingConfig) -> list[GenRequest]:
     """The request; with `greedy_baseline` the sample beyond `group_size` is a separate greedy request.
 
-    Its recorded log-probs are of the full distribution like all others; it is a baseline and never trained.
+    Its log-probs are recorded like those of all others; it is a baseline and never trained.
     """
     if not sampling.greedy_baseline:
         return [request]

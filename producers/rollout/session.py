@@ -17,7 +17,7 @@ response [5, 6, 7, 8, 1, 9, 4], mask [1, 1, 0, 1, 0, 0, 1], rows ((4, 2),).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -25,11 +25,20 @@ from msgspec.structs import replace
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import WorkError
 from asyncrl.versions import Runs, joined_runs
-from asyncrl.wire import FloatArray, IntArray
+from asyncrl.wire import FloatArray, IntArray, Support, join_supports
 from producers.rollout.rollout import Finished
 
 SEEDS = 1 << 56  # a lease's seed has seven bytes
 TURN_SEED = 0x9E3779B97F4A7C15  # odd: the turns of a sample have seeds of their own
+
+
+class _Piece(NamedTuple):
+    """Tokens of one turn, or of an observation: then they have neither log-probs nor runs nor support."""
+
+    tokens: IntArray
+    logprobs: FloatArray | None = None
+    runs: Runs = ()
+    support: Support | None = None
 
 
 class _Row:
@@ -39,13 +48,13 @@ class _Row:
         self.context = context  # prompt and all tokens after it
         self.prompt_tokens = len(context)
         self.own = own
-        self.pieces: list[tuple[IntArray, FloatArray | None, Runs]] = []  # tokens after the prompt; None: observed
+        self.pieces: list[_Piece] = []  # tokens after the prompt
         self.sampled = 0  # tokens up to the last sampled one
         self.turns: list[tuple[int, int]] = []  # (number of the turn, place after the prompt of its last token)
 
-    def add(self, tokens: IntArray, logprobs: FloatArray | None, runs: Runs) -> None:
-        self.context = np.concatenate([self.context, tokens])
-        self.pieces.append((tokens, logprobs, runs))
+    def add(self, piece: _Piece) -> None:
+        self.context = np.concatenate([self.context, piece.tokens])
+        self.pieces.append(piece)
 
 
 class Session:
@@ -117,7 +126,7 @@ class Session:
     def observe(self, token_ids: IntArray | Sequence[int]) -> None:
         ids = _ids(token_ids)
         if len(ids):
-            self._rows[-1].add(ids, None, ())
+            self._rows[-1].add(_Piece(ids))
 
     def add_turn(self, delta: GenDelta) -> None:
         """Add the complete answer (`asyncrl.engine.join_deltas`) to `context`."""
@@ -128,7 +137,8 @@ class Session:
                 where=f"{delta.id} sample {delta.index}",
             )
         row = self._rows[-1]
-        row.add(_ids(delta.token_ids), np.asarray(delta.logprobs, np.float32), delta.runs)
+        logprobs = np.asarray(delta.logprobs, np.float32)
+        row.add(_Piece(_ids(delta.token_ids), logprobs, delta.runs, delta.support))
         row.sampled = len(row.context) - row.prompt_tokens
         row.turns.append((self.turns, row.sampled - 1))
         self.turns += 1
@@ -162,6 +172,7 @@ class Session:
             np.concatenate(joined.logprobs),
             joined.runs,
             finish or self._finish,
+            support=join_supports(joined.supports),
         )
         mask = np.concatenate(joined.mask)
         plain = bool(mask.all()) and not joined.rows
@@ -178,6 +189,7 @@ class _Joined:
         self.logprobs: list[FloatArray] = []
         self.mask: list[Any] = []
         self.runs: Runs = ()
+        self.supports: list[tuple[Support | None, int]] = []
         self.rows: list[tuple[int, int]] = []
         self.turns: list[tuple[int, float]] = []
         self._at = 0
@@ -186,12 +198,12 @@ class _Joined:
         """One more row, up to its last sampled token."""
         if row.own:
             self.rows.append((self._at, row.prompt_tokens))
-            self._add(row.context[: row.prompt_tokens], None, self._version_before(row))
+            self._add(_Piece(row.context[: row.prompt_tokens]), row)
         start, left = self._at, row.sampled
-        for tokens, logprobs, runs in row.pieces:
+        for piece in row.pieces:
             if left > 0:
-                self._add(tokens, logprobs, runs or self._version_before(row))
-                left -= len(tokens)
+                self._add(piece, row)
+                left -= len(piece.tokens)
         self.turns += [
             (start + place, float(turn_rewards[number]))
             for number, place in row.turns
@@ -202,14 +214,15 @@ class _Joined:
         """The version of the last sampled token before; else of the first one in this row."""
         if self.runs:
             return ((self.runs[-1][0], 0),)
-        return ((next(runs for _, _, runs in row.pieces if runs)[0][0], 0),)
+        return ((next(piece.runs for piece in row.pieces if piece.runs)[0][0], 0),)
 
-    def _add(self, tokens: IntArray, logprobs: FloatArray | None, runs: Runs) -> None:
-        count = len(tokens)
-        self.tokens.append(tokens)
-        self.logprobs.append(np.zeros(count, np.float32) if logprobs is None else logprobs)
-        self.mask.append(np.full(count, logprobs is not None, np.uint8))
-        self.runs = joined_runs(self.runs, ((runs[0][0], count),) if logprobs is None else runs)
+    def _add(self, piece: _Piece, row: _Row) -> None:
+        count, sampled = len(piece.tokens), piece.logprobs is not None
+        self.tokens.append(piece.tokens)
+        self.logprobs.append(np.zeros(count, np.float32) if piece.logprobs is None else piece.logprobs)
+        self.mask.append(np.full(count, sampled, np.uint8))
+        self.runs = joined_runs(self.runs, piece.runs if sampled else ((self._version_before(row)[0][0], count),))
+        self.supports.append((piece.support, count))
         self._at += count
 
 

@@ -88,6 +88,50 @@ def test_what_was_begun_survives_a_kill_of_the_service_and_goes_to_another(make:
     client.close()
 
 
+def test_supports_of_pieces_survive_a_kill_of_the_service(make: Make) -> None:
+    """Draws are cut in this run: pieces and samples come with their supports, or are refused."""
+    service = make(sampling__top_k="2", sampling__truncation="exact").start()
+    client = learner(service.address)
+
+    def held(start: int, count: int) -> wire.Support:
+        ids = [(token, token + 300) if token % 2 else () for token in range(start, start + count)]
+        counts = np.array([len(one) for one in ids], np.int32)
+        return wire.Support(counts, np.array([token for one in ids for token in one], np.int32))
+
+    def cut(start: int, count: int) -> PieceData:
+        return msgspec.structs.replace(piece(0, start, count), support=held(start, count))
+
+    async def before() -> wire.Lease:
+        slow = Producer(service.address, "slow")
+        await slow.client.hello("model")
+        lease = (await slow.lease(0, 1)).leases[0]
+        assert (await slow.client.keep(lease, [cut(0, 5)], {0: "d0"})).kept == {0: 5}
+        assert (await slow.client.keep(lease, [cut(5, 4)], {0: "d0"})).kept == {0: 9}
+        refused = await slow.client.keep(lease, [piece(0, 9, 2)], {0: "d0"})
+        assert "support: it is missing" in refused.refused[0]
+        wrong = msgspec.structs.replace(cut(9, 2), support=held(10, 2))
+        assert "is not among the ids" in (await slow.client.keep(lease, [wrong], {0: "d0"})).refused[0]
+        slow.client.close()
+        return lease
+
+    lease = asyncio.run(before())
+    service.kill()
+    service.start()
+
+    async def after() -> None:
+        quick = Producer(service.address, "quick")
+        await quick.client.hello("model")
+        _, (begun,) = await handed(quick, lease.group)
+        check(begun, 9)
+        assert begun.support is not None
+        for one, other in zip(begun.support, held(0, 9), strict=True):
+            np.testing.assert_array_equal(one, other)
+        quick.client.close()
+
+    asyncio.run(after())
+    client.close()
+
+
 def test_pieces_that_may_not_be_kept_are_refused_and_change_nothing(make: Make) -> None:
     service = make().start()
     client = learner(service.address)

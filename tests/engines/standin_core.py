@@ -54,6 +54,7 @@ class Ask(NamedTuple):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
     salt: str = ""
@@ -214,6 +215,7 @@ function = "unused:unused"
             temperature=ask.temperature,
             top_p=ask.top_p,
             top_k=ask.top_k,
+            min_p=ask.min_p,
             stop_ids=ask.stop_ids,
             begun=len(ids) - 1,
             delta_tokens=1,

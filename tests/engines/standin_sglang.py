@@ -113,6 +113,7 @@ class SGLang:
             temperature=chosen.get("temperature", 1.0),
             top_p=chosen.get("top_p", 1.0),
             top_k=max(top_k, 0),
+            min_p=chosen.get("min_p", 0.0),
             seed=chosen.get("sampling_seed") or 0,
             stop_ids=stops,
             salt=salt,

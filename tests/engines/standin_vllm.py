@@ -136,6 +136,7 @@ class VLLM:
             temperature=chosen.get("temperature", 1.0),
             top_p=chosen.get("top_p", 1.0),
             top_k=max(chosen.get("top_k", 0), 0),
+            min_p=chosen.get("min_p", 0.0),
             seed=chosen.get("seed") or 0,
             stop_ids=tuple(stops),
             salt=body.get("cache_salt") or "",

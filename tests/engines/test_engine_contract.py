@@ -163,8 +163,8 @@ def test_stop_tokens_end_a_sample_and_are_part_of_it(bench: Bench) -> None:
     assert len(one.token_ids) == 1
 
 
-def test_top_k_and_top_p_cut_what_is_drawn_and_not_the_logprob(bench: Bench) -> None:
-    for more, inside in (({"top_k": 2}, _in_top_k), ({"top_p": 0.3}, _in_top_p)):
+def test_top_k_top_p_and_min_p_cut_what_is_drawn_and_not_the_logprob(bench: Bench) -> None:
+    for more, inside in (({"top_k": 2}, _in_top_k), ({"top_p": 0.3}, _in_top_p), ({"min_p": 0.5}, _in_min_p)):
         group = bench.ask(PROMPTS[0], tuple(range(6)), **more)
         for item in group.values():
             assert inside(item)
@@ -172,6 +172,41 @@ def test_top_k_and_top_p_cut_what_is_drawn_and_not_the_logprob(bench: Bench) -> 
     assert not all(_in_top_k(item) for item in bench.ask(PROMPTS[0], tuple(range(6))).values())
     greedy = bench.ask(PROMPTS[0], (0, 1), top_k=1)
     assert greedy[0].token_ids.tolist() == greedy[1].token_ids.tolist()
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_p": 0.8, "top_k": 4}])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_support_of_each_draw_is_what_the_cut_left(bench: Bench, temperature: float, cut: dict[str, Any]) -> None:
+    """Against the logits of a plain forward, token by token, in one delta and in several."""
+    wanted: dict[str, Any] = {"max_new_tokens": 20, "temperature": temperature, "support": True, **cut}
+    if not bench.engine.capabilities().supports:
+        with pytest.raises(AsyncRLError) as caught:
+            bench.ask(PROMPTS[0], (0, 1), **wanted)
+        assert caught.value.code == "sample.invalid" and "support" in caught.value.message
+        return
+    for every in (0, 6):
+        for index, item in bench.ask(PROMPTS[0], (0, 1, 2), **wanted, delta_tokens=every).items():
+            assert item.support is not None and item.support.find_problem(item.token_ids) == ""
+            logits = _logits(item) / temperature
+            starts = np.cumsum(item.support.counts) - item.support.counts
+            for place, (token, start) in enumerate(zip(item.token_ids.tolist(), starts.tolist(), strict=True)):
+                kept = item.support.ids[start : start + int(item.support.counts[place])].tolist()
+                assert kept == _left(logits[place], **cut), (index, place)
+                recorded = float(torch.log_softmax(logits[place, kept], -1)[kept.index(token)])
+                assert abs(recorded - float(item.logprobs[place])) < LIMIT
+    free = bench.ask(PROMPTS[0], **(wanted | {"top_k": 0, "top_p": 1.0, "min_p": 0.0}))[0]
+    assert free.support is not None and not free.support.counts.any()  # nothing was cut: nothing is stored
+
+
+def test_a_sample_goes_on_with_the_supports_of_each_place(bench: Bench) -> None:
+    if not bench.engine.capabilities().supports:
+        pytest.skip("this engine records no supports")
+    whole = bench.ask(PROMPTS[0], (1,), max_new_tokens=30, support=True, top_p=0.7)[1]
+    prompt = [*PROMPTS[0], *whole.token_ids[:18].tolist()]
+    rest = bench.ask(prompt, (1,), max_new_tokens=12, begun=18, support=True, top_p=0.7)[1]
+    assert whole.support is not None and rest.support is not None
+    for one, other in zip(whole.support.cut(18, 30), rest.support, strict=True):
+        assert one.tolist() == other.tolist()
 
 
 def test_a_cut_at_another_temperature_is_right_or_refused(bench: Bench) -> None:
@@ -184,11 +219,29 @@ def test_a_cut_at_another_temperature_is_right_or_refused(bench: Bench) -> None:
             check_sample(item, version=bench.version, seed=1, prompt=PROMPTS[0], temperature=0.5)
 
 
-def _table(item: GenDelta) -> tuple[torch.Tensor, torch.Tensor]:
+def _logits(item: GenDelta) -> torch.Tensor:
     ids = torch.tensor([*PROMPTS[0], *item.token_ids.tolist()])
     with torch.inference_mode():
-        probs = model_of(1)(input_ids=ids[None]).logits[0, len(PROMPTS[0]) - 1 : -1].softmax(-1)
-    return probs, ids[len(PROMPTS[0]) :, None]
+        found: torch.Tensor = model_of(1)(input_ids=ids[None]).logits[0, len(PROMPTS[0]) - 1 : -1]
+    return found
+
+
+def _table(item: GenDelta) -> tuple[torch.Tensor, torch.Tensor]:
+    return _logits(item).softmax(-1), torch.from_numpy(item.token_ids.astype(np.int64))[:, None]
+
+
+def _left(logits: torch.Tensor, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> list[int]:
+    """Ids that a cut leaves of one distribution, one by one; of no cut none."""
+    chances = logits.double().softmax(-1).tolist()
+    order = sorted(range(len(chances)), key=lambda token: -chances[token])[: top_k or None]
+    order = [token for token in order if chances[token] >= min_p * chances[order[0]]]
+    mass, left, total = 0.0, [], sum(chances[token] for token in order)
+    for token in order:
+        if top_p < 1 and mass >= top_p:
+            break
+        left.append(token)
+        mass += chances[token] / total
+    return sorted(left) if len(left) < len(chances) else []
 
 
 def _in_top_k(item: GenDelta) -> bool:
@@ -200,6 +253,11 @@ def _in_top_p(item: GenDelta) -> bool:
     probs, ids = _table(item)
     above = (probs * (probs > probs.gather(1, ids))).sum(-1)
     return bool((above < 0.3 + 1e-4).all())
+
+
+def _in_min_p(item: GenDelta) -> bool:
+    probs, ids = _table(item)
+    return bool((probs.gather(1, ids)[:, 0] >= 0.5 * probs.amax(-1) - 1e-6).all())
 
 
 # ---------------------------------------------------------------- deltas and continued samples

@@ -76,6 +76,7 @@ ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "varlen_float32": (("model.attn_implementation=varlen",), {}),
     "sequence_parallel": (("learner.megatron.sequence_parallel=true",), {}),
     "adapter": (("learner.lora.rank=4", "learner.lora.publish=adapter"), {}),
+    "exact_truncation": (("sampling.top_p=0.9",), {}),
     "mixture_of_experts": ((), {"model_type": "qwen3_moe", "num_experts": 8}),
     "senses": ((), {"vision_config": {"hidden_size": 8}}),
     "encoder_decoder": ((), {"is_encoder_decoder": True}),
@@ -194,6 +195,20 @@ def agree(
         assert line, error.where
     if refused:
         assert start is not None and start.code == found[0].code and start.where == key and start.remedy
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINES if "exact_truncation" in REFUSED[name]])
+@pytest.mark.parametrize("cut", ["top_p=0.9", "top_k=20", "min_p=0.05"])
+def test_a_cut_of_training_samples_is_exact_or_wished_to_be_biased(engine: str, cut: str, place: Path) -> None:
+    given = (f"producers.engine={engine}", f"sampling.{cut}")
+    [found] = [error for error in checked(place, "", *given) if "a cut" in error.message]
+    assert found.code == "config.conflict" and cut.replace("=", " = ") in found.message
+    assert "sampling.truncation = 'biased'" in found.remedy
+    start = started(place, "", *given, role="producer")
+    assert start is not None and start.where == "sampling.truncation"
+    for allowed in (("sampling.truncation=biased", *given), (f"producers.engine={engine}", f"evaluation.{cut}")):
+        assert not [error for error in checked(place, "", *allowed) if "a cut" in error.message]
+        assert started(place, "", *allowed, role="producer") is None
 
 
 @pytest.mark.parametrize("feature", ["senses", "encoder_decoder", "head_change"])

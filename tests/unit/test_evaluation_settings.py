@@ -92,8 +92,10 @@ def test_when_it_is_due() -> None:
 
 def test_sampling_is_its_own() -> None:
     base = ("sampling.group_size=8", "sampling.over_issue=2", "sampling.temperature=0.7", "sampling.top_p=0.9")
+    base += ("sampling.truncation=biased",)
     greedy = evaluation_sampling(made(ON, *base))
     assert (greedy.temperature, greedy.top_k, greedy.top_p, greedy.asked_samples) == (1.0, 1, 1.0, 1)
+    assert not greedy.wants_support
     assert greedy.max_new_tokens == 16
     warm = evaluation_sampling(
         made(
@@ -102,10 +104,12 @@ def test_sampling_is_its_own() -> None:
             "evaluation.samples=4",
             "evaluation.temperature=0.6",
             "evaluation.top_k=20",
+            "evaluation.min_p=0.05",
             "evaluation.max_new_tokens=99",
         )
     )
     assert (warm.temperature, warm.top_k, warm.asked_samples, warm.max_new_tokens) == (0.6, 20, 4, 99)
+    assert warm.min_p == 0.05 and not warm.wants_support
 
 
 def test_ids() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from asyncrl import wire
 from asyncrl.config import parse
@@ -19,10 +21,12 @@ from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import WorkError
 from asyncrl.versions import expand
+from asyncrl.wire import Support
 from learners.batch.assembly import assemble, statistics, unusable
 from learners.batch.estimates import estimate_late, iter_cuts, response_length
 from learners.batch.micro_batches import MicroBatch
 from learners.step.batch_passes import _sample_numbers
+from producers.agents.dialogue import _first
 from producers.engines.request_checks import request_problem
 from producers.rollout.rollout import Finished, submit_fields
 from producers.rollout.session import Session
@@ -53,6 +57,27 @@ def test_the_example_of_the_module() -> None:
     assert done.turns == ((1, 0.25), (3, 0.5))
     assert done.sample.logprobs.tolist() == pytest.approx([-0.5, -0.6, 0, -0.8, 0, 0, -0.4])
     assert expand(done.sample.runs).tolist() == [3, 3, 3, 4, 4, 4, 5]  # what was observed has the version in force
+
+
+def test_supports_of_turns_stay_with_their_tokens() -> None:
+    def drawn(*tokens: int, ids: Sequence[int], counts: Sequence[int]) -> GenDelta:
+        return replace(said(*tokens), support=Support(np.array(counts, np.int32), np.array(ids, np.int32)))
+
+    session = Session(np.array([1, 2], np.int32), index=2)
+    session.add_turn(drawn(5, 6, ids=[5, 9], counts=[2, 0]))
+    session.observe([7, 7])
+    session.add_turn(drawn(8, ids=[8], counts=[1]))
+    session.extend([1, 9])
+    session.add_turn(drawn(4, ids=[3, 4, 6], counts=[3]))
+    done = session.finish(1.0)
+    assert done.sample.token_ids.tolist() == [5, 6, 7, 7, 8, 1, 9, 4]
+    assert done.sample.support is not None
+    assert done.sample.support.counts.tolist() == [2, 0, 0, 0, 1, 0, 0, 3]
+    assert done.sample.support.ids.tolist() == [5, 9, 8, 3, 4, 6]
+    assert done.sample.support.find_problem(done.sample.token_ids, done.mask) == ""
+    assert two_turns().finish(1.0).sample.support is None
+    short = _first(drawn(5, 6, 8, ids=[5, 9, 6, 8], counts=[2, 1, 1]), 2)  # of a stop string
+    assert short.support is not None and short.support.ids.tolist() == [5, 9, 6]
 
 
 def test_one_turn_is_a_plain_sample() -> None:

@@ -20,7 +20,7 @@ from producers.engines.hf.cache_interface import pieces
 from producers.engines.hf.cohort_cache import CohortMemory
 from producers.engines.hf.decoder import Decoder
 from producers.engines.hf.kv_cache import FIRST_LENGTH, KVStore
-from producers.engines.hf.sampling import sample
+from producers.engines.hf.sampling import Cut, sample
 from producers.engines.hf.slot_cache import SlotMemory
 from producers.engines.hf.slots import COUNT, LANE, LAST, POSITION, SlotTable, runs_between, sample_uniforms
 
@@ -31,7 +31,7 @@ def draw(logits: torch.Tensor, uniforms: Any, **more: Any) -> tuple[np.ndarray, 
     rows = len(uniforms)
     temperature = more.pop("temperature", torch.ones(rows))
     numbers = torch.as_tensor(uniforms, dtype=torch.float64)
-    tokens, logprobs = sample(logits.expand(rows, -1), numbers, temperature, **more)
+    tokens, logprobs, _ = sample(logits.expand(rows, -1), numbers, temperature, **more)
     return tokens.numpy(), logprobs.numpy()
 
 
@@ -59,17 +59,27 @@ def test_a_token_without_weight_is_never_drawn() -> None:
     assert tokens.tolist() == [1, 1, 3, 3]
 
 
-def test_top_k_and_top_p_are_per_row() -> None:
+def test_top_k_top_p_and_min_p_are_per_row() -> None:
     probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
     count = 4000
     uniforms = np.random.default_rng(1).random(count)
-    top_k = torch.tensor([0, 1, 2, 0] * (count // 4))
-    top_p = torch.tensor([1.0, 1.0, 1.0, 0.75] * (count // 4))
-    tokens, logprobs = draw(probs.log(), uniforms, top_k=top_k, top_p=top_p)
-    seen = [sorted(set(tokens[at::4].tolist())) for at in range(4)]
-    assert seen == [[0, 1, 2, 3], [0], [0, 1], [0, 1, 2]]  # 0.4 + 0.3 < 0.75: the third one crosses the border
+    settings = [
+        (1.0, 0, 0.0),
+        (1.0, 1, 0.0),
+        (1.0, 2, 0.0),
+        (0.75, 0, 0.0),
+        (1.0, 0, 0.6),
+        (0.5, 0, 0.6),
+        (1.0, 0, 0.0),
+        (1.0, 0, 0.0),
+    ]
+    top_p, top_k, min_p = (torch.tensor([row[at] for row in settings] * (count // 8)) for at in range(3))
+    tokens, logprobs = draw(probs.log(), uniforms, cut=Cut(top_p, top_k, min_p))
+    seen = [sorted(set(tokens[at::8].tolist())) for at in range(6)]
+    # 0.4 + 0.3 < 0.75: the third one crosses the border; 0.3 >= 0.6 * 0.4 > 0.2; the nucleus is of 0.4 / 0.7
+    assert seen == [[0, 1, 2, 3], [0], [0, 1], [0, 1, 2], [0, 1], [0]]
     assert np.allclose(logprobs, np.log(probs.numpy()[0])[tokens], atol=1e-6)  # of the full softmax
-    share = np.bincount(tokens[2::4], minlength=4) / len(tokens[2::4])
+    share = np.bincount(tokens[2::8], minlength=4) / len(tokens[2::8])
     assert abs(share[0] - 0.4 / 0.7) < 0.05
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from learners.models.logprobs import TokenNumbers, Vocabulary, chunked_logprobs, split_logprobs, token_numbers
+from learners.models.logprobs import TokenNumbers, chunked_logprobs, split_logprobs, token_numbers
+from learners.models.vocabulary import Vocabulary
 
 ROWS, WIDTH, ASKED = 11, 6, 9
 
@@ -47,9 +48,9 @@ def outcome(give: Any, hidden: torch.Tensor, rows: torch.Tensor) -> list[torch.T
     return [logprobs.detach(), entropy.detach(), hidden.grad, rows.grad]  # type: ignore[list-item]
 
 
-def on_ranks(size: int, monkeypatch: pytest.MonkeyPatch, give: Any) -> list[Any]:
+def on_ranks(size: int, monkeypatch: pytest.MonkeyPatch, give: Any, *, weight: torch.Tensor | None = None) -> list[Any]:
     """`give(rows, split)` of every rank, each in a thread."""
-    weight, each = inputs()[1], -(-ROWS // size)
+    weight, each = inputs()[1] if weight is None else weight, -(-ROWS // size)
     monkeypatch.setattr(dist, "all_reduce", Meeting(size).all_reduce)
     found: dict[int, Any] = {}
 

@@ -6,10 +6,11 @@ import asyncio
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.config import SamplingConfig
 from asyncrl.engine import GenDelta, GenRequest
-from asyncrl.wire import PiecesReply
+from asyncrl.wire import PiecesReply, Support
 from buffers.client.partial_samples import BegunSample
 from producers.rollout import partial_samples as checkpoints
 from producers.rollout.partial_samples import Trail, continuation
@@ -80,6 +81,28 @@ def test_what_was_begun_is_a_request_of_its_own_and_the_sample_is_whole() -> Non
     assert trail.pieces({1}) == [] and trail.count_saved([whole]) == (1, 6)
     other = delta(0, 0, 3, finish="length")
     assert trail.complete_sample(other) is other and trail.count_saved([other]) == (0, 0)
+
+
+def test_supports_stay_with_their_tokens_across_producers() -> None:
+    asked = replace(REQUEST, support=True, top_k=2)
+    first = replace(begun(1, 3), support=Support(np.array([2, 0, 1], np.int32), np.array([4, 10, 12], np.int32)))
+    made = replace(delta(1, 0, 2), support=Support(np.array([1, 2], np.int32), np.array([100, 9, 101], np.int32)))
+    trail = Trail(asked, [first], {4: "d4", 5: "d5"})
+    trail.take(made)
+    trail.take_reply(PiecesReply({1: 2}))
+    (piece,) = trail.pieces({1})
+    assert piece.support is not None and piece.support.counts.tolist() == [1, 1, 2]
+    assert piece.support.ids.tolist() == [12, 100, 9, 101]
+    whole = trail.complete_sample(replace(made, finish="stop")).support
+    assert whole is not None and whole.counts.tolist() == [2, 0, 1, 1, 2]
+    assert whole.ids.tolist() == [4, 10, 12, 100, 9, 101]
+
+
+@pytest.mark.parametrize("now", [True, False])
+def test_a_sample_of_other_settings_of_truncation_starts_anew(now: bool) -> None:
+    held = None if now else Support(np.zeros(6, np.int32), np.zeros(0, np.int32))
+    trail = Trail(replace(REQUEST, support=now), [replace(begun(1, 6), support=held)], {4: "d4"})
+    assert not trail.begun
 
 
 @pytest.mark.parametrize(

@@ -103,12 +103,13 @@ def test_kv_on_a_cpu_is_that_of_all_slots_within_the_free_memory(tmp_path: Path)
         ("", "processed_logprobs", True),
         ("temperature = 0.7", "processed_logprobs", True),
         ("top_p = 0.9", "raw_logprobs", True),
+        ("min_p = 0.1", "raw_logprobs", True),
         ("greedy_baseline = true", "raw_logprobs", True),
         ("top_k = 20\ntemperature = 0.7", "raw_logprobs", False),
     ],
 )
 def test_the_logprobs_of_vllm_that_come_nearest(sampling: str, mode: str, possible: bool) -> None:
-    config = config_of(sampling=sampling)
+    config = config_of(sampling=sampling + '\ntruncation = "biased"')
     assert made(config)["logprobs_mode"] == mode
     problem = logprobs_problem(config.sampling)
     assert (problem is None) == possible

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -35,7 +35,20 @@ class SamplingConfig(Section, frozen=True):
     temperature: Annotated[float, Meta(gt=0)] = 1.0  # the learner divides its logits by it as well
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0  # 1: off
     top_k: Count = 0  # 0: off
+    min_p: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # least share of the likeliest token's probability; 0: off
+    truncation: Literal["exact", "biased"] = "exact"  # log-probs of the tokens that the cut left; biased: of all tokens
     greedy_baseline: bool = False  # one more greedy sample per prompt as a baseline (ReMax), not trained
+
+    @property
+    def cut(self) -> str:
+        """The settings that cut the distribution of a draw, in words; empty: none does."""
+        on = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+        return ", ".join(f"sampling.{name} = {getattr(self, name):g}" for name, is_on in on.items() if is_on)
+
+    @property
+    def wants_support(self) -> bool:
+        """Whether engines must record the support of each draw: the tokens that the cut left."""
+        return bool(self.cut) and self.truncation == "exact"
 
     @property
     def group_samples(self) -> int:

@@ -25,6 +25,7 @@ class EvaluationConfig(Section, frozen=True):
     temperature: Annotated[float, Meta(ge=0)] = 0.0  # 0: greedy
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0  # 1: off
     top_k: Count = 0  # 0: off
+    min_p: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # 0: off
     max_new_tokens: Count = 0  # longest response; 0: sampling.max_new_tokens
     max_prompts: Count = 0  # use only the first rows; 0: all
     timeout_s: Seconds = 600.0  # time limit of one evaluation; missing prompts are counted with their reason

@@ -35,6 +35,7 @@ from learners.backends.base import (
     WeightSpec,
     check_packing,
     published_dtype,
+    support_of,
     tensor_bytes,
     to_device,
     toy_samples,
@@ -68,6 +69,8 @@ from learners.models.logprobs import TokenNumbers
 
 
 class FSDP2Backend:
+    supports = True
+
     def __init__(self, config: Config, gang: Gang) -> None:
         refuse(config, model_json(config.model.path), role="learner", device=gang.device.type)
         self._config = config
@@ -107,7 +110,12 @@ class FSDP2Backend:
     def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Any]:
         tensors = to_device(micro, self._device.torch_device)
         logprobs, entropy = self._policy(
-            tensors.input_ids, tensors.position_ids, tensors.positions, tensors.targets, whole=False
+            tensors.input_ids,
+            tensors.position_ids,
+            tensors.positions,
+            tensors.targets,
+            whole=False,
+            **support_of(tensors),
         )
         return logprobs, entropy, tensors
 
@@ -132,7 +140,9 @@ class FSDP2Backend:
             for piece in micro:
                 if squares:
                     t = to_device(piece, self._device.torch_device)
-                    found.append(self._policy(t.input_ids, t.position_ids, t.positions, t.targets, squares=True))
+                    found.append(
+                        self._policy(t.input_ids, t.position_ids, t.positions, t.targets, squares=True, **support_of(t))
+                    )
                 else:
                     found.append(TokenNumbers(*self._forward(piece)[:2], None))
         finally:

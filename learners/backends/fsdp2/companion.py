@@ -221,7 +221,8 @@ class ProcessRewardModel(Companion):
     It starts from `learner.process_reward.model` (by default the policy's start weights). Its reference is
     `learner.process_reward.reference` (by default its own start weights), also after a restart; if that is
     `model.path`, the run's reference model is used (`reference`: its log-probs). Both give log-probs at temperature 1:
-    before the first update they are equal, and all process rewards are 0.
+    before the first update they are equal, and all process rewards are 0. Both are over the whole vocabulary, also if
+    draws were cut.
     """
 
     def __init__(self, config: Config, gang: Gang, *, reference: Logprobs) -> None:
@@ -235,9 +236,9 @@ class ProcessRewardModel(Companion):
         super().__init__(model, settings, config, gang, prefix="process_reward/")
         frozen = settings.reference or start
         same = Path(frozen).resolve() == Path(config.model.path).resolve()
-        self.reference_logprobs: Logprobs = reference
         if not same or config.sampling.temperature != TEMPERATURE:
-            self.reference_logprobs = Reference(config, gang, path=frozen, temperature=TEMPERATURE).logprobs
+            reference = Reference(config, gang, path=frozen, temperature=TEMPERATURE).logprobs
+        self.reference_logprobs: Logprobs = lambda micro: reference([piece.drop_support() for piece in micro])
 
 
 def wants(config: Config, *names: str) -> bool:

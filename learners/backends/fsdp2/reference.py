@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import Config
-from learners.backends.base import to_device
+from learners.backends.base import support_of, to_device
 from learners.backends.fsdp2.loading import load_model, shard
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.gang import Gang
@@ -51,7 +51,9 @@ class Reference:
             self._policy.to(self._device.torch_device)
         for piece in micro:
             t = to_device(piece, self._device.torch_device)
-            found.append(self._policy(t.input_ids, t.position_ids, t.positions, t.targets, whole=False)[0])
+            found.append(
+                self._policy(t.input_ids, t.position_ids, t.positions, t.targets, whole=False, **support_of(t))[0]
+            )
         for unit in self._units:
             unit.reshard()
         if self._waits_on_host:

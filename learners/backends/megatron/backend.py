@@ -64,6 +64,7 @@ from learners.models.policy_model import check_head
 
 
 class MegatronBackend:
+    supports = True
     critic = None
     process_reward = None
     adapters = None  # all weights are trained

@@ -28,7 +28,8 @@ from learners.backends.megatron.mapping import Facts
 from learners.backends.megatron.model import bounds, hidden_states
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.topology import Topology
-from learners.models.logprobs import TokenNumbers, Vocabulary, chunked_logprobs, split_logprobs, token_numbers
+from learners.models.logprobs import TokenNumbers, chunked_logprobs, split_logprobs, token_numbers
+from learners.models.vocabulary import Vocabulary
 
 
 class Found(NamedTuple):
@@ -94,6 +95,7 @@ class Stages:
         weight = weight[: min(each, self._facts.vocab - start)]  # without padding
         states = hidden[:, 0][tensors.positions]
         options: dict[str, Any] = {"temperature": self._temperature, "chunk_tokens": self._chunk}
+        options["support"] = tensors.support
         found: tuple[Tensor, Tensor] | TokenNumbers
         if self._place.tensor > 1:
             split = Vocabulary(parallel_state.get_tensor_model_parallel_group(), start)

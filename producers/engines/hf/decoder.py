@@ -25,7 +25,7 @@ from torch import Tensor
 
 from asyncrl.engine import GenDelta, GenRequest
 from producers.engines.hf.cache_interface import Memory, pieces
-from producers.engines.hf.sampling import sample
+from producers.engines.hf.sampling import Cut, Drawn, sample
 from producers.engines.hf.slots import TOP_K, SlotTable
 
 PREFILL_GROUPS = 16  # prompts to prefill in advance
@@ -109,8 +109,8 @@ class Decoder:
         deltas: list[GenDelta] = []
         if live:
             state = self.table.state[:live]
-            tokens, logprobs = self._sample(self.memory.forward(self.table), state, live)
-            rows = self.table.record(state, tokens, logprobs)
+            drawn = self._sample(self.memory.forward(self.table), state, live)
+            rows = self.table.record(state, drawn.tokens, drawn.logprobs, drawn.kept)
             self.steps += 1
             self.generated_tokens += live
             if due := self.table.rows_due(rows):
@@ -145,16 +145,10 @@ class Decoder:
         self.version, self.steps, self.generated_tokens, self.busy_s = -1, 0, 0, 0.0
         self._eras.clear()
 
-    def _sample(self, logits: Tensor, state: Tensor, live: int) -> tuple[Tensor, Tensor]:
+    def _sample(self, logits: Tensor, state: Tensor, live: int) -> Drawn:
         knobs = self.table.knobs[:live]
-        cuts = self.table.cuts
-        return sample(
-            logits,
-            self.table.numbers(state),
-            knobs[:, 0],
-            top_p=knobs[:, 1] if cuts else None,
-            top_k=state[:, TOP_K] if cuts else None,
-        )
+        cut = Cut(knobs[:, 1], state[:, TOP_K], knobs[:, 2]) if self.table.cuts else None
+        return sample(logits, self.table.numbers(state), knobs[:, 0], cut=cut, exact=self.table.recording)
 
     # ------------------------------------------------------------ rows
 

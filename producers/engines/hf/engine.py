@@ -5,7 +5,8 @@ The decode loop owns the model and runs in one thread (`decode_thread`). Guarant
 2. weights change between two decode steps, by an exchange of storages (`weights`); the digests of the buckets, and of
    the whole model after the exchange, are computed while decoding goes on. With `weightsync.in_place` there is no
    second copy: nothing is decoded from `begin_update` to the commit of a whole version;
-3. log-probs are those of the full softmax after temperature, float32; token versions are exact;
+3. log-probs are those of the full softmax after temperature, or of that over the support, if the request wants it;
+   float32; token versions are exact;
 4. any failure of the loop ends every iterator and every later call with `engine.broken`: nothing hangs.
 `loading` finds at start how a model can run; `decoder` has the step.
 """
@@ -123,6 +124,7 @@ class HFEngine:
             encodings=("full",) if in_place else ("full", "adapter"),
             in_place=in_place,
             continues=True,
+            supports=True,
             priority=True,
         )
 
@@ -156,7 +158,7 @@ class HFEngine:
         version, taken = self._require().version, request.id in self._outboxes
         embedding: Any = self._model.get_input_embeddings()  # type: ignore[union-attr, operator]
         vocab = int(embedding.weight.shape[0])
-        if problem := request_problem(request, self._config, vocab=vocab, taken=taken, version=version):
+        if problem := request_problem(request, self._config, vocab=vocab, taken=taken, version=version, supports=True):
             raise WorkError("sample.invalid", problem, where=request.id)
 
     async def abort(self, ids: Sequence[str] | None) -> int:

@@ -24,10 +24,12 @@ from torch import Tensor
 
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.versions import Runs
+from asyncrl.wire import Support
 
 NO_TOKEN = -1
 NEVER = np.iinfo(np.int64).max
 _MASK = (1 << 64) - 1
+_NOTHING = np.zeros(0, np.int32)
 
 # Columns of the integer state of a row.
 LANE, LAST, POSITION, COUNT, LIMIT, TOP_K, STOP = range(7)
@@ -72,13 +74,13 @@ def runs_between(eras: list[tuple[int, int]], start: int, stop: int) -> Runs:
 
 
 class SlotTable:
-    """State of all rows, on `device`. `state` i8 `[slots, 6 + stops]`, `knobs` f4 `[slots, 2]` (temperature, top-p)."""
+    """State of all rows, on `device`. `state` i8 `[slots, 6 + stops]`, `knobs` f4 `[slots, 3]`."""
 
     def __init__(self, slots: int, *, max_new_tokens: int, device: torch.device, stops: int = 4) -> None:
         self.slots = slots
         self.live = 0
         self.state = torch.zeros((slots, STOP + stops), dtype=torch.int64, device=device)
-        self.knobs = torch.ones((slots, 2), dtype=torch.float32, device=device)
+        self.knobs = torch.ones((slots, 3), dtype=torch.float32, device=device)  # temperature, top-p, min-p
         self.uniforms = torch.zeros((slots, max_new_tokens), dtype=torch.float64, device=device)
         self.tokens = torch.zeros((slots, max_new_tokens), dtype=torch.int32, device=device)
         self.logprobs = torch.zeros((slots, max_new_tokens), dtype=torch.float32, device=device)
@@ -87,7 +89,8 @@ class SlotTable:
         self.lanes: list[int] = []  # lane of each live row
         self.occupants: dict[int, Occupant] = {}  # by lane
         self._free = list(range(slots))
-        self._cuts: set[int] = set()  # lanes that use top-k or top-p
+        self._supports: dict[int, list[npt.NDArray[np.int32]]] = {}  # by lane: kept ids of every token
+        self._cuts: set[int] = set()  # lanes that use top-k, top-p or min-p
         self._sent: dict[int, int] = {}  # tokens of a lane that were sent in deltas
 
     @property
@@ -101,8 +104,15 @@ class SlotTable:
 
     @property
     def cuts(self) -> bool:
-        """True if a live sample uses top-k or top-p."""
+        """True if a live sample uses top-k, top-p or min-p."""
         return bool(self._cuts)
+
+    @property
+    def recording(self) -> Tensor | None:
+        """Which live rows record the support of their draws, bool `[live]`; None if none does."""
+        if not self._supports:
+            return None
+        return torch.tensor([lane in self._supports for lane in self.lanes], device=self.state.device)
 
     def add(self, request: GenRequest, indices: list[int], *, step: int) -> int:
         """Put these samples after the live rows; the first row. The prompt without its last token must be in K/V."""
@@ -115,7 +125,8 @@ class SlotTable:
         common = [int(prompt[-1]), len(prompt) - 1, 0, request.max_new_tokens, request.top_k, *stops]
         rows = slice(first, first + count)
         self.state[rows] = torch.tensor([[lane, *common] for lane in lanes], device=self.state.device)
-        self.knobs[rows] = torch.tensor([request.temperature, request.top_p], device=self.knobs.device)
+        knobs = [request.temperature, request.top_p, request.min_p]
+        self.knobs[rows] = torch.tensor(knobs, device=self.knobs.device)
         begun, length = request.begun, request.max_new_tokens
         numbers = np.stack([sample_uniforms(request.seed, index, begun + length)[begun:] for index in indices])
         self.uniforms[lanes, :length] = torch.from_numpy(numbers).to(self.uniforms.device)
@@ -123,8 +134,10 @@ class SlotTable:
         self._due[rows] = len(prompt) - 1 + request.delta_tokens if request.delta_tokens else NEVER
         for lane, index in zip(lanes, indices, strict=True):
             self.occupants[lane] = Occupant(request, index, step)
-            if request.top_k or request.top_p < 1.0:
+            if request.top_k or request.top_p < 1.0 or request.min_p:
                 self._cuts.add(lane)
+            if request.support:
+                self._supports[lane] = []
         self.lanes += lanes
         self.live += count
         return first
@@ -138,8 +151,12 @@ class SlotTable:
         """The random number of each live row for this step, `[live]`; `state` is `self.state[:live]`."""
         return self.uniforms[state[:, LANE], state[:, COUNT]]
 
-    def record(self, state: Tensor, tokens: Tensor, logprobs: Tensor) -> list[int]:
-        """Store this step's tokens `[live]` and log-probs; the rows that finished, ascending."""
+    def record(self, state: Tensor, tokens: Tensor, logprobs: Tensor, kept: Tensor | None = None) -> list[int]:
+        """Store this step's tokens `[live]`, log-probs and (`kept` bool `[live, V]`) supports; the rows that finished,
+        ascending.
+        """
+        if self._supports:
+            self._record_supports(kept)
         lanes, counts = state[:, LANE], state[:, COUNT]
         self.tokens[lanes, counts] = tokens.int()
         self.logprobs[lanes, counts] = logprobs
@@ -149,6 +166,24 @@ class SlotTable:
         ended = (state[:, STOP:] == tokens[:, None]).any(1) | (state[:, COUNT] >= state[:, LIMIT])
         rows: list[int] = ended.nonzero()[:, 0].tolist()
         return rows
+
+    def _record_supports(self, kept: Tensor | None) -> None:
+        rows = [row for row, lane in enumerate(self.lanes) if lane in self._supports]
+        found = [_NOTHING] * len(rows)
+        if kept is not None:
+            chosen = kept[rows]
+            counts = chosen.sum(-1)
+            ids = (chosen & (counts < kept.shape[1])[:, None]).nonzero()[:, 1].int().cpu().numpy()
+            found = np.split(ids, np.cumsum((counts % kept.shape[1]).cpu().numpy())[:-1])
+        for row, ids in zip(rows, found, strict=True):
+            self._supports[self.lanes[row]].append(ids)
+
+    def _support(self, lane: int, start: int, stop: int) -> Support | None:
+        if lane not in self._supports:
+            return None
+        parts = self._supports[lane][start:stop]
+        counts = np.array([part.size for part in parts], np.int32)
+        return Support(counts, np.concatenate([_NOTHING, *parts]))
 
     def rows_due(self, ended: list[int]) -> list[int]:
         """Rows whose next delta is due, without those that have ended."""
@@ -166,7 +201,8 @@ class SlotTable:
             logprobs = self.logprobs[lane, sent:count].cpu().numpy().copy()
             finish = "" if not ended else "stop" if int(tokens[-1]) in request.stop_ids else "length"
             runs = runs_between(eras, start + sent, start + count)
-            deltas.append(GenDelta(request.id, index, tokens, logprobs, runs, finish, sent))
+            support = self._support(lane, sent, count)
+            deltas.append(GenDelta(request.id, index, tokens, logprobs, runs, finish, sent, support))
             if not ended:
                 self._sent[lane] = count
                 self._due[row] += request.delta_tokens
@@ -194,6 +230,7 @@ class SlotTable:
             lane = self.lanes[row]
             del self.occupants[lane]
             self._cuts.discard(lane)
+            self._supports.pop(lane, None)
             self._sent.pop(lane, None)
             self._free.append(lane)
         if holes:

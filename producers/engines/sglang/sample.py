@@ -59,7 +59,7 @@ class Sample(served.Sample):
                 "temperature": request.temperature,
                 "top_p": request.top_p,
                 "top_k": request.top_k or -1,
-                "min_p": 0.0,
+                "min_p": request.min_p,
                 "frequency_penalty": 0.0,
                 "presence_penalty": 0.0,
                 "repetition_penalty": 1.0,

@@ -53,7 +53,12 @@ def choose_logprobs_mode(sampling: SamplingConfig) -> str:
 
 def cuts(sampling: SamplingConfig) -> str:
     """The setting that restricts the drawn tokens; empty without one."""
-    chosen = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "greedy_baseline": sampling.greedy_baseline}
+    chosen = {
+        "top_p": sampling.top_p < 1,
+        "top_k": sampling.top_k > 0,
+        "min_p": sampling.min_p > 0,
+        "greedy_baseline": sampling.greedy_baseline,
+    }
     return next((name for name, on in chosen.items() if on), "")
 
 

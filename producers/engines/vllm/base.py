@@ -229,8 +229,10 @@ def unfit_logprobs(request: GenRequest, mode: str) -> str:
     """Why the engine's log-probs would not be those of the full softmax after temperature; empty if they are."""
     if mode == "raw_logprobs" and request.temperature != 1:
         return f"temperature {request.temperature:g}: this engine records log-probs before the temperature"
-    if mode == "processed_logprobs" and (request.top_p < 1 or request.top_k > 0):
-        return f"top_p or top_k at temperature {request.temperature:g}: this engine records log-probs after the cut"
+    if mode == "processed_logprobs" and (request.top_p < 1 or request.top_k > 0 or request.min_p > 0):
+        return (
+            f"top_p, top_k or min_p at temperature {request.temperature:g}: this engine records log-probs after the cut"
+        )
     return ""
 
 

@@ -228,6 +228,7 @@ def _params(sample: Sample) -> Any:
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
+        min_p=request.min_p,
         max_tokens=request.max_new_tokens,
         stop_token_ids=list(request.stop_ids),
         ignore_eos=True,
