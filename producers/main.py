@@ -94,12 +94,9 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evalu
         parts: dict[str, Any] = {"client": client, "engine": engine, "patience": patience, "held_out": held_out}
         producer, receiver = make_parts(config, args, sync=sync, keys=keys, evaluates=evaluates, **parts)
         await engine.start()
-<<<<<<< HEAD
+        if kind == "producer":  # nothing is trained on what an evaluator samples
+            refuse_cuts(config, able=engine.capabilities().supports, key="producers.engine")
         print(f"{kind} {args.name}: pid {os.getpid()} on {socket.gethostname()}, engine ready", flush=True)
-=======
-        refuse_cuts(config, able=engine.capabilities().supports, key="producers.engine")
-        print(f"producer {args.name}: pid {os.getpid()} on {socket.gethostname()}, engine ready", flush=True)
->>>>>>> cut_support
         tasks = [
             asyncio.create_task(work)
             for work in (

@@ -1,4 +1,4 @@
-"""`asyncrl demo --prepare-only` that is stopped: the exit code says so, and it leaves no process and no half a model."""
+"""`asyncrl demo --prepare-only` that is stopped: the exit code says so, and neither a process nor a model is left."""
 
 from __future__ import annotations
 
