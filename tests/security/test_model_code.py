@@ -39,6 +39,7 @@ WITHOUT = {
     "demo": "makes its model itself",
     "init": "writes the path of the folder down",
     "explain": "has a name alone",
+    "presets": "has a name alone",
     "schema": "has no argument",
     "keys": "makes keys",
     "test-reward": "has rows and a function",

@@ -97,7 +97,7 @@ def test_a_preset_trains_and_its_mechanism_acts(train_preset: TrainPreset, name:
 def test_no_two_presets_make_the_same_update(train_preset: TrainPreset) -> None:
     ended = {name: np.concatenate(list(as_arrays(train_preset(name)[1]).values())) for name in presets.names()}
     for one, other in itertools.combinations(ended, 2):
-        same = np.abs(ended[one] - ended[other]).max() < 1e-5
+        same = bool(np.abs(ended[one] - ended[other]).max() < 1e-5)
         assert same is (other in presets.load_recipe(one).equals), (one, other)
 
 
