@@ -79,7 +79,9 @@ def prepare(run: Run, model: Path, *, trust: bool) -> Path:
     if not trust:
         text += '[learner.algorithm]\nadvantage = "gae"\n[[reward]]\njudge = "scorer"\n'
         text += f'[[judge]]\nname = "scorer"\nkind = "classifier"\nmodel = "{folder}"\nlabel = 0\ndevice = "cpu"\n'
-        text += f'[evaluation]\npath = "{run.folder}/prompts.jsonl"\nmax_prompts = 4\nat_end = true\n'
+        text += (
+            f'[evaluation]\npath = "{run.folder}/prompts.jsonl"\nmax_prompts = 4\nat_end = true\nlane = "evaluators"\n'
+        )
     run.config.write_text(text)
     return folder
 
