@@ -33,7 +33,8 @@ def closed_afterwards() -> Iterator[None]:
     """Close to later connections what this process begins to listen on inside the block.
 
     The block must return only when everybody is connected, and no other thread may open a listener meanwhile. It is
-    for Linux; elsewhere, and after an error in the block, the listeners stay open.
+    for Linux; elsewhere, in containers that forbid such filters, and after an error in the block, the listeners stay
+    open.
     """
     before = _listening()
     yield
@@ -67,6 +68,7 @@ def _drop_connections(descriptor: int) -> None:
     program = _Program(1, ctypes.pointer(instruction))
     borrowed = socket.socket(fileno=descriptor)
     try:
-        borrowed.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, bytes(program))
+        with suppress(OSError):  # some containers forbid it: the listener stays open
+            borrowed.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, bytes(program))
     finally:
         borrowed.detach()
