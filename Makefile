@@ -13,7 +13,7 @@ RUN_TESTS = PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-long test-node check unit chaos mutation fuzz install clean redis bwrap bench bench-learner docs screenshots docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
+.PHONY: demo recipe-reasoning test test-long test-node check unit chaos mutation fuzz install clean redis bwrap bench bench-learner docs screenshots docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
 
 install: $(STAMP)
 
@@ -38,6 +38,11 @@ bwrap:
 
 demo: install
 	$(BIN)/asyncrl demo
+
+# A model of 10 million parameters learns five kinds of problems: pre-training, then reinforcement learning at three
+# bounds. Hours on two cores; each stage continues where it stopped (examples/reasoning/recipe.py).
+recipe-reasoning: install
+	$(BIN)/python examples/reasoning/recipe.py
 
 check: install
 	$(BIN)/ruff format --check .

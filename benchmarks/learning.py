@@ -1,14 +1,19 @@
-"""Do the algorithms learn? Reward curves of the presets, of bounds against corrections, and of the learner's back-ends
-and layouts, on the demo's tasks.
+"""What bounds, corrections, updates per batch and presets do to learning: held-out reward of fixed weights, by seeds.
 
-    python benchmarks/learning.py presets [--seeds 1] [--steps 40] [--task running_sum] [--only dapo,ppo]
-    python benchmarks/learning.py staleness --seeds 3 [--steps 40]
+    python benchmarks/learning.py ages [--task running_sum] [--seeds 8] [--ages 0 1 2 4 8 16] [--ways default ...]
+    python benchmarks/learning.py presets [--seeds 4] [--only dapo,ppo]
+    python benchmarks/learning.py bounds [--seeds 3]
     python benchmarks/learning.py layouts --seeds 2 [--only "one process;FSDP2 on 2 ranks"]
     python benchmarks/learning.py table
 
-Every run is a whole one: `asyncrl launch all configs/quickstart.toml --preset NAME` with its processes, then the audit.
-Runs that stand in the results file already are not repeated (`--again` does); a run that ends with an error is kept as
-such. Writes benchmarks/results/learning.json after every run; `table` writes docs/learning.md from it.
+- `ages` and `presets` train on samples of an exact age (benchmarks/exact_age.py): equal seeds have equal prompts and
+  random numbers, so ways are compared in pairs, and the load of the machine changes nothing;
+- `bounds` are whole runs through all processes, `asyncrl launch all configs/quickstart.toml`, at `buffer.max_staleness`
+  of 0, 2, 8 and 16 and otherwise default settings; the exported weights answer the same held-out prompts;
+- `layouts` are whole runs too, with the learner's back-ends and layouts.
+
+Runs that stand in benchmarks/results/learning.json are not repeated (`--again` does), so a sweep can be stopped at any
+time. `--minutes` starts no run after that time. `table` writes the tables of docs/learning.md.
 """
 
 from __future__ import annotations
@@ -22,18 +27,37 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks")]
+
+import exact_age  # noqa: E402, RUF100
+
 RESULTS = ROOT / "benchmarks" / "results" / "learning.json"
 PAGE = ROOT / "docs" / "learning.md"
-BOUNDS = (0, 1, 2, 4, 8)
-CORRECTIONS: dict[str, tuple[str, ...]] = {
-    "decoupled PPO": (),
-    "TIS": ('learner.algorithm.loss="reinforce"', 'learner.algorithm.correction="tis"'),
-    "none": ('learner.algorithm.loss="ppo"', 'learner.algorithm.correction="none"'),
+AGES = (0, 1, 2, 4, 8, 16)
+STEPS, LOOK_EVERY = 40, 10
+_ALGORITHM = "learner.algorithm."
+#: Ways to train on old samples: name -> settings.
+WAYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "no correction": (f'{_ALGORITHM}loss="ppo"', f'{_ALGORITHM}correction="none"'),
+    "4 updates": (f"{_ALGORITHM}minibatches=4",),
+    "16 updates": (f"{_ALGORITHM}minibatches=16",),
+    "clip against behaviour": (f"{_ALGORITHM}clip_against=behaviour",),
+    "geometric mean": (f'{_ALGORITHM}correction_options={{level="geometric"}}',),
+    "sequence ratio": (f'{_ALGORITHM}correction_options={{level="sequence"}}',),
+    "IcePop": (f"{_ALGORITHM}correction=icepop",),
+    "second moment (M2PO)": (f"{_ALGORITHM}correction=m2po",),
+    "no momentum": ("learner.optim.beta1=0.0",),
+    "half the learning rate": ("learner.optim.lr=5e-5",),
+    "warm-up of 16 steps": ("learner.optim.warmup_steps=16",),
 }
+WHOLE_BOUNDS = (0, 2, 8, 16)
 #: Back-ends and layouts of the learner that are compared with one process.
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "one process": (),
@@ -62,8 +86,8 @@ def prepare(task: str) -> None:
     subprocess.run(command, cwd=ROOT, check=True, timeout=600)
 
 
-def train(task: str, words: list[str], settings: tuple[str, ...], *, steps: int, seed: int) -> dict[str, Any]:
-    """One run: its reward curve and the audit's word."""
+def run_whole(task: str, settings: tuple[str, ...], *, steps: int, seed: int) -> dict[str, Any]:
+    """A run through all processes: its reward curve, lag, held-out reward of the exported weights, and the audit."""
     folder = ROOT / "runs" / f"learning-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
     base = (
@@ -73,7 +97,7 @@ def train(task: str, words: list[str], settings: tuple[str, ...], *, steps: int,
         "learner.checkpoint_every=1000", f'reward=[{{function="asyncrl.demo.tasks:{task}_reward"}}]',
     )  # fmt: skip
     options = [word for setting in (*base, *settings) for word in ("--set", setting)]
-    command = [sys.executable, "-m", "asyncrl", "launch", "all", "configs/quickstart.toml", *words, *options]
+    command = [sys.executable, "-m", "asyncrl", "launch", "all", "configs/quickstart.toml", *options]
     began = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
     metrics = folder / "metrics" / "learner.jsonl"
@@ -84,20 +108,29 @@ def train(task: str, words: list[str], settings: tuple[str, ...], *, steps: int,
     rewards = [round(float(line["reward_mean"]), 4) for line in lines]
     values = [line.get(name, 0.0) for line in lines for name in ("loss", "grad_norm", "entropy")]
     return {
-        "settings": [*words, *settings],
+        "settings": list(settings),
         "seed": seed,
         "steps": len(lines),
         "code": done.returncode,
         "audit": audit.returncode,
         "finite": all(math.isfinite(value) for value in values),
         "rewards": rewards,
-        "first5": round(statistics.fmean(rewards[:5]), 4) if rewards else 0.0,
         "last5": round(statistics.fmean(rewards[-5:]), 4) if rewards else 0.0,
         "lag_mean": round(statistics.fmean(line["lag_mean"] for line in lines), 3) if lines else 0.0,
-        "ess": round(statistics.fmean(line.get("ess", 1.0) for line in lines), 4) if lines else 0.0,
+        "lag_max": max((line["lag_max"] for line in lines), default=0),
+        "held_out": {str(steps): in_child(exact_age.held_out_reward, str(folder / "export"), task, seed)},
         "seconds": round(time.monotonic() - began, 1),
         "error": "" if done.returncode == 0 else done.stdout[-600:],
     }
+
+
+def in_child(function: Any, *given: Any) -> Any:
+    """The result of a function in a process of its own, which ends with its torch."""
+    with ProcessPoolExecutor(1) as pool:
+        return pool.submit(function, *given).result()
+
+
+# ---------------------------------------------------------------- what was measured
 
 
 def known() -> dict[str, Any]:
@@ -105,167 +138,259 @@ def known() -> dict[str, Any]:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
-def measure(name: str, args: argparse.Namespace, words: list[str], settings: tuple[str, ...], seed: int) -> None:
-    """One run, unless it is known; written at once."""
-    found = known()
-    if name in found and not args.again:
-        return
-    found[name] = train(args.task, words, settings, steps=args.steps, seed=seed)
-    RESULTS.write_text(
-        json.dumps(dict(sorted(found.items())), indent=None, separators=(",", ":")).replace('},"', '},\n"') + "\n"
+def keep(name: str, result: dict[str, Any]) -> None:
+    """Write a result at once."""
+    found = {**known(), name: result}
+    text = json.dumps(dict(sorted(found.items())), separators=(",", ":")).replace('},"', '},\n"')
+    RESULTS.write_text(text + "\n")
+    print(name, result["held_out"], f"{result['seconds']} s", flush=True)
+
+
+def train_at_ages(cells: Iterable[tuple[str, int, str, tuple[str, ...], int]], args: argparse.Namespace) -> None:
+    """Runs of an exact age, two side by side: (kind, age, way, settings, seed)."""
+    until = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
+    missing = [cell for cell in cells if args.again or run_name(args.task, *cell) not in known()]
+    with ProcessPoolExecutor(args.workers) as pool:
+        waiting = {pool.submit(_train_cell, args.task, cell, until): cell for cell in missing}
+        for one in as_completed(waiting):
+            if (result := one.result()) is not None:
+                keep(run_name(args.task, *waiting[one]), result)
+
+
+def _train_cell(task: str, cell: tuple[str, int, str, tuple[str, ...], int], until: float) -> dict[str, Any] | None:
+    _kind, age, _way, settings, seed = cell
+    if time.monotonic() > until:
+        return None
+    return exact_age.measure(task, list(settings), age=age, seed=seed, steps=STEPS, look_every=LOOK_EVERY)
+
+
+def run_name(task: str, kind: str, age: int, way: str, _settings: tuple[str, ...], seed: int) -> str:
+    return f"{kind}/{task}/{way}/{age}/{seed}"
+
+
+def ages(args: argparse.Namespace) -> None:
+    """Ages against ways, seed by seed."""
+    train_at_ages(
+        (
+            ("ages", age, way, WAYS[way], seed)
+            for seed in range(args.first_seed, args.first_seed + args.seeds)
+            for way in args.ways
+            for age in args.ages
+        ),
+        args,
     )
-    told = {key: found[name][key] for key in ("first5", "last5", "lag_mean", "code", "audit", "finite", "seconds")}
-    print(name, told, flush=True)
 
 
 def presets(args: argparse.Namespace) -> None:
-    """Every preset with every seed."""
+    """Every preset with every seed, on samples of age 2."""
     names = sorted(path.stem for path in (ROOT / "configs" / "presets").glob("*.toml"))
-    wanted = args.only.split(",") if args.only else names
-    for seed in range(args.seeds):
-        for preset in wanted:
-            words = ["--preset", preset]
-            measure(f"{args.task}/{preset}/{seed}", args, words, EXTRA.get(preset, ()), seed)
+    train_at_ages(
+        (
+            ("presets", 2, preset, (f"learner.algorithm.preset={preset}", *EXTRA.get(preset, ())), seed)
+            for seed in range(args.first_seed, args.first_seed + args.seeds)
+            for preset in (args.only.split(",") if args.only else names)
+        ),
+        args,
+    )
 
 
-def staleness(args: argparse.Namespace) -> None:
-    """Bounds against corrections, interleaved."""
-    for seed in range(args.seeds):
-        for bound in BOUNDS:
-            for correction, settings in CORRECTIONS.items():
-                name = f"{args.task}/bound {bound}/{correction}/{seed}"
-                measure(name, args, [], (f"buffer.max_staleness={bound}", *settings), seed)
+def bounds(args: argparse.Namespace) -> None:
+    """Whole runs at several bounds, interleaved."""
+    cells = [(bound, seed) for seed in range(args.seeds) for bound in WHOLE_BOUNDS]
+    for bound, seed in cells:
+        name = f"bounds/{args.task}/{bound}/{seed}"
+        if args.again or name not in known():
+            keep(name, run_whole(args.task, (f"buffer.max_staleness={bound}",), steps=STEPS, seed=seed))
 
 
 def layouts(args: argparse.Namespace) -> None:
     """Back-ends and layouts, interleaved."""
     wanted = args.only.split(";") if args.only else LAYOUTS
     for seed in range(args.seeds):
-        for name in wanted:
-            measure(f"{args.task}/layout/{name}/{seed}", args, [], LAYOUTS[name], seed)
+        for layout in wanted:
+            name = f"layouts/{args.task}/{layout}/{seed}"
+            if args.again or name not in known():
+                keep(name, run_whole(args.task, LAYOUTS[layout], steps=STEPS, seed=seed))
+
+
+# ---------------------------------------------------------------- tables
 
 
 def table(_: argparse.Namespace) -> None:
-    """docs/learning.md: the tables and curves; what they say stands above them, by hand."""
-    named = [(name.split("/"), run) for name, run in known().items()]
-    runs = [(name, run) for name, run in named if name[1] != "layout"]
-    split: dict[str, list[dict[str, Any]]] = {}
-    for name, run in named:
-        if name[1] == "layout":
-            split.setdefault(name[2], []).append(run)
-    single = {tuple(name): run for name, run in runs if len(name) == 3}
-    swept: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for name, run in runs:
-        if len(name) == 4:
-            swept.setdefault(name[1], {}).setdefault(name[2], []).append(run)
-    lines = [*preset_rows(single), "", *sweep_rows(swept), "", *layout_rows(split)]
-    text = PAGE.read_text() if PAGE.exists() else "# What the algorithms learn\n"
-    head = text.split("<!-- tables -->")[0].rstrip()
-    PAGE.write_text(head + "\n\n<!-- tables -->\n\n" + "\n".join(lines) + "\n")
-    draw(
-        PAGE.with_name("learning-presets.png"),
-        columns=5,
-        panels={preset: [("", run["rewards"])] for (_task, preset, _seed), run in sorted(single.items())},
-    )
-    draw(
-        PAGE.with_name("learning-staleness.png"),
-        columns=len(CORRECTIONS),
-        panels={
-            f"{bound}, {correction}": [(f"seed {run['seed']}", run["rewards"]) for run in swept[bound][correction]]
-            for bound in sorted(swept)
-            for correction in CORRECTIONS
-            if correction in swept[bound]
-        },
-    )
+    """docs/learning.md: the tables; what they say stands above them, by hand."""
+    runs: dict[str, list[tuple[list[str], dict[str, Any]]]] = {}
+    for name, run in known().items():
+        kind, *rest = name.split("/")
+        runs.setdefault(kind, []).append((rest, run))
+    lines: list[str] = []
+    for task in sorted({rest[0] for rest, _ in runs.get("ages", [])}):
+        cells = {(way, int(age), int(seed)): run for (of, way, age, seed), run in runs["ages"] if of == task}
+        lines += [f"### Samples of an exact age: `{task}`", "", *age_rows(cells), ""]
+    if "bounds" in runs:
+        lines += ["### Whole runs", "", *bound_rows(runs["bounds"]), ""]
+    if "presets" in runs:
+        lines += ["### Presets", "", *preset_rows(runs["presets"]), ""]
+    if "layouts" in runs:
+        lines += ["### Back-ends and layouts", "", *layout_rows(runs["layouts"]), ""]
+    head = PAGE.read_text().split("<!-- tables -->")[0].rstrip()
+    PAGE.write_text(head + "\n\n<!-- tables -->\n\n" + "\n".join(lines).rstrip() + "\n")
 
 
-def preset_rows(single: dict[tuple[str, ...], dict[str, Any]]) -> list[str]:
-    """The table of the presets."""
+Cells = dict[tuple[str, int, int], dict[str, Any]]
+
+
+def age_rows(cells: Cells) -> list[str]:
+    """Rows: way and age. Columns: held-out reward at half and at all of the steps, at equal tokens, and the difference
+    to the same seeds of the default way at age 0."""
+    budget = min(sum(run["tokens"]) for run in cells.values())
     lines = [
-        "| preset | seed | reward, first 5 -> last 5 steps | steps | mean lag | finite, audit | also set |",
+        f"| way | age | seeds | after {STEPS // 2} steps | after {STEPS} steps | after {budget:,} tokens | "
+        "difference to age 0, default |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for (_task, preset, seed), run in sorted(single.items()):
-        extra = ", ".join(f"`{setting}`" for setting in run["settings"][2:])
-        sound = f"{'yes' if run['finite'] else 'NO'}, {'OK' if run['audit'] == 0 and run['code'] == 0 else 'NOT OK'}"
-        lines.append(
-            f"| {preset} | {seed} | {run['first5']:.3f} -> {run['last5']:.3f} | {run['steps']} | "
-            f"{run['lag_mean']:.2f} | {sound} | {extra} |"
-        )
+    for way in WAYS:
+        for age in sorted({age for name, age, _ in cells if name == way}):
+            mine = {seed: run for (name, at, seed), run in cells.items() if (name, at) == (way, age)}
+            paired = [
+                last(run) - last(cells["default", 0, seed])
+                for seed, run in mine.items()
+                if ("default", 0, seed) in cells
+            ]
+            columns = [
+                [run["held_out"][str(STEPS // 2)] for run in mine.values()],
+                [last(run) for run in mine.values()],
+                [at_tokens(run, budget) for run in mine.values()],
+            ]
+            said = " | ".join(f"{statistics.fmean(column):.3f}" for column in columns)
+            lines.append(f"| {way} | {age} | {len(mine)} | {said} | {interval(paired)} |")
     return lines
 
 
-def sweep_rows(swept: dict[str, dict[str, list[dict[str, Any]]]]) -> list[str]:
-    """The table of bounds against corrections: last 5 and middle steps, the seeds in turn, then their mean."""
-    lines = [f"| bound | mean lag | {' | '.join(CORRECTIONS)} |", "| --- " * (2 + len(CORRECTIONS)) + "|"]
-    for bound, found in sorted(swept.items()):
-        lag = statistics.fmean(run["lag_mean"] for runs in found.values() for run in runs)
-        cells = []
-        for correction in CORRECTIONS:
-            last = [run["last5"] for run in found.get(correction, [])]
-            middle = [statistics.fmean(run["rewards"][15:25]) for run in found.get(correction, [])]
-            means = f"; mean {statistics.fmean(last):.3f}, steps 16-25 {statistics.fmean(middle):.3f}" if last else ""
-            cells.append(" ".join(f"{value:.3f}" for value in last) + means)
-        lines.append(f"| {bound.removeprefix('bound ')} | {lag:.2f} | {' | '.join(cells)} |")
-    return lines
+def last(run: dict[str, Any]) -> float:
+    return float(run["held_out"][str(STEPS)])
 
 
-def layout_rows(split: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """The table of back-ends and layouts: seeds in turn, and how far the curve is from one process's mean of seeds."""
+def at_tokens(run: dict[str, Any], budget: int) -> float:
+    """Held-out reward after this many trained tokens, between the two nearest looks."""
+    looks = sorted((int(version), value) for version, value in run["held_out"].items())
+    before = (0, looks[0][1])
+    for version, value in looks:
+        spent = sum(run["tokens"][:version])
+        if spent >= budget and spent > before[0]:
+            return float(before[1] + (value - before[1]) * (budget - before[0]) / (spent - before[0]))
+        before = (spent, value)
+    return float(looks[-1][1])
+
+
+#: 97.5 % quantiles of Student's t by degrees of freedom.
+T_QUANTILES = (0.0, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
+
+
+def interval(values: Sequence[float]) -> str:
+    """Mean and half of the 95 % interval of the mean, by Student's t.
+
+    >>> interval([0.1, 0.2, 0.3])
+    '+0.200 ± 0.248'
+    """
+    if not values:
+        return "-"
+    mean, degrees = statistics.fmean(values), len(values) - 1
+    if not degrees:
+        return f"{mean:+.3f}"
+    half = T_QUANTILES[min(degrees, len(T_QUANTILES) - 1)] * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean:+.3f} ± {half:.3f}"
+
+
+def bound_rows(runs: list[tuple[list[str], dict[str, Any]]]) -> list[str]:
+    """Whole runs by task and bound. Runs of one seed have the same prompts, not the same random numbers."""
     lines = [
-        "| learner | reward, last 5 steps, per seed | steps 16-25, per seed | distance to one process | audit |",
-        "| --- | --- | --- | --- | --- |",
+        "| task | bound | seeds | mean lag | largest lag | held-out reward | difference to bound 0 | audit |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    alone = [run["rewards"] for run in split.get("one process", [])]
-    means = [statistics.fmean(values) for values in zip(*alone, strict=True)]
-    for name in (name for name in LAYOUTS if name in split):
-        found = split[name]
-        last = " ".join(f"{run['last5']:.3f}" for run in found)
-        middle = " ".join(f"{statistics.fmean(run['rewards'][15:25]):.3f}" for run in found)
-        apart = " ".join(
-            f"{statistics.fmean(abs(one - mean) for one, mean in zip(run['rewards'], means, strict=False)):.3f}"
-            for run in found
+    cells = {(task, int(bound), int(seed)): run for (task, bound, seed), run in runs}
+    for task, bound in sorted({(task, bound) for task, bound, _ in cells}):
+        mine = {seed: run for (of, at, seed), run in cells.items() if (of, at) == (task, bound)}
+        differences = [last(run) - last(cells[task, 0, seed]) for seed, run in mine.items() if (task, 0, seed) in cells]
+        means = [statistics.fmean(run[name] for run in mine.values()) for name in ("lag_mean",)]
+        lines.append(
+            f"| `{task}` | {bound} | {len(mine)} | {means[0]:.2f} | {max(run['lag_max'] for run in mine.values())} | "
+            f"{statistics.fmean(map(last, mine.values())):.3f} | {interval(differences)} | {sound(mine.values())} |"
         )
-        sound = "OK" if all(run["audit"] == run["code"] == 0 and run["finite"] for run in found) else "NOT OK"
-        lines.append(f"| {name} | {last} | {middle} | {apart} | {sound} |")
     return lines
 
 
-def draw(path: Path, *, panels: dict[str, list[tuple[str, list[float]]]], columns: int) -> None:
-    """Reward over steps, one panel each, all on one scale. Needs matplotlib (`pip install asyncrl[bench]`)."""
-    from matplotlib.figure import Figure
+def sound(runs: Iterable[dict[str, Any]]) -> str:
+    return "OK" if all(run["audit"] == run["code"] == 0 and run["finite"] for run in runs) else "NOT OK"
 
-    rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(2.4 * columns, 1.6 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    for axis in axes.flat:
-        axis.set_axis_off()
-    for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
-        axis.set_axis_on()
-        axis.set_title(title, fontsize=8)
-        axis.set_ylim(0, 1)
-        axis.grid(visible=True, linewidth=0.3)
-        axis.tick_params(labelsize=6)
-        for label, rewards in curves:
-            axis.plot(range(1, len(rewards) + 1), rewards, linewidth=1, label=label)
-    figure.supxlabel("step", fontsize=8)
-    figure.supylabel("mean reward", fontsize=8)
-    figure.savefig(path, dpi=100)
+
+def preset_rows(runs: list[tuple[list[str], dict[str, Any]]]) -> list[str]:
+    """Held-out reward of each preset, and the difference to `grpo` with the same seeds."""
+    steps = f"after {STEPS // 2} steps | after {STEPS} steps"
+    lines = [
+        f"| preset | seeds | {steps} | difference to grpo | acts on | also set |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    cells = {(preset, int(seed)): run for (_task, preset, _age, seed), run in runs}
+    for preset in sorted({preset for preset, _ in cells}):
+        mine = {seed: run for (name, seed), run in cells.items() if name == preset}
+        paired = [last(run) - last(cells["grpo", seed]) for seed, run in mine.items() if ("grpo", seed) in cells]
+        half = statistics.fmean(run["held_out"][str(STEPS // 2)] for run in mine.values())
+        extra = ", ".join(f"`{setting}`" for setting in EXTRA.get(preset, ()))
+        lines.append(
+            f"| {preset} | {len(mine)} | {half:.3f} | {statistics.fmean(map(last, mine.values())):.3f} | "
+            f"{interval(paired)} | {acting(mine.values())} | {extra} |"
+        )
+    return lines
+
+
+def acting(runs: Iterable[dict[str, Any]]) -> str:
+    """The largest mean share of tokens that a clip, gate or truncation changed."""
+    shares = {
+        name: statistics.fmean(line.get(name, 0.0) for run in runs for line in run["log"])
+        for name in ("clip_share", "gated_share", "tis_capped_share")
+        for runs in [list(runs)]
+    }
+    name, share = max(shares.items(), key=lambda pair: pair[1])
+    return f"`{name}` {share:.4f}" if share else "-"
+
+
+def layout_rows(runs: list[tuple[list[str], dict[str, Any]]]) -> list[str]:
+    """Back-ends and layouts: held-out reward by seed, and how far the reward curve is from that of one process."""
+    lines = [
+        "| learner | held-out reward, per seed | mean distance of the reward curve to one process | audit |",
+        "| --- | --- | --- | --- |",
+    ]
+    split: dict[str, list[dict[str, Any]]] = {}
+    for (_task, layout, _seed), run in runs:
+        split.setdefault(layout, []).append(run)
+    alone = [statistics.fmean(values) for values in zip(*(run["rewards"] for run in split["one process"]), strict=True)]
+    for name in (name for name in LAYOUTS if name in split):
+        apart = " ".join(
+            f"{statistics.fmean(abs(one - mean) for one, mean in zip(run['rewards'], alone, strict=False)):.3f}"
+            for run in split[name]
+        )
+        held = " ".join(f"{last(run):.3f}" for run in split[name])
+        lines.append(f"| {name} | {held} | {apart} | {sound(split[name])} |")
+    return lines
 
 
 def main() -> None:
     """Measure, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("presets", "staleness", "layouts", "table"))
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("what", choices=("ages", "presets", "bounds", "layouts", "table"))
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--ages", type=int, nargs="+", default=list(AGES))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY")
     parser.add_argument("--task", default="running_sum")
     parser.add_argument("--only", default="", help="presets with commas between them, layouts with semicolons")
     parser.add_argument("--again", action="store_true", help="measure what is known too")
+    parser.add_argument("--minutes", type=float, default=0.0, help="start no run of an exact age after this time")
+    parser.add_argument("--workers", type=int, default=2, help="runs of an exact age side by side")
     args = parser.parse_args()
     if args.what != "table":
         prepare(args.task)
-    {"presets": presets, "staleness": staleness, "layouts": layouts, "table": table}[args.what](args)
+    {"ages": ages, "presets": presets, "bounds": bounds, "layouts": layouts, "table": table}[args.what](args)
 
 
 if __name__ == "__main__":

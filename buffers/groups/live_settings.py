@@ -21,7 +21,7 @@ from asyncrl.config import AlgorithmConfig
 from asyncrl.config.sections.buffer import MOST_IN_FLIGHT_GROUPS
 from buffers.groups.feasibility import Plan, capacity, levels
 from buffers.groups.group_table import GroupTable
-from buffers.groups.records import Change, Settings
+from buffers.groups.records import FIRST_DEPTH, Change, Settings
 from buffers.groups.transaction import Transaction
 from buffers.groups.tunable_settings import (
     ALGORITHM,
@@ -161,7 +161,7 @@ class LiveSettings:
             self.plan = Plan(tuning.plan)
             total += self.plan.capacity(0, steps - 1) - steps * base.batch_groups
         if rule == "auto":
-            depth = min(max(1, tuning.depth), bound)
+            depth = min(tuning.depth if tuning.depth >= 0 else FIRST_DEPTH, bound)
         self.current = msgspec.structs.replace(
             base,
             max_staleness=bound,

@@ -78,6 +78,10 @@ class Settings(msgspec.Struct, frozen=True):
     judges: tuple[JudgeRule, ...] = ()  # none: the default judge alone, for all rows, with reward_retries
 
 
+#: Batches ahead with which `pipeline_depth = "auto"` begins: what a learner needs that takes as long as its producers.
+FIRST_DEPTH = 2
+
+
 def settings_of(config: Config) -> Settings:
     """The part of the configuration that decisions read."""
     buffer = config.buffer
@@ -85,7 +89,7 @@ def settings_of(config: Config) -> Settings:
         group_size=config.sampling.group_samples,
         batch_groups=buffer.batch_groups,
         max_staleness=staleness_bound(config),
-        depth=min(1, buffer.max_staleness) if buffer.pipeline_depth == "auto" else buffer.depth,
+        depth=min(FIRST_DEPTH, buffer.max_staleness) if buffer.pipeline_depth == "auto" else buffer.depth,
         total_groups=config.total_groups,
         on_late=buffer.on_late,
         late_timeout_s=buffer.late_timeout_s,

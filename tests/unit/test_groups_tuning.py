@@ -317,7 +317,7 @@ def test_the_configuration_takes_auto() -> None:
 
     parsed = config.parse(GOOD + '[buffer]\npipeline_depth = "auto"\nmax_staleness = 3\n')
     found = settings_of(parsed)
-    assert parsed.buffer.depth == 3 and (found.depth, found.depth_rule, found.learner_idle_target) == (1, "auto", 0.03)
+    assert parsed.buffer.depth == 3 and (found.depth, found.depth_rule, found.learner_idle_target) == (2, "auto", 0.03)
     assert settings_of(config.parse(GOOD + '[buffer]\npipeline_depth = "auto"\nmax_staleness = 0\n')).depth == 0
 
 

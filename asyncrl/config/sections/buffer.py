@@ -16,7 +16,7 @@ class BufferConfig(Section, frozen=True):
     """`[buffer]`: staleness, admission and storage."""
 
     max_staleness: Count = 4  # largest lag that may reach a gradient; 0 is synchronous
-    pipeline_depth: Count | Literal["max", "auto"] = "max"  # batches of work ahead of the one in training
+    pipeline_depth: Count | Literal["max", "auto"] = "auto"  # batches of work ahead of the one in training
     learner_idle_target: Share = 0.03  # pipeline_depth = auto: smallest depth with a smaller idle share
     batch_groups: Positive = 16  # groups in the batch of one learner step
     on_late: Literal["wait", "drop", "train"] = "wait"  # what to do with a group that is due but not ready

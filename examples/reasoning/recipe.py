@@ -1,0 +1,138 @@
+"""The recipe: prompts and a random model, supervised pre-training, reinforcement learning at three bounds, and figures.
+
+    python examples/reasoning/recipe.py prepare          # a minute
+    python examples/reasoning/recipe.py sft              # about half an hour on two cores
+    python examples/reasoning/recipe.py rl --bounds 0 2 4 --seeds 3 --hours 2
+    python examples/reasoning/recipe.py report           # benchmarks/results/reasoning.json and its picture
+
+`make recipe-reasoning` runs all four. Each stage continues where it stopped: a complete run is not repeated, and a run
+that was stopped resumes from its checkpoint. `--hours` stops `rl` after that time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "examples" / "reasoning"
+RUNS = ROOT / "runs" / "reasoning"
+RESULTS = ROOT / "benchmarks" / "results" / "reasoning.json"
+sys.path[:0] = [str(ROOT), str(HERE)]
+
+import problems  # noqa: E402, RUF100
+
+from asyncrl.demo.tasks import write_jsonl  # noqa: E402, RUF100
+
+DEMONSTRATIONS, TRAIN, HELD_OUT = 96_000, 20_000, 500
+NOISE = 0.06  # of the teacher, per character
+#: About 10 million parameters.
+SIZES: dict[str, Any] = {"hidden_size": 320, "layers": 8, "heads": 10, "kv_heads": 5, "head_dim": 32, "mlp_size": 960}
+STOP_S = 120.0  # for a stopped run to write its checkpoint
+
+
+def prepare(_: argparse.Namespace) -> None:
+    """Rows, and a model with random weights."""
+    from learners.warm_start.tiny_model import SPECIAL_TOKENS, make_tiny_qwen3, make_tokenizer, save_model
+
+    RUNS.mkdir(parents=True, exist_ok=True)
+    tokens = len(SPECIAL_TOKENS) + len(problems.CHARACTERS) + len(problems.WORDS)
+    make_tokenizer(RUNS / "start", characters=problems.CHARACTERS, words=problems.WORDS)
+    save_model(RUNS / "start", make_tiny_qwen3(tokens, seed=0, **SIZES))
+    write_jsonl(RUNS / "demonstrations.jsonl", problems.demonstration_rows(DEMONSTRATIONS, 0, noise=NOISE))
+    write_jsonl(RUNS / "train.jsonl", problems.rows(TRAIN, 0))
+    write_jsonl(RUNS / "heldout.jsonl", problems.rows(HELD_OUT, 0, split="heldout"))
+
+
+def sft(_: argparse.Namespace) -> None:
+    """Pre-training; `runs/reasoning/sft/export` is the start of every run of reinforcement learning."""
+    if not (RUNS / "sft" / "export" / "config.json").exists():
+        launch("sft.toml", [], until=None)
+
+
+def rl(args: argparse.Namespace) -> None:
+    """One run for each bound and seed, seeds first, so that a stop leaves the bounds comparable."""
+    until = time.monotonic() + 3600 * args.hours if args.hours else None
+    for seed in range(args.seeds):
+        for bound in args.bounds:
+            folder = run_folder(bound, seed)
+            if (folder / "export" / "config.json").exists():
+                continue
+            if until is not None and time.monotonic() >= until:
+                return
+            launch("rl.toml", [f"run.dir={folder}", f"run.seed={seed}", f"buffer.max_staleness={bound}"], until=until)
+
+
+def run_folder(bound: int, seed: int) -> Path:
+    return RUNS / f"rl-bound{bound}-seed{seed}"
+
+
+def launch(file: str, settings: list[str], *, until: float | None) -> None:
+    """A run, or the rest of it; stopped at `until` with a checkpoint. Raises SystemExit if it fails."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "asyncrl", "launch", "all", str(HERE / file), *words]
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        try:
+            code = process.wait(None if until is None else max(1.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            process.wait(STOP_S)
+            return
+    if code:
+        raise SystemExit(code)
+
+
+def report(_: argparse.Namespace) -> None:
+    """Held-out reward by version of every run so far, by kind of problem, with samples, digest and hours."""
+    found = [read_run(folder) for folder in sorted(RUNS.glob("rl-bound*-seed*"))]
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    for run in found:
+        print(
+            f"{run['run']}: {run['steps']} steps, {run['hours']} h, held-out reward by version {run['held_out']['all']}"
+        )
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The figures of a run."""
+    evaluations = read_lines(folder / "metrics" / "evaluation.jsonl")
+    steps = read_lines(folder / "metrics" / "learner.jsonl")
+    assert all(one["evaluation_version_min"] == one["evaluation_version_max"] for one in evaluations), folder
+    return {
+        "run": folder.name,
+        "held_out": {source: by_version(evaluations, source) for source in ("all", *problems.KINDS)},
+        "steps": len(steps),
+        "tokens": sum(line["tokens"] for line in steps),
+        "lag_mean": round(sum(line["lag_mean"] for line in steps) / max(1, len(steps)), 3),
+        "hours": round(sum(line["step_s"] for line in steps) / 3600, 3),
+    }
+
+
+def by_version(evaluations: list[dict[str, Any]], source: str) -> dict[str, float]:
+    """Version -> mean reward of one sample for each held-out prompt of the source."""
+    name = f"val-core/{source}/reward/mean@1"
+    return {str(int(one["evaluation_version"])): round(one[name], 4) for one in evaluations if name in one}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="*", default=["prepare", "sft", "rl", "report"], help="all without any")
+    parser.add_argument("--bounds", type=int, nargs="+", default=[0, 2, 4])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--hours", type=float, default=0.0, help="of `rl`; 0: until it is complete")
+    args = parser.parse_args()
+    for stage in args.stages:
+        {"prepare": prepare, "sft": sft, "rl": rl, "report": report}[stage](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The recipe of examples/reasoning: problems, teacher, rewards, and its two configurations."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import load
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "reasoning"
+sys.path.insert(0, str(FOLDER))
+import problems  # noqa: E402, RUF100
+
+PLACES = range(200)
+JUDGED = tuple(kind for kind in problems.KINDS if kind != "code")
+
+
+def each(kind: str) -> Iterator[Any]:
+    return (problems.problem(kind, seed=3, index=index) for index in PLACES)
+
+
+@pytest.mark.parametrize("kind", JUDGED)
+def test_the_teacher_is_right_and_a_wrong_answer_is_not(kind: str) -> None:
+    for found in each(kind):
+        assert problems.reward(kind, found.solution, found.truth) == 1.0, found
+        wrong = {"reach": {"yes": "no", "no": "yes"}.get(found.answer)}.get(kind) or f"{found.answer}1"
+        assert problems.reward(kind, found.solution.replace(f"#{found.answer}", f"#{wrong}"), found.truth) == 0.0, found
+        assert problems.reward(kind, found.answer, found.truth) == 0.0, "no mark"
+
+
+def test_programs_do_what_their_words_say() -> None:
+    for found in each("code"):
+        names: dict[str, Any] = {}
+        exec(problems.PREFIX + found.solution, names)
+        assert [names["f"](*given) for given in found.truth["inputs"]] == found.truth["outputs"], found
+
+
+def test_a_countdown_is_judged_by_value_and_numbers() -> None:
+    truth = {"target": 8, "numbers": [3, 5, 2]}
+    given = {"3+5": 1, "(5+3)": 1, "2*4": 0, "3+3+2": 0, "5+3+2-2": 0, "8": 0, "__import__('os')": 0, "3**2": 0, "": 0}
+    assert {text: problems.reward("countdown", f"#{text}", truth) for text in given} == given
+    assert problems.reward("countdown", "#" + "(" * 5000, truth) == 0.0
+
+
+def test_a_way_must_follow_the_edges() -> None:
+    truth = {"edges": ["ab", "bd", "ce"], "start": "a", "goal": "d", "reachable": True}
+    given = {"a:b;b:d#yes": 1, "a:d#yes": 0, "a:b#yes": 0, "b:d#yes": 0, "#yes": 0, "a:b;b:d#no": 0, "a:b;c:e#yes": 0}
+    assert {text: problems.reward("reach", text, truth) for text in given} == given
+
+
+def test_difficulty_grows_with_the_level() -> None:
+    for kind in problems.KINDS:
+        easy, hard = (
+            [len(problems.problem(kind, seed=0, index=n, level=level).prompt) for n in PLACES] for level in (1, 6)
+        )
+        assert sum(hard) > 1.3 * sum(easy), kind
+    with pytest.raises(ValueError, match="level 9"):
+        problems.problem("sort", seed=0, index=0, level=9)
+
+
+def test_mistakes_are_as_frequent_as_asked() -> None:
+    def share(noise: float) -> float:
+        rights = [
+            problems.reward(kind, problems.demonstration(found, noise=noise, rng=random.Random(n)), found.truth)
+            for kind in JUDGED
+            for n, found in enumerate(each(kind))
+        ]
+        return sum(rights) / len(rights)
+
+    assert share(0.0) == 1.0 and 0.3 < share(0.06) < 0.9 and share(0.06) > share(0.3)
+
+
+def test_rows_are_reproducible_and_fit_the_configurations() -> None:
+    first, again = problems.rows(100, 7), problems.rows(100, 7)
+    assert first == again and first != problems.rows(100, 8) and first != problems.rows(100, 7, split="heldout")
+    letters = set(problems.CHARACTERS) | {" "}
+    rl, sft = (load(FOLDER / name) for name in ("rl.toml", "sft.toml"))
+    for n in range(500):
+        found = problems.problem(problems.KINDS[n % 5], seed=1, index=n)
+        plain = found.prompt + found.solution
+        for word in problems.WORDS:
+            plain = plain.replace(word, "")
+        assert set(plain) <= letters, found
+        assert len(found.prompt) <= min(rl.data.max_prompt_tokens, sft.data.max_prompt_tokens) or found.kind == "story"
+        assert len(found.solution) < min(rl.sampling.max_new_tokens, sft.sampling.max_new_tokens), found
+    assert {source for one in rl.reward for source in one.data_sources} == set(problems.KINDS)
