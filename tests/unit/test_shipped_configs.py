@@ -35,6 +35,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen2.5-3B-Instruct": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
                             "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936,
                             "tie_word_embeddings": True, "model_type": "qwen2"},
+    "Qwen2.5-1.5B-Instruct": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                              "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+                              "tie_word_embeddings": True, "model_type": "qwen2"},
     "Qwen2.5-7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
                    "num_key_value_heads": 4, "vocab_size": 152064, "model_type": "qwen2"},
     "Qwen3-8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
@@ -42,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-14B": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
                   "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "model_type": "qwen3"},
 }  # fmt: skip
-MODELS["Qwen2.5-7B-Instruct"] = MODELS["Qwen2.5-7B"]
+MODELS["Qwen2.5-7B-Instruct"] = MODELS["Qwen2.5-Coder-7B-Instruct"] = MODELS["Qwen2.5-7B"]
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -71,6 +74,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in, where the modules of a user that examples name are stand-ins."""
     monkeypatch.chdir(tmp_path)
     code = "def {}(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n\n"
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "my_rewards.py").write_text(code.format("gsm8k"))
     (tmp_path / "my_tools.py").write_text(code.format("tidy") + "def search(query: str) -> str:\n    return query\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
@@ -115,8 +119,8 @@ def stand_ins(config: Config) -> None:
 
 
 def test_all_kinds_of_use_have_an_example() -> None:
-    wanted = {"grpo-gsm8k", "dapo", "ppo-critic", "lora", "megatron", "ascend", "multi-turn"}
-    assert wanted <= {path.stem for path in EXAMPLES} and len(SHIPPED) >= 13
+    wanted = {"grpo-gsm8k", "dapo", "ppo-critic", "lora", "megatron", "ascend", "multi-turn", "math-gspo", "code"}
+    assert wanted <= {path.stem for path in EXAMPLES} and len(SHIPPED) >= 17
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=names)
