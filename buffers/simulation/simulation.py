@@ -33,7 +33,8 @@ from buffers.simulation.engines import Decoding, Engine
 
 TICK_S = 0.2
 SKIPPED = 5  # steps at the start in which the pipeline fills, at most a third of the run
-MOST_EVENTS = 40  # per sample of the run: beyond, it goes round in circles (everything is late, say)
+MOST_SAMPLES = 20  # generated for each one that the run trains: beyond, it goes round in circles (all is late, say)
+QUIET_S = 6 * 3600.0  # without the end of a sample or a step
 
 
 class QuietTransaction(Transaction):
@@ -87,6 +88,7 @@ class Simulation:
         self.engines = [self._engine(number) for number in range(scenario.producers)]
         self._polls: dict[str, tuple[int, int, float, int, Engine]] = {}  # name -> version, groups, until, request
         self._requests = 0
+        self._generated, self._progress_at = 0, 0.0  # samples; when a sample or a step ended last
         self._room = True  # something happened that may let a producer have more
         self._idle_rewards = deque(f"reward-{number}" for number in range(scenario.reward_workers))
         self._looking = False
@@ -165,6 +167,7 @@ class Simulation:
 
     def _samples(self, name: str, sample: Decoding) -> bool:
         """A finished sample arrives; whether its lease still stands."""
+        self._generated, self._progress_at = self._generated + 1, self.clock.now
         number, token = sample.lease.group, sample.lease.token
         group = self.machine.table.groups.get(number)
         if group is None or group.token != token:
@@ -246,7 +249,7 @@ class Simulation:
             self.clock.schedule(delay, lambda engine=engine: engine.swap(version))  # type: ignore[misc]
 
     def _commit(self, step: int) -> None:
-        now = self.clock.now
+        now = self._progress_at = self.clock.now
         self.machine.commit(epoch=self._epoch, step=step, version=step, digest="", now=now)
         self.steps[-1].ended = now
         self._dropped = sum(reasons(self.machine.table, State.DROPPED).values())
@@ -265,11 +268,10 @@ class Simulation:
         self._send(0)
         self._claim()
         last = self.scenario.steps
-        for _ in range(10_000 + MOST_EVENTS * last * self.scenario.batch_groups * self.scenario.asked_samples):
+        most = 1000 + MOST_SAMPLES * last * self.scenario.batch_groups * self.scenario.asked_samples
+        while self._generated < most and self.clock.now < self._progress_at + QUIET_S and self.clock.step():
             if len(self.steps) == last and self.steps[-1].ended:
                 return self._forecast()
-            if not self.clock.step():
-                break
         why = f"{self._dropped} groups were late so far" if self._dropped else self.machine.diagnosis(self.clock.now)
         raise AsyncRLError("plan.stuck", f"step {len(self.steps) + 1} is not reached: {why}", where="plan")
 

@@ -69,6 +69,13 @@ def test_a_slow_learner_never_waits_and_a_slow_engine_never_idles() -> None:
     assert two.steps_s == pytest.approx(2 * got.steps_s, rel=0.15)
 
 
+def test_answers_that_take_an_hour_are_no_standstill() -> None:
+    """An engine asks every quarter of a second meanwhile, far more often than samples end."""
+    slow = msgspec.structs.replace(SWIFT, decode_s=60.0)
+    got = play(slow, Scenario(max_staleness=2, depth=2, slots=8, batch_groups=1, steps=3, late_timeout_s=1e5))
+    assert 1 / got.steps_s == pytest.approx(50 * 60.0, rel=0.01)
+
+
 def test_deeper_is_faster_and_older() -> None:
     plant = msgspec.structs.replace(SWIFT, decode_sample_s=0.0002, train_s=1.2)
     found = [play(plant, Scenario(max_staleness=3, depth=depth, slots=256, steps=20)) for depth in range(4)]
