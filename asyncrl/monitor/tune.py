@@ -14,7 +14,7 @@ import os
 import socket
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,18 @@ def tune_command(
         raise ConfigError("usage", "give key=value ..., or --undo N, or --list")
     if undo is not None and undo < 0:
         raise ConfigError("usage", f"--undo {undo}: changes are counted from 1; 0 is the configuration file")
-    changes = parse_settings(settings)
     address, keys = _place(folder, connect, key)
-    if not reachable(address, timeout_s=ASK_TIMEOUT_S):  # immediate, while a request would wait for its deadline
-        remedy = "start it; a run that has ended cannot be tuned: change its configuration and start it again"
-        raise Unavailable("net.unreachable", f"the run is not running: nothing listens at {address}", remedy=remedy)
-    print(render(_ask(address, keys, changes, undo)))
+    print(render(_ask(address, keys, parse_settings(settings), undo)))
     return 0
+
+
+def change_settings(folder: Path, changes: Mapping[str, Any]) -> Any:
+    """Change settings of a running run; the buffer's answer (`asyncrl.wire.Tuned`). `render` gives its text.
+
+    Raises:
+        AsyncRLError: `run.missing`, `net.unreachable`, `tune.refused`.
+    """
+    return _ask(*_place(folder, "", ""), dict(changes), None)
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
@@ -96,6 +101,9 @@ def _place(folder: Path | None, connect: str, key: str) -> tuple[str, Keys | Non
 
 def _ask(address: str, keys: Keys | None, changes: dict[str, Any], undo: int | None) -> Any:
     """The buffer's answer (`asyncrl.wire.Tuned`)."""
+    if not reachable(address, timeout_s=ASK_TIMEOUT_S):  # immediate, while a request would wait for its deadline
+        remedy = "start it; a run that has ended cannot be tuned: change its configuration and start it again"
+        raise Unavailable("net.unreachable", f"the run is not running: nothing listens at {address}", remedy=remedy)
     with closing(ServiceClient(address, keys=keys, timeout_s=ASK_TIMEOUT_S)) as client:
         return client.tune(changes, author=author(), undo_to=-1 if undo is None else undo)
 

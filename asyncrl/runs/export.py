@@ -36,6 +36,15 @@ def export_command(
     from asyncrl.process_plan.interpreters import python_path
     from asyncrl.process_plan.plan import environment
 
+    words = export_words(folder, step=step, out=out, dtype=dtype, max_shard_size=max_shard_size)
+    threads = load(RunDir(folder).config).learner.threads
+    sys.stdout.flush()
+    replace(sys.executable, words, {**os.environ, **environment(threads, python_path())})
+    return 0
+
+
+def export_words(folder: Path, *, step: int | None, out: Path | None, dtype: str, max_shard_size: str) -> list[str]:
+    """The command of the exporter. Raises ConfigError for a run without checkpoints, a target, or a size."""
     run = RunDir(folder).require()
     parse_size(max_shard_size)
     if not checkpoints_in(run):
@@ -45,10 +54,7 @@ def export_command(
         words += ["--out", str(refuse_target(out))]
     if step is not None:
         words += ["--step", str(step)]
-    threads = load(run.config).learner.threads
-    sys.stdout.flush()
-    replace(sys.executable, words, {**os.environ, **environment(threads, python_path())})
-    return 0
+    return words
 
 
 def no_checkpoint(run: RunDir) -> ConfigError:

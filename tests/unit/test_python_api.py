@@ -1,0 +1,183 @@
+"""The Python door without processes: the public names, functions as source, rows, and the configuration object."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import asyncrl
+from asyncrl.config import load
+from asyncrl.errors import ConfigError, ConfigErrors
+from asyncrl.python_api.function_source import write_functions
+from asyncrl.python_api.settings import flatten, nest, write_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = {"run.name": "a", "learner.optim.lr": 1e-4, "learner.algorithm.loss_options": {"beta": 1.0}}
+
+
+def test_the_public_names_are_these_and_cost_nothing() -> None:
+    assert sorted(asyncrl.__all__) == ["Config", "Run", "__version__", "launch", "train"]
+    assert set(asyncrl.__all__) <= set(dir(asyncrl)) and all(getattr(asyncrl, name) for name in asyncrl.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'learn'"):
+        _ = asyncrl.learn  # type: ignore[attr-defined]
+    code = "import asyncrl, sys; print(sorted({'torch', 'redis', 'msgspec', 'pandas'} & {*sys.modules}))"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "[]"
+
+
+# ---------------------------------------------------------------- functions as source
+
+
+def in_main(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run a script whose functions other processes cannot import; it writes them with `written`."""
+    script = tmp_path / "script.py"
+    head = (
+        "import sys\nfrom pathlib import Path\nfrom asyncrl.python_api.function_source import write_functions\n"
+        f"def written(*given):\n    return write_functions(Path({str(tmp_path)!r}) / 'code', list(given))\n"
+    )
+    script.write_text(head + textwrap.dedent(code))
+    command = [sys.executable, str(script)]
+    env = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=60)
+
+
+def test_a_function_travels_with_what_it_names(tmp_path: Path) -> None:
+    done = in_main(
+        tmp_path,
+        """
+        import re
+        import json as reader
+        from collections import Counter
+        LIMIT, TABLE = 3, {"a": (1, 2.5)}
+
+        class Words:
+            def __init__(self, text):
+                self.count = Counter(re.findall("[a-z]", text))
+
+        def helper(text, most=LIMIT):
+            return min(most, sum(Words(text).count.values())) * TABLE["a"][1]
+
+        def outer(scale):
+            def right(prompts, completions, **columns: "Columns"):
+                seen: list[Unknown] = []
+                for completion in completions:
+                    seen.append(scale * helper(completion) + len(reader.dumps(0)))
+                return [value for value in seen]
+            return right
+
+        print(written(outer(2.0)))
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "code" / "functions.py"
+    assert done.stdout.strip() == str([f"{path}:right"])
+    names: dict[str, Any] = {"__name__": "elsewhere"}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    assert names["right"](["p"], ["ab1", "abcdef"]) == [2.0 * 2 * 2.5 + 1, 2.0 * 3 * 2.5 + 1]
+    manifest = json.loads((path.parent / "manifest.json").read_text())
+    assert len(manifest["sha256"]) == 64 and {"right", "helper", "Words", "LIMIT"} <= set(manifest["names"])
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("right = lambda completions, **_: [0.0]", "lambda"),
+        ("file = open(__file__)\ndef right(completions):\n    return [file.read()]", "uses file, a TextIOWrapper"),
+        ("class Model:\n    pass\nmodel = Model()\ndef right(completions):\n    return model", "uses model, a Model"),
+        (
+            "def right(completions):\n    return [missing(c) for c in completions]",
+            "names missing, which is not defined",
+        ),
+        ("exec('def right(completions): return 0')", "its source is not known"),
+    ],
+    ids=["lambda", "file", "object", "undefined", "without source"],
+)
+def test_what_has_no_text_is_refused_with_the_reason(code: str, says: str, tmp_path: Path) -> None:
+    done = in_main(tmp_path, code + "\nwritten(right)\n")
+    assert done.returncode and "error[config.reward]" in done.stderr and says in done.stderr, done.stderr
+    assert not (tmp_path / "code").exists()
+
+
+def test_a_function_of_a_module_keeps_its_name(tmp_path: Path) -> None:
+    assert write_functions(tmp_path / "code", [textwrap.dedent]) == ["textwrap:dedent"]
+    assert not (tmp_path / "code").exists()
+
+
+# ---------------------------------------------------------------- rows
+
+
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+
+
+def test_rows_of_every_kind(tmp_path: Path) -> None:
+    import pandas
+    import pyarrow
+
+    tables = [ROWS, iter(ROWS), pandas.DataFrame(ROWS), pyarrow.Table.from_pylist(ROWS)]
+    for number, table in enumerate(tables):
+        path = Path(write_rows(table, tmp_path / f"{number}.jsonl"))
+        assert [json.loads(line) for line in path.read_text().splitlines()] == ROWS
+    assert write_rows("rows.parquet", tmp_path / "x") == "rows.parquet" and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("rows", [7, [1, 2], [{"x": object()}], []], ids=["number", "numbers", "objects", "none"])
+def test_what_is_no_table_is_refused(rows: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        write_rows(rows, tmp_path / "rows.jsonl")
+    assert error.value.code == "config.data" and error.value.remedy
+
+
+# ---------------------------------------------------------------- the configuration
+
+
+def test_dotted_keys_and_back() -> None:
+    assert flatten(nest(SETTINGS)) == SETTINGS
+    resolved = load(ROOT / "configs" / "quickstart.toml")
+    assert nest(flatten(msgspec.to_builtins(resolved))) == msgspec.to_builtins(resolved)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 64}')
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_a_configuration_is_built_checked_saved_and_read(model: Path, tmp_path: Path) -> None:
+    given = {"learner.steps": 7, "learner.algorithm.preset": "dapo", "buffer.max_staleness": 3}
+    config = asyncrl.Config.build(
+        model, ROWS, ["builtin:exact"], dir=tmp_path / "run", evaluation=ROWS[:1], settings=given
+    )
+    assert config.check() == [] and config["learner.steps"] == 7
+    path = config.save(tmp_path / "mine.toml")
+    read = load(path)
+    assert (read.learner.steps, read.buffer.max_staleness, read.learner.algorithm.clip_high) == (7, 3, 0.28)
+    assert read.reward[0].function == "builtin:exact" and Path(read.run.dir) == tmp_path / "run"
+    again = asyncrl.Config.open(path)
+    assert load(again.save(tmp_path / "again.toml")) == read
+
+
+def test_every_mistake_is_told_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    config = asyncrl.Config.build(model, ROWS, ["builtin:exact"], dir=tmp_path / "run")
+    config["buffer.max_stalenes"], config["learner.steps"] = 3, -1
+    assert sorted(error.code for error in config.check()) == ["config.type", "config.unknown_key"]
+    with pytest.raises(ConfigErrors):
+        asyncrl.launch(config)
+    assert not (tmp_path / "run" / "logs").exists()
+    with pytest.raises(ConfigError, match="no reward"):
+        asyncrl.Config.build(model, ROWS, [], dir=tmp_path / "run")
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        asyncrl.Run.open(tmp_path)
+    assert error.value.code == "run.missing"
