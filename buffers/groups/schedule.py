@@ -47,6 +47,15 @@ class Schedule:
         return self.live.current.max_staleness
 
     @property
+    def depth(self) -> int:
+        """Batches of work ahead of the step in training. "auto" is found from the waits of a learner: before there was
+        one, the bound alone limits the work.
+        """
+        settings = self.live.current
+        searched = settings.depth_rule == "auto" and not self.table.meta.epoch
+        return settings.max_staleness if searched else settings.depth
+
+    @property
     def training_version(self) -> int:
         """The version that the step in training starts from; between steps the committed one."""
         return max(self.table.meta.version, self.table.frontier - 1)
@@ -73,15 +82,14 @@ class Schedule:
 
     def deep_enough(self, outstanding: int, producer_lag: int) -> bool:
         """(D) allows one more group."""
-        live = self.live
         v = self.training_version
-        return depth_allows(outstanding, depth=live.current.depth, producer_lag=producer_lag, batch=live.plan, v=v)
+        return depth_allows(outstanding, depth=self.depth, producer_lag=producer_lag, batch=self.live.plan, v=v)
 
     def next_group(self, engine_version: int) -> Group | None:
         """The group to lease next: one that waits for another attempt, earliest deadline first, else a new prompt."""
         settings, meta = self.live.current, self.table.meta
         lag = self.training_version - engine_version
-        if meta.emptied or engine_version < 0 or engine_version > meta.newest + 1 or lag > settings.depth:
+        if meta.emptied or engine_version < 0 or engine_version > meta.newest + 1 or lag > self.depth:
             return None
         found = self._next_pending(engine_version, lag)
         if found is not None:
@@ -131,20 +139,20 @@ class Schedule:
 
     def count_ready(self, engine_version: int) -> int:
         """How many groups could be leased to engines at this version; an estimate if bounds differ."""
-        settings, v, at = self.live.current, self.training_version, self.table.frontier
+        v, at = self.training_version, self.table.frontier
         plan, due = self.live.plan, self.table.indexes.due
         deadline = engine_version + self.bound
         resumable = len(self.table.indexes.pending) - self.untouched
         if self.table.meta.emptied or engine_version < 0 or deadline < at:
             return resumable
-        deep = capacity(plan, v, v + settings.depth - max(0, v - engine_version)) - self.outstanding
+        deep = capacity(plan, v, v + self.depth - max(0, v - engine_version)) - self.outstanding
         places = min(capacity(plan, at, u) - n for u, n in levels(due, at, deadline) if u >= deadline) + 1
         left = self.unclaimed - self.table.indexes.competing
         return resumable + max(0, min(deep + self.untouched, places, left + self.untouched))
 
     def blocked_reason(self, engine_version: int) -> str:
         """Why an engine at this version gets no group; empty if it would get one."""
-        settings, meta, waiting = self.live.current, self.table.meta, len(self.table.indexes.pending)
+        meta, waiting = self.table.meta, len(self.table.indexes.pending)
         if meta.emptied:
             return "the store was emptied or restored; no learner has registered since to say which groups are trained"
         if engine_version < 0:
@@ -152,8 +160,8 @@ class Schedule:
         if engine_version > meta.newest + 1:
             return f"the engine is at version {engine_version}, the newest published one is {meta.newest}"
         lag = self.training_version - engine_version
-        if lag > settings.depth:
-            return f"the engine is {lag} versions behind, pipeline_depth is {settings.depth}: it must sync"
+        if lag > self.depth:
+            return f"the engine is {lag} versions behind, pipeline_depth is {self.depth}: it must sync"
         if self.next_group(engine_version) is not None:
             return ""
         if self.table.indexes.competing >= self.unclaimed and not waiting:
@@ -163,7 +171,7 @@ class Schedule:
                 deadline = engine_version + self.bound
                 return f"no room before deadline {deadline}: the learner must take a batch"
             if not self.deep_enough(self.outstanding, lag):
-                return f"{self.outstanding} groups are ahead of the learner, pipeline_depth is {settings.depth}"
+                return f"{self.outstanding} groups are ahead of the learner, pipeline_depth is {self.depth}"
         return f"no room for the {waiting} groups that wait: the learner must take a batch"
 
     # ------------------------------------------------------------ batches

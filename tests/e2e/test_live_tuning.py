@@ -21,6 +21,8 @@ def test_tuning_is_seen_in_the_lags_and_in_the_audit(run) -> None:  # type: igno
         "--set",
         "buffer.max_staleness=1",
         "--set",
+        "buffer.pipeline_depth=max",
+        "--set",
         "learner.steps=2000",
         "--set",
         "learner.checkpoint_every=50",

@@ -310,6 +310,17 @@ def test_auto_depth_is_fed_by_the_claims_and_told_as_changes() -> None:
     assert run.g.settings.depth == 0
 
 
+def test_auto_depth_waits_for_a_learner() -> None:
+    run = Run(max_staleness=3, depth=1, depth_rule="auto", batch_groups=1, total_groups=200)
+    run.g = GroupMachine(run.g.settings)  # before any learner
+    assert run.lease(0, 9) == [0, 1, 2, 3]  # nobody has waited yet: as many as the bound allows
+    run.register(0)
+    run.finish(0, 1, 2)
+    assert run.claim(1) is not None and run.lease(0, 9) == []
+    run.commit(1)
+    assert run.claim(2) is not None and run.lease(1, 9) == [] and "pipeline_depth is 1" in run.g.lease_blocked(1)
+
+
 def test_the_configuration_takes_auto() -> None:
     from test_config import GOOD
 
