@@ -340,6 +340,13 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "loss.rows_of_a_sample_alone",
+        "learners/algorithms/aggregation.py",
+        "lengths = lengths if siblings is None else lengths + siblings",
+        "lengths = lengths",
+        ("tests/unit/test_sessions.py",),
+    ),
+    Mutant(
         "loss.rows_weighted_by_length",
         "learners/algorithms/aggregation.py",
         '    if mode == "seq-mean-token-mean":',
