@@ -225,8 +225,7 @@ def train_step(
     if not updates:
         return StepResult({"lr": lr}, 1)
     metrics = _metrics(totals, tokens=tokens, updates=updates, lr=lr * scale, norm=norm) | kept.metrics(gang)
-    metrics |= companions.metrics() | info._replace(overflows=overflows).scaling()
-    metrics |= _start_metrics(ready, algorithm)
+    metrics |= companions.metrics() | info._replace(overflows=overflows).scaling() | _start_metrics(ready, algorithm)
     return StepResult(metrics, skipped, weights=kept.weights(gang), log=kept)
 
 
