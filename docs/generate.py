@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl import cli, config, errors, metrics, wire
-from asyncrl.config import capabilities, presets
+from asyncrl.config import capabilities, media, presets
 from asyncrl.config.json_schema import field_meanings
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.configure import preset_pages
@@ -319,8 +319,8 @@ def capability_tables() -> str:
         "",
         "## Rows of the data",
         "",
-        f"Rows are text. A row is refused if a column {', '.join(f'`{name}`' for name in capabilities.MEDIA_COLUMNS)}",
-        f"is not empty, or if the type or a key of a part of a message contains {', '.join(capabilities.MEDIA_WORDS)}.",
+        f"Rows are text. A row is refused if a column {', '.join(f'`{name}`' for name in media.MEDIA_COLUMNS)}",
+        f"is not empty, or if the type or a key of a part of a message contains {', '.join(media.MEDIA_WORDS)}.",
         "`asyncrl check` searches the files; every reader refuses too: prompts, held-out prompts, and rows for SFT,",
         "preferences and reward models.",
     ]

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import asdict
 
@@ -182,20 +182,7 @@ class Producer:
             reason = problem.reason
             await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))
             return
-        request = GenRequest(
-            f"{lease.group}:{lease.token}",
-            prompt_ids,
-            tuple(lease.missing),
-            lease.seed,
-            sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            support=sampling.wants_support,
-            stop_ids=self.tokenizer.eos_ids,
-            delta_tokens=0 if is_evaluation(lease.group) else self.config.producers.checkpoint_tokens,
-        )
+        request = self._request(lease, prompt_ids, sampling)
         if not self.config.environment.is_single_turn:
             begun = ()  # turns cannot be continued from tokens alone
         trail = Trail(request, begun, self.receiver.digests)
@@ -230,6 +217,22 @@ class Producer:
             print(f"group {lease.group}: {failure.reason}", flush=True)
             reason = failure.reason[:REASON_LETTERS]
             await self._patiently(lambda: self.client.give_back([lease], reason=reason))
+
+    def _request(self, lease: Lease, prompt_ids: Any, sampling: SamplingConfig) -> GenRequest:
+        return GenRequest(
+            f"{lease.group}:{lease.token}",
+            prompt_ids,
+            tuple(lease.missing),
+            lease.seed,
+            sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            support=sampling.wants_support,
+            stop_ids=self.tokenizer.eos_ids,
+            delta_tokens=0 if is_evaluation(lease.group) else self.config.producers.checkpoint_tokens,
+        )
 
     async def _play(
         self,

@@ -27,12 +27,13 @@ def a_sample(
     runs: Runs | None = None,
     finish: str = "stop",
     parts: dict[str, float] | None = None,
+    rows: tuple[tuple[int, int], ...] = (),
 ) -> SampleData:
     """Log-probs are 0 and all tokens of version 0 where nothing else is said."""
     tokens = np.asarray(response, np.int32)
     logs = np.zeros(tokens.size, np.float32) if logprobs is None else np.asarray(logprobs, np.float32)
     spans = ((0, tokens.size),) if runs is None else runs
-    return SampleData(index, tokens, logs, mask, spans, finish, float(reward), parts or {}, {})
+    return SampleData(index, tokens, logs, mask, spans, finish, float(reward), parts or {}, {}, rows)
 
 
 def a_group(

@@ -51,8 +51,10 @@ def list_senses(model: Model) -> list[str]:
 
 MEGATRON_MODELS = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")  # frequencies independent of the length of a row
-#: Fields that change the logits behind the head, and their values that do not.
-HEAD_FIELDS = (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0))
+#: Fields that scale the logits behind the head.
+HEAD_SCALES = ("logits_scaling", "logit_scale")
+#: Fields of soft caps, `cap tanh(x / cap)`, of the logits behind the head and of attention scores.
+HEAD_CAP, ATTENTION_CAP = "final_logit_softcapping", "attn_logit_softcapping"
 
 
 def find_dense_variant(model: Model) -> str:
@@ -69,46 +71,16 @@ def find_dense_variant(model: Model) -> str:
     return "" if kind in ROPE_TYPES else f"rope type {kind!r}"
 
 
-def find_head_change(model: Model) -> str:
-    """How a model changes its logits after the head; empty: not at all."""
+def find_head_scale(model: Model) -> str:
+    """How a model scales its logits after the head; empty: not at all."""
     inner = model.get("text_config") or model
-    found = ((name, inner.get(name, right), right) for name, right in HEAD_FIELDS)
-    return next((f"{name} = {value}" for name, value, right in found if value not in (None, right)), "")
+    return next((f"{name} = {inner[name]}" for name in HEAD_SCALES if inner.get(name) not in (None, 1.0)), "")
 
 
-# ---------------------------------------------------------------- rows of the data
-
-#: Columns of media, and words in the type or the keys of a part of a message. No engine and no learner gets them.
-MEDIA_COLUMNS = ("images", "videos", "audios")
-MEDIA_WORDS = ("image", "video", "audio")
-MEDIA_REMEDY = "remove the media from the rows, or use rows of text alone: a model would not see them"
-
-
-def find_media(row: Mapping[str, Any]) -> str:
-    """The first place of an image, a video or audio in a row; empty without one. Empty columns count as none.
-
-    >>> find_media({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "images": []})
-    "a part 'image_url' of column 'prompt'"
-    """
-    for column in MEDIA_COLUMNS:
-        held = row.get(column)
-        if held is not None and (not hasattr(held, "__len__") or len(held)):
-            return f"column {column!r}"
-    for column, value in row.items():
-        for message in value if isinstance(value, list) else [value]:
-            content = message.get("content") if isinstance(message, Mapping) and "role" in message else None
-            for part in content if isinstance(content, list) else ():
-                if found := _media_of(part):
-                    return f"a part {found!r} of column {column!r}"
-    return ""
-
-
-def _media_of(part: Any) -> str:
-    """The kind of a part of a message that is no text."""
-    if not isinstance(part, Mapping):
-        return ""
-    names = (str(part.get("type") or ""), *(str(key) for key, value in part.items() if value is not None))
-    return next((name for name in names if any(word in name for word in MEDIA_WORDS)), "")
+def find_cap(model: Model, name: str) -> float | None:
+    """The soft cap `HEAD_CAP` or `ATTENTION_CAP` of a model."""
+    found: float | None = (model.get("text_config") or model).get(name)
+    return found
 
 
 # ---------------------------------------------------------------- features
@@ -162,6 +134,16 @@ def _needs_model(name: str, title: str) -> Feature:
 
 def _model(title: str, words: Callable[[Model], str]) -> Feature:
     return Feature(title, "model.path", lambda _, model: words(model))
+
+
+def _head(what: str, words: Callable[[Model], str]) -> Feature:
+    title = f"logits that are {what} after the head"
+    return Feature(title, "model.path", lambda c, m: words(m) if c.learner.mode != "reward_model" else "")
+
+
+def _capped(config: Config, model: Model, key: str) -> str:
+    cap = find_cap(model, ATTENTION_CAP)
+    return f"{key} = {_get(config, key)!r} with {ATTENTION_CAP} = {cap}" if cap else ""
 
 
 def _is_plain(model: Model) -> bool:
@@ -226,9 +208,17 @@ FEATURES: dict[str, Feature] = {
         "other activations, biases, attention windows or rotary scaling",
         lambda m: find_dense_variant(m) if _is_plain(m) and not _architecture(m) else "",
     ),
-    "head_change": Feature(
-        "logits that are scaled or capped after the head", "model.path",
-        lambda c, m: find_head_change(m) if c.learner.mode != "reward_model" else "",
+    "head_scale": _head("scaled", find_head_scale),
+    "head_cap": _head("capped", lambda m: f"{HEAD_CAP} = {find_cap(m, HEAD_CAP)}" if find_cap(m, HEAD_CAP) else ""),
+    "attention_cap": Feature(
+        "capped attention scores, `model.attn_implementation = \"sdpa\"` or `\"varlen\"`", "model.attn_implementation",
+        lambda c, m: _capped(c, m, "model.attn_implementation")
+        if c.model.attn_implementation in ("sdpa", "varlen") else "",
+    ),
+    "attention_cap_split": Feature(
+        "capped attention scores, `learner.parallel.sequence`, no kernel named", "learner.parallel.sequence",
+        lambda c, m: _capped(c, m, "learner.parallel.sequence")
+        if c.learner.parallel.sequence > 1 and c.model.attn_implementation in ("auto", "eager") else "",
     ),
 }  # fmt: skip
 #: Features that a learner or an engine is asked for.
@@ -254,7 +244,12 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
         "varlen_float32": ("computes it in half precision", "set model.dtype = 'bfloat16', or auto"),
         "senses": TEXT_ALONE,
         "encoder_decoder": ENCODES,
-        "head_change": HEAD,
+        "head_scale": HEAD,
+        "attention_cap": ("needs a kernel that caps", "leave it at auto, or set it to eager"),
+        "attention_cap_split": (
+            "cannot split the attention of auto and eager then",
+            "set it to 1, or model.attn_implementation = 'flash_attention_2' (flash-attn 2.6 or later)",
+        ),
     },
     "megatron": {
         "float16": ("has no loss scale for float16", "use bfloat16, or fsdp2"),
@@ -272,7 +267,9 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
         "encoder_decoder": ENCODES,
         "architecture": (f"builds {', '.join(MEGATRON_MODELS)}", FSDP2),
         "dense_variant": ("has no layers for it", FSDP2),
-        "head_change": HEAD,
+        "head_scale": HEAD,
+        "head_cap": HEAD,
+        **dict.fromkeys(("attention_cap", "attention_cap_split"), ("has no layers for it", FSDP2)),
     },
     "hf": {
         "senses": ("serves token ids alone", "use a language model, or another engine (producers.engine)"),
@@ -323,7 +320,9 @@ def find_folder_refusals(
     """
     what = "backend" if part in BACKENDS else "engine"
     names = OF_LEARNERS if part in BACKENDS else OF_ENGINES
-    asked = tuple(name for name in names if FEATURES[name].of_model and not (scores and name == "head_change"))
+    asked = tuple(
+        name for name in names if FEATURES[name].of_model and not (scores and name in ("head_scale", "head_cap"))
+    )
     yield from (one._replace(key=key) for one in _find(config, model, part, asked, what=what))
 
 

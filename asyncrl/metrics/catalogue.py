@@ -70,11 +70,11 @@ CATALOGUE: dict[str, Metric] = {
         "largest |proximal - behaviour|, rounded up by at most 14 % and to 1e-4 at least; "
         "lag/0/logprob_gap_*: the numerical difference of engine and learner",
     ),
-    "ess_rows": Metric("share", "learner", "effective sample size of the samples' mean importance weights"),
+    "ess_rows": Metric("share", "learner", "effective sample size of the rows' mean importance weights"),
     "ratio_p01": Metric("1", "learner", "1 % of the tokens have a ratio proximal / behaviour below this"),
     "ratio_p50": Metric("1", "learner", "median ratio proximal / behaviour"),
     "ratio_p99": Metric("1", "learner", "1 % of the tokens have a ratio above this"),
-    "chi2_seq": Metric("1", "learner", "mean squared ratio of whole samples minus 1: variance of sequence weights"),
+    "chi2_seq": Metric("1", "learner", "mean squared ratio of whole rows minus 1: variance of sequence weights"),
     "rejected_share": Metric("share", "learner", "tokens that the correction rejected"),
     "kl_reference": Metric("nats", "learner", "KL to the reference model per token, by the estimator in force"),
     "kl_coeff": Metric("1", "learner", "weight of the KL term in the step"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 SO_ATTACH_FILTER = 26  # <asm-generic/socket.h>
@@ -29,18 +29,21 @@ class _Program(ctypes.Structure):
 
 
 @contextmanager
-def closed_afterwards() -> Iterator[None]:
+def closed_afterwards(report_open: Callable[[], object]) -> Iterator[None]:
     """Close to later connections what this process begins to listen on inside the block.
 
     The block must return only when everybody is connected, and no other thread may open a listener meanwhile. It is
     for Linux; elsewhere, in containers that forbid such filters, and after an error in the block, the listeners stay
-    open.
+    open. `report_open` is called for each that the system does not let close.
     """
     before = _listening()
     yield
     for inode, descriptor in _listening().items():
         if inode not in before:
-            _drop_connections(descriptor)
+            try:
+                _drop_connections(descriptor)
+            except OSError:
+                report_open()
 
 
 def _listening() -> dict[int, int]:
@@ -68,7 +71,6 @@ def _drop_connections(descriptor: int) -> None:
     program = _Program(1, ctypes.pointer(instruction))
     borrowed = socket.socket(fileno=descriptor)
     try:
-        with suppress(OSError):  # some containers forbid it: the listener stays open
-            borrowed.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, bytes(program))
+        borrowed.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, bytes(program))
     finally:
         borrowed.detach()

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.capabilities import MEDIA_REMEDY, MEDIA_WORDS, find_media
+from asyncrl.config.media import MEDIA_REMEDY, MEDIA_WORDS, find_media
 from asyncrl.config.mode import derive_steps, evaluation_data, is_paired, streams
 from asyncrl.config.rules import learner
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for

@@ -113,18 +113,7 @@ class ProducerClient(AsyncClient):
         `wire.SampleHead`; `parts` are the parts of `rewards` by name.
         """
         rows, turns = rows or {}, turns or {}
-        arrays: dict[str, tuple[str, list[Any]]] = {
-            "prompt": ("i4", [np.asarray(prompt_ids, wire.DTYPES["i4"])]),
-            "response": ("i4", _concatenate([sample.token_ids for sample in samples], "i4")),
-            "logprobs": ("f4", _concatenate([sample.logprobs for sample in samples], "f4")),
-        }
-        if masks:
-            ones = [masks.get(sample.index, np.ones(len(sample.token_ids), np.uint8)) for sample in samples]
-            arrays["mask"] = ("u1", _concatenate(ones, "u1"))
-        support = wire.join_supports((sample.support, len(sample.token_ids)) for sample in samples)
-        if support is not None:
-            arrays |= {name: ("u1", [coded]) for name, coded in wire.pack_support(support).items()}
-        fields, payload = wire.pack_parts(arrays)
+        fields, payload = _pack_samples(prompt_ids, samples, masks)
         heads = tuple(
             wire.SampleHead(
                 item.index,
@@ -179,6 +168,24 @@ class ProducerClient(AsyncClient):
         if leases:
             groups = tuple((lease.group, lease.token) for lease in leases)
             await self._ask(wire.LeaseReturn(self.name, groups, reason, dead))
+
+
+def _pack_samples(
+    prompt_ids: IntArray, samples: Sequence[GenDelta], masks: Mapping[int, Any] | None
+) -> tuple[tuple[wire.Field, ...], bytes]:
+    """Pack the arrays of finished samples; arguments as in `submit`."""
+    arrays: dict[str, tuple[str, list[Any]]] = {
+        "prompt": ("i4", [np.asarray(prompt_ids, wire.DTYPES["i4"])]),
+        "response": ("i4", _concatenate([sample.token_ids for sample in samples], "i4")),
+        "logprobs": ("f4", _concatenate([sample.logprobs for sample in samples], "f4")),
+    }
+    if masks:
+        ones = [masks.get(sample.index, np.ones(len(sample.token_ids), np.uint8)) for sample in samples]
+        arrays["mask"] = ("u1", _concatenate(ones, "u1"))
+    support = wire.join_supports((sample.support, len(sample.token_ids)) for sample in samples)
+    if support is not None:
+        arrays |= {name: ("u1", [coded]) for name, coded in wire.pack_support(support).items()}
+    return wire.pack_parts(arrays)
 
 
 def _concatenate(parts: Sequence[Any], dtype: str) -> list[Any]:

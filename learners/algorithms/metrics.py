@@ -79,13 +79,14 @@ def correction_table(
     dual_clipped: Tensor | None = None,
     gated: Tensor | None = None,
     current: Tensor | None = None,
+    shares: Tensor | None = None,
 ) -> Tensor:
     """Sum the statistics of one piece of a batch by lag, `[buckets, columns + bins]`; pieces add up. No tokens: zeros.
 
     Log-probs, mask and row numbers are flat, `[N]`. `lags` `[S]` has the lag of each row in steps; the last rows may
     have no tokens. `correction` is the one that the loss used (None: all weights are 1). `clipped`, `dual_clipped`
-    and `gated`, bool `[N]`, come from the loss; `current` has the log-probs that the loss used. The last columns are a
-    histogram of d = proximal - behaviour.
+    and `gated`, bool `[N]`, come from the loss; `current` has the log-probs that the loss used. `shares` `[S]` are the
+    weights of rows (`aggregation.row_shares`; None: 1). The last columns are a histogram of d = proximal - behaviour.
     """
     new, old = masked(proximal.detach(), mask), masked(behaviour.detach(), mask)
     raw = new - old
@@ -120,6 +121,7 @@ def correction_table(
         -1,
     )
     rows = _row_sums(new, old, weights, mask, sequences=sequences, count=lags.numel())
+    rows = rows if shares is None else rows * shares[:, None]
     return torch.cat(
         (_bucket_sums(bucket[sequences], tokens), _bucket_sums(bucket, rows), _histogram(gap, mask, bucket[sequences])),
         -1,

@@ -47,6 +47,7 @@ class Micro(NamedTuple):
     lags: Tensor  # i8 [N]
     scales: Tensor  # f4 [S]
     right: Tensor  # bool [S]
+    siblings: Tensor  # i8 [S]: trained tokens in the other sequences of its sample
     support: Supports | None = None  # what each target was drawn from; None: the whole vocabulary
 
 
@@ -231,6 +232,7 @@ def to_device(micro: MicroBatch, device: torch.device) -> Micro:
         lags=long(micro.lags),
         scales=torch.tensor(micro.scales, device=device),
         right=torch.tensor(micro.right, device=device).bool(),
+        siblings=long(micro.siblings),
         support=Supports.from_arrays(micro.support_counts, micro.support_ids, device),
     )
 

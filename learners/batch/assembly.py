@@ -10,11 +10,13 @@ Guarantees:
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.versions import lag, oldest_version
@@ -81,7 +83,7 @@ def assemble(
     )
     cut = [
         _minibatch(
-            [one for one in sequences[part] for _ in range(found.repeats[whole.cuts[one.number].sample])],
+            _draw(sequences[part], found.repeats, algorithm),
             ranks=ranks,
             max_tokens=max_tokens,
             packing=packing,
@@ -92,6 +94,16 @@ def assemble(
     stats = statistics(batch, np.array(found.first))
     stats["micro_batches"] = float(sum(len(part.micro) for share in shares for part in share))
     return StepBatch(shares, stats | found.stats, found.first, whole)
+
+
+def _draw(sequences: Sequence[Sample], repeats: Sequence[int], algorithm: AlgorithmConfig) -> list[Sample]:
+    """Repeat each sequence as often as its sample was drawn; every draw is a sample of its own."""
+    first = np.cumsum([0, *repeats]).tolist()
+    return [
+        replace(one, owner=first[one.owner] + copy if algorithm.sequence == "sample" else -1)
+        for one in sequences
+        for copy in range(repeats[one.owner])
+    ]
 
 
 def _sequence(
@@ -111,6 +123,7 @@ def _sequence(
         mask=found.masks[of][place],
         advantage=found.first[of],
         number=number,
+        owner=of,
         advantages=found.advantages[of][place],
         lags=found.lags[of][place],
         scale=float(found.scales[of]),
@@ -159,8 +172,15 @@ def _split_groups(sizes: Sequence[int], parts: int) -> list[slice]:
 
 def _minibatch(sequences: Sequence[Sample], *, ranks: int, max_tokens: int, packing: bool) -> tuple[Minibatch, ...]:
     """Return the mini-batch of every rank."""
-    tokens = sum(int(sequence.mask.sum()) for sequence in sequences)
-    trained = sum(bool(sequence.mask.any()) for sequence in sequences)
+    counts = [int(sequence.mask.sum()) for sequence in sequences]
+    owners = [one.owner if one.owner >= 0 else -1 - place for place, one in enumerate(sequences)]
+    totals = Counter[int]()
+    for owner, count in zip(owners, counts, strict=True):
+        totals[owner] += count
+    sequences = [
+        replace(one, owner=owner, siblings=totals[owner] - count)
+        for one, owner, count in zip(sequences, owners, counts, strict=True)
+    ]
     right = sum(int(sequence.mask.sum()) for sequence in sequences if sequence.right)
     lengths = [sequence.tokens.size for sequence in sequences]
     rows = pack(lengths, limit=max_tokens, multiple=ranks) if packing else pad(lengths, limit=max_tokens)
@@ -169,8 +189,8 @@ def _minibatch(sequences: Sequence[Sample], *, ranks: int, max_tokens: int, pack
     build = packed_row if packing else padded_rows
     return tuple(
         Minibatch(
-            tokens,
-            trained,
+            sum(counts),
+            sum(count > 0 for count in totals.values()),
             tuple(build([sequences[item] for item in rows[row]] if row >= 0 else []) for row in rows_of_rank),
             right,
         )

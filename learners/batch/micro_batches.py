@@ -38,6 +38,8 @@ class Sample(msgspec.Struct, frozen=True):
     scale: float = 1.0  # weight by lag
     right: bool = False  # the answer is right
     support: Support | None = None  # of each draw [T]; None: nothing was cut
+    owner: int = -1  # number of the sample that it is a row of; -1: it counts as a sample of its own
+    siblings: int = 0  # trained tokens in the other rows of the sample
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
@@ -62,6 +64,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
     samples: Array  # i4 [S]: place of each sequence among those of the batch
     support_counts: Array = NOTHING  # i4 [N]: ids that each target was drawn from, 0: all; empty: nothing was cut
     support_ids: Array = NOTHING  # i4 [sum counts]
+    owners: Array = NOTHING  # i4 [S]: number of the sample of each sequence, unique in the mini-batch of all ranks
+    siblings: Array = NOTHING  # i4 [S]: trained tokens in the other sequences of its sample
 
     def drop_support(self) -> MicroBatch:
         """Return it for a model that did not sample: log-probs over the whole vocabulary."""
@@ -72,7 +76,7 @@ class Minibatch(msgspec.Struct, frozen=True):
     """One optimizer step: micro-batches and the global denominators of the loss."""
 
     tokens: int  # trained tokens over all ranks
-    sequences: int  # sequences with at least one trained token, over all ranks
+    sequences: int  # samples (or rows: `learner.algorithm.sequence`) with a trained token, over all ranks
     micro: tuple[MicroBatch, ...]
     right: int = 0  # trained tokens of right answers, over all ranks
 
@@ -102,6 +106,8 @@ _FIELDS = {
     "samples": "i4",
     "support_counts": "i4",
     "support_ids": "i4",
+    "owners": "i4",
+    "siblings": "i4",
 }
 
 
@@ -206,6 +212,8 @@ def _micro(
         samples=np.array([sequence.number for sequence in sequences], np.int32),
         support_counts=NOTHING if support is None else support.counts,
         support_ids=NOTHING if support is None else support.ids,
+        owners=np.array([sequence.owner for sequence in sequences], np.int32),
+        siblings=np.array([sequence.siblings for sequence in sequences], np.int32),
     )
 
 

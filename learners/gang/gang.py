@@ -14,6 +14,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -105,7 +106,7 @@ class Gang:
 
         Only on CPUs: NCCL and HCCL connect later, too.
         """
-        return closed_afterwards() if self.size > 1 and self.device.type == "cpu" else nullcontext()
+        return closed_afterwards(_warn_of_listeners) if self.size > 1 and self.device.type == "cpu" else nullcontext()
 
     def clone(self, *, timeout_s: float) -> Gang:
         """Return the same ranks for another thread, with a process group of their own. Collective."""
@@ -215,6 +216,16 @@ def waiting_s(config: Config) -> float:
 
 def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+@cache
+def _warn_of_listeners() -> None:
+    """Once in a process: ranks meet several times."""
+    print(
+        "learner: warning: this system forbids packet filters, so the ports of torch's store and Gloo stay open: any "
+        "process that reaches them can write to the store and use up descriptors (docs/security.md, Connections)",
+        flush=True,
+    )
 
 
 def lost_peer(error: RuntimeError) -> bool:

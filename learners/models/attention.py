@@ -3,7 +3,9 @@
 With `model.attn_implementation` "auto": flash-attn on CUDA if installed, the fused operators of torch_npu on an NPU
 (both named "flash_attention_2" in transformers, in half precision), otherwise "sdpa" one sequence at a time. The "sdpa"
 of transformers uses a dense mask over the whole row, so its cost grows with the square of the row. "varlen" is torch's
-own CUDA kernel in half precision (`torch.nn.attention.varlen`). Guarantees of "auto" and "varlen":
+own CUDA kernel in half precision (`torch.nn.attention.varlen`). For a model that caps its attention scores (Gemma-2)
+"auto" is flash-attn from 2.6 on, otherwise "eager" with a dense mask; kernels without a cap are refused. Guarantees of
+"auto" and "varlen":
 1. every sequence gets the result that it has alone in a row, by the same kernel (`scaled_dot_product_attention`,
    causal);
 2. a layer that needs more than causal attention inside a sequence (a window, chunks, padding) gets transformers' dense
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncrl.config.capabilities import ATTENTION_CAP
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.runtime.device import Device
 from learners.models import sequence_parallel as sequence
@@ -39,8 +42,9 @@ FLASH = "flash_attention_2"
 _LENGTHS = "_asyncrl_lengths"
 
 
-def select_kernel(wanted: str, device: Device, dtype: str) -> str:
-    """Return the attention with which transformers loads a model. `dtype`: of compute, by its name in the settings.
+def select_kernel(wanted: str, device: Device, dtype: str, *, capped: bool = False) -> str:
+    """Return the attention with which transformers loads a model. `dtype`: of compute, by its name in the settings;
+    `capped`: the model caps its attention scores.
 
     Raises:
         ConfigError: `config.conflict`: the device or the dtype has no such kernel.
@@ -53,7 +57,14 @@ def select_kernel(wanted: str, device: Device, dtype: str) -> str:
     if wanted != "auto":
         return wanted
     flash = device.supports("flash_attention") and importlib.util.find_spec("flash_attn") is not None
-    return FLASH if dtype != "float32" and (flash or device.supports("fused_attention")) else "sdpa"
+    fused = device.supports("fused_attention")
+    if capped:
+        from transformers.utils.import_utils import is_flash_attn_greater_or_equal
+
+        flash, fused = flash and is_flash_attn_greater_or_equal("2.6.0"), False
+    if dtype != "float32" and (flash or fused):
+        return FLASH
+    return "eager" if capped else "sdpa"
 
 
 def sequence_lengths(position_ids: Tensor) -> list[int]:
@@ -114,7 +125,8 @@ def attend_varlen(
     """Like `attend`, with one call of torch's kernel for all sequences of a row."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if attention_mask is not None or given.get("position_ids") is None or query.shape[0] > 1 or given.get("dropout"):
+    other = given.get("dropout") or given.get("softcap")  # transformers refuses the latter in `attend`
+    if attention_mask is not None or given.get("position_ids") is None or query.shape[0] > 1 or other:
         return attend(module, query, key, value, attention_mask, **given)
     lengths = _cached_lengths(given["position_ids"])
     ends = torch.tensor([0, *lengths], dtype=torch.int32, device=query.device).cumsum(0, dtype=torch.int32)
@@ -162,14 +174,16 @@ def install(model: Any, name: str = BY_SEQUENCE) -> bool:
 
 @contextmanager
 def plain(model: Any) -> Iterator[None]:
-    """Use transformers' own "sdpa" for single sequences in this block, if it computes what the model needs."""
+    """Use transformers' own "sdpa" ("eager" with capped scores) for single sequences in this block, if it can be."""
     before = model.config._attn_implementation
-    inner = before.removeprefix(sequence.PREFIX)
-    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
-    if inner not in {BY_SEQUENCE, VARLEN, FLASH, "flex_attention"} or capped or not getattr(model, "_supports_sdpa", 0):
+    inner, split = before.removeprefix(sequence.PREFIX), before.startswith(sequence.PREFIX)
+    capped = getattr(model.config.get_text_config(), ATTENTION_CAP, None) is not None
+    able = not split if capped else getattr(model, "_supports_sdpa", False)
+    if inner not in {BY_SEQUENCE, VARLEN, FLASH, "flex_attention"} or not able:
         yield
         return
-    model.set_attn_implementation(sequence.register_attention("sdpa") if before.startswith(sequence.PREFIX) else "sdpa")
+    name = "eager" if capped else "sdpa"
+    model.set_attn_implementation(sequence.register_attention(name) if split else name)
     try:
         yield
     finally:

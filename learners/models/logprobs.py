@@ -5,14 +5,15 @@ Guarantees:
    request) the sum of squared probabilities are stored, `[N]` each, and for the backward pass the softmax of the last
    chunks, up to `KEPT_BYTES`;
 2. the gradient (to hidden states, head weight and bias) equals that of the full computation, also through the entropy;
-3. log-probs are of `softmax(logits / temperature)`, in float32 or wider;
+3. log-probs are of `softmax(logits / temperature)`, in float32 or wider; with a `cap` (Gemma-2, arXiv 2408.00118) the
+   logits become `cap tanh(logits / cap)` before that;
 4. a target with a support (the ids that it was drawn from) has the log-prob of the softmax over these, and so has the
    sum of squares; entropies are of the full softmax. Other targets of the chunk have the same bits as without;
 5. no 2D attention mask and no cache are passed: with either, packed rows are silently wrong in transformers;
 6. log-probs and entropies have the same bits with and without squares, which never have a gradient.
 
 With tensor parallelism each rank computes the logits of its own rows of the head (`split_logprobs`): equal up to
-rounding. Heads that change their logits (soft caps, scales) are refused (`policy_model.check_head`).
+rounding. Heads that scale their logits are refused (`policy_model.check_head`).
 Example: probabilities 0.5, 0.25, 0.25 and target 0: log-prob -0.693, entropy 1.040, sum of squares 0.375.
 """
 
@@ -32,12 +33,27 @@ from learners.models.vocabulary import Vocabulary
 KEPT_BYTES = 128 << 20
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """`[n, V]` in float32 or wider, divided by the temperature."""
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, cap: float | None) -> Tensor:
+    """`[n, V]` in float32 or wider, capped and divided by the temperature."""
     logits = nn.functional.linear(hidden, weight, bias)
     if logits.dtype not in (torch.float32, torch.float64):
         logits = logits.float()
+    if cap is not None:
+        logits = logits.div_(cap).tanh_().mul_(cap)
     return logits if temperature == 1.0 else logits / temperature
+
+
+def _slope(logits: Tensor, temperature: float, cap: float | None) -> Tensor | None:
+    """Return the derivative of the cap, `1 - tanh^2`, at the results of `_logits`; None without a cap."""
+    return None if cap is None else (logits * (temperature / cap)).square_().neg_().add_(1)
+
+
+def _undo_logits(grad: Tensor, slope: Tensor | None, temperature: float) -> None:
+    """Make the gradient of the results of `_logits` that of the head's own logits, in place."""
+    if temperature != 1.0:
+        grad.div_(temperature)
+    if slope is not None:
+        grad.mul_(slope)
 
 
 class TokenNumbers(NamedTuple):
@@ -58,6 +74,7 @@ def _split_pass(  # noqa: PLR0917 - as `_pass`
     *,
     squares: bool = False,
     support: Supports | None = None,
+    cap: float | None = None,
 ) -> _Chunks:
     """Like `_pass`, from this rank's part of the logits."""
     shares: list[Tensor] = []
@@ -66,7 +83,7 @@ def _split_pass(  # noqa: PLR0917 - as `_pass`
     square_sums = torch.empty_like(lse) if squares else None
     for start in range(0, targets.numel(), chunk):
         part = slice(start, start + chunk)
-        logits = _logits(hidden[part], weight, None, temperature)
+        logits = _logits(hidden[part], weight, None, temperature, cap)
         top = split.sum(logits.amax(-1), dist.ReduceOp.MAX)
         mine, places = split.own(targets[part], weight.shape[0])
         sums = [mine * logits.gather(-1, places[:, None]).squeeze(-1)]  # the target's logit, from its rank
@@ -114,6 +131,7 @@ def _pass(  # noqa: PLR0917 - as torch passes them to the function below
     squares: bool = False,
     kept_bytes: int = 0,
     support: Supports | None = None,
+    cap: float | None = None,
 ) -> _Chunks:
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logprobs, entropy, lse = (torch.empty(targets.numel(), dtype=wide, device=hidden.device) for _ in range(3))
@@ -125,7 +143,7 @@ def _pass(  # noqa: PLR0917 - as torch passes them to the function below
     shares: list[Tensor] = []
     for start in range(0, targets.numel(), chunk):
         part = slice(start, start + chunk)
-        logits = _logits(hidden[part], weight, bias, temperature)
+        logits = _logits(hidden[part], weight, bias, temperature, cap)
         softmax = logits.softmax(-1)
         # The largest entry is at least 1 / V: no precision is lost, and no second exp is needed.
         lse[part] = logits.amax(-1) - softmax.amax(-1).log_()
@@ -160,10 +178,11 @@ class _SplitLogprobs(torch.autograd.Function):
         chunk: int,
         split: Vocabulary,
         support: Supports | None,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        found = _split_pass(hidden, weight, targets, temperature, chunk, split, support=support)
+        found = _split_pass(hidden, weight, targets, temperature, chunk, split, support=support, cap=cap)
         ctx.save_for_backward(hidden, weight, targets, found.lse, found.entropy, found.shares)
-        ctx.temperature, ctx.chunk, ctx.split, ctx.support = temperature, chunk, split, support
+        ctx.temperature, ctx.chunk, ctx.split, ctx.support, ctx.cap = temperature, chunk, split, support, cap
         return found.logprobs, found.entropy
 
     @staticmethod
@@ -174,7 +193,9 @@ class _SplitLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
         for start in range(0, targets.numel(), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logs = _logits(hidden[part], weight, None, ctx.temperature).sub_(lse[part, None])
+            logs = _logits(hidden[part], weight, None, ctx.temperature, ctx.cap)
+            slope = _slope(logs, ctx.temperature, ctx.cap)
+            logs.sub_(lse[part, None])
             grad = logs.exp().neg_()  # as in `_ChunkedLogprobs`
             logs.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(up[part, None])
             grad.mul_(logs)
@@ -184,12 +205,11 @@ class _SplitLogprobs(torch.autograd.Function):
                 add_support_gradient(grad, held, grad_logprobs[part], shares, ctx.split)
             mine, places = ctx.split.own(targets[part], weight.shape[0])
             grad.scatter_add_(-1, places[:, None], (mine * grad_logprobs[part])[:, None])
-            if ctx.temperature != 1.0:
-                grad.div_(ctx.temperature)
+            _undo_logits(grad, slope, ctx.temperature)
             grad_hidden[part] = grad.to(weight.dtype) @ weight
             grad_weight += grad.to(hidden.dtype).T @ hidden[part]
         whole = ctx.split.sum(grad_hidden).to(hidden.dtype)
-        return whole, grad_weight.to(weight.dtype), None, None, None, None, None
+        return whole, grad_weight.to(weight.dtype), *[None] * 6
 
 
 def split_logprobs(
@@ -202,6 +222,7 @@ def split_logprobs(
     chunk_tokens: int = 1024,
     squares: bool = False,
     support: Supports | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor] | TokenNumbers:
     """Like `chunked_logprobs`, or `token_numbers` with `squares`, from this rank's `rows` of the head. Collective.
 
@@ -210,10 +231,12 @@ def split_logprobs(
     """
     if squares:
         with torch.no_grad():
-            found = _split_pass(hidden, rows, targets, temperature, chunk_tokens, split, squares=True, support=support)
+            found = _split_pass(
+                hidden, rows, targets, temperature, chunk_tokens, split, squares=True, support=support, cap=cap
+            )
         return TokenNumbers(found.logprobs, found.entropy, found.square_sums)
     result: tuple[Tensor, Tensor] = _SplitLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, rows, targets, temperature, chunk_tokens, split, support
+        hidden, rows, targets, temperature, chunk_tokens, split, support, cap
     )
     return result
 
@@ -232,11 +255,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk: int,
         kept_bytes: int,
         support: Supports | None,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # an unused entropy gradient costs nothing
-        found = _pass(hidden, weight, bias, targets, temperature, chunk, kept_bytes=kept_bytes, support=support)
+        found = _pass(
+            hidden, weight, bias, targets, temperature, chunk, kept_bytes=kept_bytes, support=support, cap=cap
+        )
         ctx.save_for_backward(hidden, weight, bias, targets, found.lse, found.entropy, found.shares, *found.kept)
-        ctx.temperature, ctx.chunk, ctx.support = temperature, chunk, support
+        ctx.temperature, ctx.chunk, ctx.support, ctx.cap = temperature, chunk, support, cap
         return found.logprobs, found.entropy
 
     @staticmethod
@@ -255,12 +281,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part, known = slice(number * ctx.chunk, (number + 1) * ctx.chunk), number - chunks + len(kept)
             held = None if ctx.support is None else ctx.support.part(part)
             # d logprob / d logit = onehot - p
-            if grad_entropy is None and held is not None and held.every:  # p is 0 outside the supports
-                grad = lse.new_zeros(held.counts.numel(), weight.shape[0])
+            slope = None
+            if grad_entropy is None and held is not None and held.every and ctx.cap is None:
+                grad = lse.new_zeros(held.counts.numel(), weight.shape[0])  # p is 0 outside the supports
             elif grad_entropy is None and known >= 0:
                 grad = kept[known] * -full[part, None]
             else:
-                logs = _logits(hidden[part], weight, bias, ctx.temperature).sub_(lse[part, None])  # log-softmax
+                logs = _logits(hidden[part], weight, bias, ctx.temperature, ctx.cap)
+                slope = _slope(logs, ctx.temperature, ctx.cap)
+                logs.sub_(lse[part, None])  # log-softmax
                 if grad_entropy is None:
                     grad = logs.exp_().mul_(-full[part, None])
                 else:  # d entropy / d logit = -p (log p + entropy); in two buffers of [n, V]
@@ -269,8 +298,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 del logs
             add_support_gradient(grad, held, up[part], shares)
             grad.scatter_add_(-1, targets[part, None], up[part, None])
-            if ctx.temperature != 1.0:
-                grad.div_(ctx.temperature)
+            _undo_logits(grad, slope, ctx.temperature)
             narrow = grad.to(weight.dtype)
             grad_hidden[part] = (narrow @ weight).to(hidden.dtype)
             if grad_weight is None:
@@ -281,12 +309,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_weight += (grad.to(hidden.dtype).T @ hidden[part]).to(lse.dtype)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-            del grad, narrow  # before the next ones are made
+            del grad, narrow, slope  # before the next ones are made
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *[None] * 5,
+            *[None] * 6,
         )
 
 
@@ -299,14 +327,16 @@ def chunked_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     support: Supports | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target and the entropy of each distribution, both `[N]`.
 
-    `hidden` `[N, H]`, `weight` `[V, H]`, `targets` int64 `[N]`; `support`: what each target was drawn from.
+    `hidden` `[N, H]`, `weight` `[V, H]`, `targets` int64 `[N]`; `support`: what each target was drawn from; `cap`: of
+    the logits, which the backward pass then recomputes.
     """
-    kept_bytes = KEPT_BYTES if torch.is_grad_enabled() else 0
+    kept_bytes = KEPT_BYTES if torch.is_grad_enabled() and cap is None else 0
     result: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperature, chunk_tokens, kept_bytes, support
+        hidden, weight, bias, targets, temperature, chunk_tokens, kept_bytes, support, cap
     )
     return result
 
@@ -322,11 +352,12 @@ def token_numbers(
     chunk_tokens: int = 1024,
     squares: bool = False,
     support: Supports | None = None,
+    cap: float | None = None,
 ) -> TokenNumbers:
     """Like `chunked_logprobs`, without gradient; with `squares` also the sums for the optimal token baseline, of
     `softmax(logits / temperature)` (arXiv 2602.17616).
     """
-    found = _pass(hidden, weight, bias, targets, temperature, chunk_tokens, squares=squares, support=support)
+    found = _pass(hidden, weight, bias, targets, temperature, chunk_tokens, squares=squares, support=support, cap=cap)
     return TokenNumbers(found.logprobs, found.entropy, found.square_sums)
 
 

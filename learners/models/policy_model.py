@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from asyncrl.config.capabilities import HEAD_FIELDS, find_head_change
+from asyncrl.config.capabilities import HEAD_CAP, HEAD_SCALES, find_head_scale
 from asyncrl.errors import ConfigError
 from learners.models.logprobs import (
     TokenNumbers,
@@ -22,9 +22,9 @@ from learners.models.vocabulary import vocabulary_split
 
 
 def check_head(config: Any) -> None:
-    """Raise `config.model` if the model changes its logits after the head, which this module does not reproduce."""
-    if change := find_head_change({name: getattr(config, name, neutral) for name, neutral in HEAD_FIELDS}):
-        raise ConfigError("config.model", f"{config.model_type}: {change} is not supported by the learner")
+    """Raise `config.model` if the model scales its logits after the head, which this module does not reproduce."""
+    if scale := find_head_scale({name: getattr(config, name, None) for name in HEAD_SCALES}):
+        raise ConfigError("config.model", f"{config.model_type}: {scale} is not supported by the learner")
 
 
 class PolicyModel(nn.Module):
@@ -39,6 +39,7 @@ class PolicyModel(nn.Module):
         self.model: Any = model
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
+        self.cap: float | None = getattr(model.config.get_text_config(), HEAD_CAP, None)
         self.split: Split | None = None  # rows are split over ranks (`learners.models.sequence_parallel`)
 
     def forward(
@@ -84,6 +85,7 @@ class PolicyModel(nn.Module):
                 chunk_tokens=self.chunk_tokens,
                 squares=squares,
                 support=support,
+                cap=self.cap,
             )
         weight = gather_whole(head.weight)
         options: dict[str, Any] = {
@@ -91,6 +93,7 @@ class PolicyModel(nn.Module):
             "temperature": self.temperature,
             "chunk_tokens": self.chunk_tokens,
             "support": support,
+            "cap": self.cap,
         }
         if squares:
             numbers = token_numbers(hidden, weight, targets, squares=True, **options)

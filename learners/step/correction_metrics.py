@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from learners.algorithms.aggregation import row_shares
 from learners.algorithms.metrics import LAG_BUCKETS, correction_table, table_metrics
 from learners.algorithms.tensors import masked
 from learners.algorithms.types import Correction, TokenLoss
@@ -86,6 +87,7 @@ class StepLog:
             dual_clipped=result.dual_clipped,
             gated=result.gated,
             current=current,
+            shares=row_shares(micro.mask, micro.sequences, micro.siblings),
         ).double()
         gap = masked(proximal.detach(), micro.mask) - masked(micro.behaviour, micro.mask)
         ratio = masked(gap.clamp(-20, 20).exp(), micro.mask)

@@ -111,7 +111,14 @@ def loss_function(
     def loss(predictions: Tensor, zeros: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
         old, targets = values[number], returns[number]
         found = value_loss(predictions, old, targets, micro.mask, cliprange=cliprange)
-        value = aggregate(found.loss, micro.mask, micro.sequences, mode=config.aggregation, denominators=denominators)
+        value = aggregate(
+            found.loss,
+            micro.mask,
+            micro.sequences,
+            mode=config.aggregation,
+            denominators=denominators,
+            siblings=micro.siblings,
+        )
         return value, _sums(old, targets, found.clipped, micro.mask)
 
     return loss

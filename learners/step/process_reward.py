@@ -6,7 +6,8 @@ Guarantees:
 2. `update = "before"` (double forward): the model is updated on the whole batch and then scores it. If the policy is
    not updated afterwards (a bad group, a probe), the model is restored, bit by bit;
 3. the loss is the cross-entropy of `sigmoid(beta sum of log-ratios)` against right or wrong (`shaping.correct_above`),
-   mean over the sequences of the mini-batch with a trained token, over all ranks.
+   mean over the samples of the mini-batch with a trained token, over all ranks. Rows of a sample share its weight by
+   their tokens.
 
 Rank 0 computes scores and advantages in `learners.batch.estimates`.
 Example: beta 0.05, log-ratios 1 and 3 of a right answer: logit 0.2, loss 0.598, counted as accurate.
@@ -19,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from asyncrl.config import LearnerConfig, ProcessRewardConfig
+from learners.algorithms.aggregation import row_shares
 from learners.algorithms.prime import outcome_losses
 from learners.algorithms.tensors import masked
 from learners.backends.base import Backend, LossFunction, Micro, ProcessRewardModel
@@ -104,18 +106,19 @@ def process_step(
 
 
 def loss_function(reference: Sequence[Tensor], sequences: int, config: ProcessRewardConfig) -> LossFunction:
-    """Return the cross-entropy for `Companion.train`; `sequences`: of the mini-batch on all ranks."""
+    """Return the cross-entropy for `Companion.train`; `sequences`: samples of the mini-batch on all ranks."""
 
     def loss(logprobs: Tensor, entropy: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
         q = masked(logprobs, micro.mask) - masked(reference[number], micro.mask)
         found = outcome_losses(q, micro.right, micro.mask, micro.sequences, beta=config.beta)
         agrees = ((found.logits > 0) == micro.right) & found.counted
+        shares = row_shares(micro.mask, micro.sequences, micro.siblings)
         sums = {
-            "right_sum": agrees.sum(),
-            "sequences_sum": found.counted.sum(),
+            "right_sum": (agrees * shares).sum(),
+            "sequences_sum": shares.sum(),
             "tokens_sum": micro.mask.sum(),
             "ratio_sum": q.detach().double().sum(),
         }
-        return found.loss.sum() / max(sequences, 1), sums
+        return (found.loss * shares).sum() / max(sequences, 1), sums
 
     return loss

@@ -103,12 +103,18 @@ class StepRunner:
         return {"step": batch.step, "replayed": batch.replayed, "groups": lines}
 
     def _sample_weights(self, result: StepResult) -> dict[int, float]:
-        """Return mean importance weights by sample; over its sequences, if it has several."""
-        cuts = self._whole.cuts if self._whole is not None else ()
-        found: dict[int, list[float]] = {}
+        """Return mean importance weights by sample, over the trained tokens of all its sequences."""
+        whole, found = self._whole, dict[int, list[tuple[float, int]]]()
+        if whole is None or not whole.cuts:
+            return dict(result.weights)
         for number, weight in result.weights.items():
-            found.setdefault(cuts[number].sample if cuts else number, []).append(weight)
-        return {sample: sum(values) / len(values) for sample, values in found.items()}
+            cut = whole.cuts[number]
+            tokens = int(whole.rollouts.mask[cut.sample, cut.start : cut.stop].sum())
+            found.setdefault(cut.sample, []).append((weight, tokens))
+        totals = {sample: max(sum(tokens for _, tokens in rows), 1) for sample, rows in found.items()}
+        return {
+            sample: sum(weight * (tokens / totals[sample]) for weight, tokens in rows) for sample, rows in found.items()
+        }
 
     # ------------------------------------------------------------ packing
 

@@ -16,10 +16,12 @@ quarantined.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -74,6 +76,7 @@ class Terms(NamedTuple):
     entropy_coeff: float | None = None  # None: as in the settings
     kl_coeff: float = 0.0
     right: int = 0  # trained tokens of right answers in the mini-batch
+    siblings: Sequence[Tensor] | None = None  # denominator kept: kept tokens in the other rows of each row's sample
 
     def get(self, number: int, name: str) -> Any:
         """Return the part of a micro-batch."""
@@ -114,15 +117,21 @@ def loss_function(
             scales = micro.scales[micro.sequences]
             result, weights = result._replace(loss=result.loss * scales), weights * scales
 
-        value = reduce(result.loss, keep if algorithm.denominator == "kept" else micro.mask, micro.sequences)
+        siblings = terms.get(number, "siblings")
+        value = reduce(
+            result.loss,
+            keep if algorithm.denominator == "kept" else micro.mask,
+            micro.sequences,
+            siblings=micro.siblings if siblings is None else siblings.to(micro.mask.device),
+        )
         if bonus:
-            value = value - bonus * reduce(entropy, micro.mask, micro.sequences)
+            value = value - bonus * reduce(entropy, micro.mask, micro.sequences, siblings=micro.siblings)
         sums = {"entropy_sum": masked(entropy.detach(), micro.mask).sum()}
         if terms.high is not None:
             sums["entropy_kept_sum"] = _policy_mask(micro, terms, number).sum()
         if algorithm.kl.where == "loss":
             divergence = kl_term(algorithm, logprobs, proximal, terms.get(number, "reference"), micro.mask)
-            value = value + terms.kl_coeff * reduce(divergence, micro.mask, micro.sequences)
+            value = value + terms.kl_coeff * reduce(divergence, micro.mask, micro.sequences, siblings=micro.siblings)
             sums["kl_reference_sum"] = divergence.detach().sum()
         if algorithm.positive_coeff:
             right = micro.right[micro.sequences]
@@ -216,8 +225,7 @@ def train_step(
     if not updates:
         return StepResult({"lr": lr}, 1)
     metrics = _metrics(totals, tokens=tokens, updates=updates, lr=lr * scale, norm=norm) | kept.metrics(gang)
-    metrics |= companions.metrics() | info._replace(overflows=overflows).scaling()
-    metrics |= _start_metrics(ready, algorithm)
+    metrics |= companions.metrics() | info._replace(overflows=overflows).scaling() | _start_metrics(ready, algorithm)
     return StepResult(metrics, skipped, weights=kept.weights(gang), log=kept)
 
 
@@ -256,13 +264,18 @@ def _terms(
         current = backend.forward_logprobs(part.micro)  # at the weights of this update
         terms = terms._replace(chosen=choose_tokens(chooser, part, terms, current, algorithm, gang=gang, seed=seed))
     if algorithm.denominator == "kept":
-        counts = _count_kept(part, terms, algorithm, gang=gang)
+        counts, siblings = _count_kept(part, terms, algorithm, gang=gang)
+        terms = terms._replace(siblings=siblings)
     return terms, counts
 
 
-def _count_kept(part: Minibatch, terms: Terms, algorithm: AlgorithmConfig, *, gang: Gang) -> Denominators:
-    """Count the tokens that the correction keeps, and sequences with one, over all ranks. Collective."""
-    correct, tokens, sequences = correction_for(algorithm), 0, 0
+def _count_kept(
+    part: Minibatch, terms: Terms, algorithm: AlgorithmConfig, *, gang: Gang
+) -> tuple[Denominators, list[Tensor]]:
+    """Count the tokens that the correction keeps, and samples with one, over all ranks. The tensors `[S]` count those
+    in the other rows of each row's sample, by micro-batch. Collective.
+    """
+    correct, lengths, mine, total = correction_for(algorithm), list[Tensor](), Counter[int](), Counter[int]()
     for number, piece in enumerate(part.micro):
         known = terms.get(number, "proximal")
         device = torch.device("cpu") if known is None else known.device
@@ -272,10 +285,14 @@ def _count_kept(part: Minibatch, terms: Terms, algorithm: AlgorithmConfig, *, ga
             proximal = micro.behaviour if known is None else known
             found = correct(proximal, micro.behaviour, micro.mask, micro.sequences)
         keep = _policy_mask(micro, terms, number) & found.keep.to(device)
-        tokens += int(keep.sum())
-        sequences += int((sequence_lengths(keep, micro.sequences) > 0).sum())
-    total = gang.total({"tokens": float(tokens), "sequences": float(sequences)})
-    return Denominators(int(total["tokens"]), int(total["sequences"]))
+        lengths.append(sequence_lengths(keep, micro.sequences, piece.owners.size).cpu())
+        for owner, count in zip(piece.owners.tolist(), lengths[-1].tolist(), strict=True):
+            mine[owner] += count
+    for text in gang.gather_shares(msgspec.msgpack.encode(mine)):
+        total.update(msgspec.msgpack.decode(text, type=dict[int, int]))
+    every = [torch.tensor([total[owner] for owner in piece.owners.tolist()], dtype=torch.int64) for piece in part.micro]
+    siblings = [whole - own for whole, own in zip(every, lengths, strict=True)]
+    return Denominators(total.total(), sum(count > 0 for count in total.values())), siblings
 
 
 def probe_step(

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config import DataConfig
-from asyncrl.config.capabilities import MEDIA_COLUMNS, MEDIA_REMEDY, find_media
+from asyncrl.config.media import MEDIA_COLUMNS, MEDIA_REMEDY, find_media
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.plugins import load_object
 from asyncrl.runtime.data_files import data_files, read_table, unknown_kind

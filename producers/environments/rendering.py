@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncrl.config.capabilities import find_media
+from asyncrl.config.media import find_media
 from asyncrl.environment import EnvironmentFailure, Message, Observation
 from asyncrl.errors import ConfigError
 from producers.data.tokenizer import Tokenizer

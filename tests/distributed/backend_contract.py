@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from made_batches import a_batch, a_group, a_sample
+from msgspec.structs import replace
 from ranks import settings
 
 from asyncrl import config as configuration
@@ -73,8 +74,12 @@ def samples(count: int, seed: int) -> list[Sample]:
 
 
 def cut(count: int, seed: int, config: configuration.Config, gang: Gang) -> list[Minibatch]:
-    """This rank's mini-batches: the samples in as many parts as the algorithm has mini-batches."""
+    """This rank's mini-batches: the samples in as many parts as the algorithm has mini-batches. For an aggregation over
+    sequences, three of them are the rows of one sample.
+    """
     every = samples(count, seed)
+    if config.learner.algorithm.aggregation.startswith("seq"):
+        every = [replace(one, owner=one.number // 3) for one in every]
     parts = config.learner.algorithm.minibatches
     return [
         _minibatch(

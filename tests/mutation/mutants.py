@@ -340,6 +340,27 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "loss.rows_of_a_sample_alone",
+        "learners/algorithms/aggregation.py",
+        "lengths = lengths if siblings is None else lengths + siblings",
+        "lengths = lengths",
+        ("tests/unit/test_sessions.py",),
+    ),
+    Mutant(
+        "logprobs.cap_left_out",
+        "learners/models/logprobs.py",
+        "logits = logits.div_(cap).tanh_().mul_(cap)",
+        "logits = logits * 1.0",
+        ("tests/unit/test_logprobs.py", "tests/unit/test_capped_models.py"),
+    ),
+    Mutant(
+        "logprobs.cap_without_gradient",
+        "learners/models/logprobs.py",
+        ".square_().neg_().add_(1)",
+        ".square_().mul_(0).add_(1)",
+        ("tests/unit/test_logprobs.py", "tests/unit/test_capped_models.py"),
+    ),
+    Mutant(
         "loss.rows_weighted_by_length",
         "learners/algorithms/aggregation.py",
         '    if mode == "seq-mean-token-mean":',

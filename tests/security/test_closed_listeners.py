@@ -13,7 +13,10 @@ import pytest
 from bare_config import BARE
 from ports import listeners
 
+from asyncrl.net import closed_listeners
 from asyncrl.net.closed_listeners import closed_afterwards
+from asyncrl.runtime.device import Device
+from learners.gang import gang
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the packet filter is Linux's")
 
@@ -49,7 +52,7 @@ def older() -> Iterator[socket.socket]:
 
 
 def test_only_listeners_of_the_block_are_closed_and_only_to_latecomers(older: socket.socket) -> None:
-    with closed_afterwards():
+    with closed_afterwards(pytest.fail):
         listener = socket.create_server(("127.0.0.1", 0))
         early = socket.create_connection(listener.getsockname(), timeout=10)
         served, _ = listener.accept()
@@ -62,11 +65,26 @@ def test_only_listeners_of_the_block_are_closed_and_only_to_latecomers(older: so
 
 def test_after_an_error_listeners_stay_open() -> None:
     listener = None
-    with pytest.raises(ZeroDivisionError), closed_afterwards():
+    with pytest.raises(ZeroDivisionError), closed_afterwards(pytest.fail):
         listener = socket.create_server(("127.0.0.1", 0))
         raise ZeroDivisionError
     assert listener is not None and answers(listener.getsockname())
     listener.close()
+
+
+def test_a_system_that_forbids_the_filter_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(closed_listeners, "SO_ATTACH_FILTER", 9999)
+    gang._warn_of_listeners.cache_clear()
+    ranks = gang.Gang(0, 2, Device("cpu"))
+    for _ in range(2):
+        with ranks.meeting():
+            listener = socket.create_server(("127.0.0.1", 0))
+        assert answers(listener.getsockname())
+        listener.close()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "forbids packet filters" in line and "docs/security.md" in line
 
 
 def test_nobody_else_reaches_what_torch_listens_on() -> None:

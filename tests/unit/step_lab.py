@@ -37,10 +37,13 @@ WAIT_S = 60.0
 # ---------------------------------------------------------------- a batch
 
 
-def lab_batch(step: int, *, groups: int = 6, size: int = 4, greedy: bool = False, seed: int = 0) -> ClaimedBatch:
+def lab_batch(
+    step: int, *, groups: int = 6, size: int = 4, greedy: bool = False, seed: int = 0, rows: bool = False
+) -> ClaimedBatch:
     """Samples of 1 to 9 tokens with holes in the mask, of two versions, two parts of the reward, some cut short.
 
-    Every fifth response has no trained token. `greedy`: sample `size` of each group is its baseline.
+    Every fifth response has no trained token. `greedy`: sample `size` of each group is its baseline. `rows`: a response
+    begins another row, after a prompt of one token, at every third token.
     """
     rng = np.random.default_rng((seed, step))
     made = []
@@ -49,6 +52,8 @@ def lab_batch(step: int, *, groups: int = 6, size: int = 4, greedy: bool = False
         for index in range(size + greedy):
             length = int(rng.integers(1, 10))
             mask = (rng.random(length) < (0.0 if rng.random() < 0.2 else 0.8)).astype(np.uint8)
+            starts = range(3, length - 1, 3) if rows else ()
+            mask[list(starts)] = 0
             parts = {"exact": float(rng.integers(0, 3)) / 2, "form": float(rng.random())}
             old = int(rng.integers(0, length + 1))
             samples.append(
@@ -59,6 +64,7 @@ def lab_batch(step: int, *, groups: int = 6, size: int = 4, greedy: bool = False
                     sum(parts.values()),
                     mask=mask,
                     parts=parts,
+                    rows=tuple((start, 1) for start in starts),
                     runs=tuple((version, n) for version, n in ((step + 1, old), (step + 3, length - old)) if n),
                     finish="length" if rng.random() < 0.3 else "stop",
                 )
@@ -341,7 +347,8 @@ def _rank(config: Config, batches: Sequence[ClaimedBatch], gang: ThreadGang, dty
         assert not result.broken and not result.skipped and not buried, (result.broken, buried)
         metrics.append(dict(result.metrics))
         names = [(g.group, s.index) for g in given.groups for s in g.samples if not group_size or s.index < group_size]
-        weights.append({names[place]: weight for place, weight in result.weights.items()})
+        if gang.lead:
+            weights.append({names[place]: weight for place, weight in trial._sample_weights(result).items()})
     tables: list[Tables] = [backend, *([backend.critic] if backend.critic else [])]
     gradients = [gradient for one in tables for update in one.seen for gradient in update]
     return Ended(metrics, weights, gradients, [leaf.detach() for one in tables for leaf in one.leaves])

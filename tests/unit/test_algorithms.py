@@ -125,6 +125,7 @@ def test_age_scales_the_loss_of_a_row_not_the_ratio_inside_it(name: str) -> None
         nothing,
         torch.tensor([1.0, 0.25]),
         torch.zeros(2).bool(),
+        torch.zeros(2, dtype=torch.int64),
     )
     grads = {}
     for weight in ("off", "exp"):

@@ -185,6 +185,14 @@ def test_the_attention_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "flash_attn" or None)
     assert [attention.select_kernel("auto", one, "bfloat16") for one in (cpu, cuda)] == ["sdpa", attention.FLASH]
     assert {attention.select_kernel("auto", one, "float32") for one in (cpu, cuda, npu)} == {"sdpa"}
+    for newest, found in (("2.5.9", "eager"), ("2.6.0", attention.FLASH)):  # of flash-attn: the first with a cap
+        monkeypatch.setattr(
+            "transformers.utils.import_utils.is_flash_attn_greater_or_equal",
+            lambda least, newest=newest: least <= newest,
+        )
+        kernels = [attention.select_kernel("auto", one, "bfloat16", capped=True) for one in (cpu, cuda, npu)]
+        assert kernels == ["eager", found, "eager"]
+        assert attention.select_kernel("auto", cuda, "float32", capped=True) == "eager"
     assert (
         attention.select_kernel("varlen", cuda, "bfloat16") == "sdpa"
         and attention.select_kernel("eager", cuda, "x") == "eager"

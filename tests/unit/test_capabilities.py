@@ -82,7 +82,10 @@ ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "encoder_decoder": ((), {"is_encoder_decoder": True}),
     "architecture": ((), {"model_type": "olmo2"}),
     "dense_variant": ((), {"hidden_act": "gelu"}),
-    "head_change": ((), {"final_logit_softcapping": 30.0}),
+    "head_scale": ((), {"logits_scaling": 8.0}),
+    "head_cap": ((), {"final_logit_softcapping": 30.0}),
+    "attention_cap": (("model.attn_implementation=sdpa",), {"attn_logit_softcapping": 50.0}),
+    "attention_cap_split": (("learner.parallel.sequence=2", "learner.ranks=2"), {"attn_logit_softcapping": 50.0}),
 }
 MACHINE = Machine(8, 1 << 40, {}, 1 << 40, 1 << 40)
 
@@ -211,7 +214,7 @@ def test_a_cut_of_training_samples_is_exact_or_wished_to_be_biased(engine: str, 
         assert started(place, "", *allowed, role="producer") is None
 
 
-@pytest.mark.parametrize("feature", ["senses", "encoder_decoder", "head_change"])
+@pytest.mark.parametrize("feature", ["senses", "encoder_decoder", "head_scale"])
 def test_folders_of_companions_and_judges_are_looked_at(feature: str, place: Path) -> None:
     other = place / "other"
     shutil.copytree(place / "model", other)
@@ -227,7 +230,7 @@ def test_folders_of_companions_and_judges_are_looked_at(feature: str, place: Pat
         found = checks.check_files(path, settings)[1].errors
     refused = {error.message.partition(":")[0] for error in found if error.code == "config.model"}
     wanted = {"learner.critic.model", "learner.process_reward.model", "judge[0].model"}
-    assert refused == (wanted if feature != "head_change" else {"learner.process_reward.model"}), found
+    assert refused == (wanted if feature != "head_scale" else {"learner.process_reward.model"}), found
 
 
 @pytest.mark.parametrize("key", ["learner.device", "producers.device"])

@@ -100,6 +100,16 @@ def test_the_largest_gap_is_in_its_bin(gaps: list[float]) -> None:
     assert found["lag/0/logprob_gap_mean"] == pytest.approx(sum(abs(gap) for gap in gaps) / count)
 
 
+def test_rows_of_one_sample_share_its_weight() -> None:
+    gaps = torch.tensor([0.0, 0.0, 4.0], dtype=torch.float64).log1p()  # weights 1, 1, 5; the first two rows share
+    tokens = (gaps, torch.zeros(3), torch.ones(3).bool(), torch.arange(3))
+    correction = tis(*tokens, upper=None)
+    shares = torch.tensor([0.25, 0.75, 1.0])
+    metrics = table_metrics(correction_table(*tokens, lags=torch.zeros(3).long(), correction=correction, shares=shares))
+    assert metrics["ess_rows"] == pytest.approx(6**2 / (2 * 26))
+    assert metrics["ess"] == pytest.approx(7**2 / (3 * 27))
+
+
 def test_rejected_tokens_are_counted_and_rows_without_tokens_are_left_out() -> None:
     gaps = torch.tensor([0.0, 1.0, 0.0, 5.0], dtype=torch.float64)
     mask = torch.tensor([True, True, True, False])

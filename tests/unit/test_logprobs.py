@@ -16,18 +16,21 @@ from learners.models.policy_model import PolicyModel, check_head
 from learners.warm_start.tiny_model import make_tiny_qwen3
 
 
-def full(hidden, weight, targets, bias, temperature):  # type: ignore[no-untyped-def]
-    logs = (nn.functional.linear(hidden, weight, bias) / temperature).log_softmax(-1)
+def full(hidden, weight, targets, bias, temperature, *, cap=None):  # type: ignore[no-untyped-def]
+    logits = nn.functional.linear(hidden, weight, bias)
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    logs = (logits / temperature).log_softmax(-1)
     return logs.gather(-1, targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize(
     ("with_bias", "used"), [(False, "both"), (True, "both"), (True, "logprobs"), (True, "entropy")]
 )
 def test_values_and_gradients_equal_the_full_computation(
-    temperature: float, chunk: int, with_bias: bool, used: str
+    temperature: float, chunk: int, with_bias: bool, used: str, cap: float | None
 ) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
@@ -36,10 +39,11 @@ def test_values_and_gradients_equal_the_full_computation(
     targets = torch.randint(0, 17, (11,))
     inputs = [hidden, weight] + ([bias] if bias is not None else [])
     up_logprobs, up_entropy = torch.randn(11, dtype=torch.float64), torch.randn(11, dtype=torch.float64)
+    options = {"bias": bias, "temperature": temperature, "cap": cap}
     results = []
     for compute in (
-        lambda: chunked_logprobs(hidden, weight, targets, bias=bias, temperature=temperature, chunk_tokens=chunk),
-        lambda: full(hidden, weight, targets, bias, temperature),
+        lambda: chunked_logprobs(hidden, weight, targets, chunk_tokens=chunk, **options),
+        lambda: full(hidden, weight, targets, **options),
     ):
         logprobs, entropy = compute()
         parts = {"logprobs": (logprobs * up_logprobs).sum(), "entropy": (entropy * up_entropy).sum()}
@@ -179,9 +183,9 @@ def test_rows_equal_single_sequences_and_tied_heads_get_their_gradient(layout) -
         torch.testing.assert_close(grads[name], p.grad, atol=1e-4, rtol=1e-4, msg=name)
 
 
-def test_heads_that_change_logits_are_refused() -> None:
+def test_heads_that_scale_logits_are_refused() -> None:
     config = make_tiny_qwen3(21, hidden_size=32, layers=1, head_dim=8, mlp_size=48).config
     check_head(config)
-    config.final_logit_softcapping = 30.0
-    with pytest.raises(ConfigError, match="final_logit_softcapping"):
+    config.logits_scaling = 8.0
+    with pytest.raises(ConfigError, match="logits_scaling"):
         check_head(config)

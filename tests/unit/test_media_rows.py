@@ -14,7 +14,7 @@ from test_learner_loop import model_dir
 
 from asyncrl import config as configuration
 from asyncrl.config import DataConfig
-from asyncrl.config.capabilities import MEDIA_COLUMNS, find_media
+from asyncrl.config.media import MEDIA_COLUMNS, find_media
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import ConfigError
 from asyncrl.preflight import code as check_code

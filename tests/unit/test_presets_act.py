@@ -252,6 +252,7 @@ def by_product(algorithm: AlgorithmConfig, batch: Batch) -> Array:
     micro = Micro(
         empty, empty, empty, empty, rows, flat(behaviour), mask.flatten(), found.flatten(), empty,
         torch.ones(GROUP, dtype=torch.float64), torch.zeros(GROUP, dtype=torch.bool),
+        torch.zeros(GROUP, dtype=torch.int64),
     )  # fmt: skip
     high = None
     if algorithm.entropy_keep < 1:

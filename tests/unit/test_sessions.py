@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,18 +15,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from torch import Tensor
 
 from asyncrl import wire
-from asyncrl.config import parse
-from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config import ProcessRewardConfig, parse
+from asyncrl.config.sections.algorithm import AlgorithmConfig, ShapingConfig
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import WorkError
 from asyncrl.versions import expand
 from asyncrl.wire import Support
+from learners.algorithms.aggregation import MODES
+from learners.backends.base import to_device
 from learners.batch.assembly import assemble, statistics, unusable
 from learners.batch.estimates import estimate_late, iter_cuts, response_length
-from learners.batch.micro_batches import MicroBatch
-from learners.step.batch_passes import _sample_numbers
+from learners.batch.micro_batches import MicroBatch, Minibatch
+from learners.gang.gang import Gang
+from learners.step.batch_passes import Prepared, _sample_numbers
+from learners.step.process_reward import loss_function as process_loss
+from learners.step.resilient_step import StepRunner
+from learners.step.update import StepResult, _terms, loss_function
 from producers.agents.dialogue import _first
 from producers.engines.request_checks import request_problem
 from producers.rollout.rollout import Finished, submit_fields
@@ -274,11 +282,102 @@ def test_the_learner_trains_every_row_as_a_sequence_of_its_own() -> None:
         ([1, 9, 4, 4], 2, [1, 1], [high, high], [0, 0]),
         ([3, 3, 3, 6], 3, [1], [high], [0]),
     ]
-    assert (part.tokens, part.sequences) == (9, 4)
+    assert (part.tokens, part.sequences) == (9, 2)
+    assert sorted(zip(micro.owners.tolist(), micro.siblings.tolist(), strict=True)) == [(0, 3), (0, 4), (0, 5), (1, 0)]
     assert cut.stats["tokens"] == 9
     assert cut.stats["response_length_mean"] == (7 + 4) / 2  # without the prompts of the later rows
     assert cut.stats["observed_share"] == pytest.approx(2 / 11)
     assert cut.stats["rows_mean"] == 2
+
+
+def of_rows(algorithm: AlgorithmConfig, *, max_tokens: int = 64) -> tuple[Minibatch, dict[int, Tensor]]:
+    """A sample with rows of 3, 2 and 1 trained tokens and one with a row of 3; log-probs `[T]` of every sequence."""
+    batch = batch_of(sample(three_rows(), 0, 1.0), sample(two_turns().finish(), 1, 0.0))
+    ((part,),) = assemble(batch, algorithm=algorithm, ranks=1, max_tokens=max_tokens).shares
+    made = torch.Generator().manual_seed(0)
+    lengths = (4, 2, 1, 4)
+    return part, {n: -torch.rand(length, generator=made, dtype=torch.float64) for n, length in enumerate(lengths)}
+
+
+def loss_of(part: Minibatch, logprobs: dict[int, Tensor], algorithm: AlgorithmConfig, gang: Any) -> float:
+    """The loss of all micro-batches under these log-probs."""
+    current = [torch.cat([logprobs[n] for n in piece.samples.tolist()]) for piece in part.micro]
+    terms, counts = _terms(part, Prepared([current]), 0, algorithm, backend=None, gang=gang, seed=(0, 0))  # type: ignore[arg-type]
+    loss = loss_function(algorithm, counts, terms)
+    return sum(
+        float(loss(now, torch.zeros_like(now), to_device(piece, torch.device("cpu")), number)[0])
+        for number, (piece, now) in enumerate(zip(part.micro, current, strict=True))
+    )
+
+
+@pytest.mark.parametrize("max_tokens", [64, 6])  # all rows together, and each for itself
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("counted", ["sample", "row"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_sample_counts_once_or_every_row(mode: Any, counted: Any, kept: bool, max_tokens: int) -> None:
+    given: Any = {"correction": "rejection", "denominator": "kept"} if kept else {"correction": "none"}
+    options = {"options": ["token_k1"], "thresholds": [1.5]} if kept else {}
+    algorithm = AlgorithmConfig(
+        loss="reinforce", aggregation=mode, sequence=counted, loss_scale_factor=5.0, correction_options=options, **given
+    )
+    part, logprobs = of_rows(algorithm, max_tokens=max_tokens)
+    assert len(part.micro) == (1 if max_tokens == 64 else 4)
+    behaviour = {0: [-0.5, -0.6, 0, -0.8], 1: [-0.4, -0.4], 2: [-0.6], 3: [-0.5, -0.6, 0, -0.8]}
+    units: dict[Any, list[float]] = {}  # terms of the trained tokens of everything that counts once
+    for number, values in logprobs.items():
+        for place, value in enumerate(values.tolist()):
+            inside = not kept or abs(value - behaviour[number][place]) <= math.log(1.5)
+            if inside and not (number in (0, 3) and place == 2):  # the token that was observed
+                units.setdefault(number if counted == "row" else number == 3, []).append(
+                    (0.5**0.5 if number == 3 else -(0.5**0.5)) * value
+                )
+    rejected = 9 - sum(map(len, units.values()))
+    assert (0 < rejected < 5) == kept
+    sums, lengths = [sum(one) for one in units.values()], [len(one) for one in units.values()]
+    wanted = {
+        "token-mean": sum(sums) / sum(lengths),
+        "token-sum": sum(sums),
+        "seq-mean-token-mean": sum(s / n for s, n in zip(sums, lengths, strict=True)) / len(units),
+        "seq-mean-token-sum": sum(sums) / len(units),
+        "seq-mean-token-sum-norm": sum(sums) / len(units) / 5,
+    }
+    found = loss_of(part, logprobs, algorithm, Gang(0, 1, None))  # type: ignore[arg-type]
+    assert found == pytest.approx(wanted[mode], rel=1e-5)
+
+
+def test_every_draw_of_a_sample_counts_once() -> None:
+    done, other = sample(three_rows(), 0, 1.0), sample(two_turns().finish(), 1, 0.0)
+    drawn = assemble(
+        batch_of(done, other), algorithm=AlgorithmConfig(shaping=ShapingConfig(resample="pow")), ranks=1,
+        max_tokens=64,
+    )  # fmt: skip
+    ((part,),) = drawn.shares
+    numbers = part.micro[0].samples.tolist()
+    times = {place: numbers.count(place) for place in range(4)}
+    assert times == {0: 2, 1: 2, 2: 2, 3: 0} and part.sequences == 2
+    assert part.micro[0].siblings[part.micro[0].samples == 0].tolist() == [3, 3]
+    assert part.micro[0].owners[part.micro[0].samples == 0].tolist() == [0, 1]
+
+
+def test_rows_share_the_weight_of_their_sample_in_the_process_reward_model_and_in_figures() -> None:
+    part, logprobs = of_rows(AlgorithmConfig())
+    (piece,) = part.micro
+    micro = to_device(piece, torch.device("cpu"))
+    current = torch.cat([logprobs[n] for n in piece.samples.tolist()])
+    loss = process_loss([torch.zeros_like(current)], part.sequences, ProcessRewardConfig(beta=1.0))
+    value, sums = loss(current, current, micro, 0)
+    trained = {n: [True, True, False, True] if n in (0, 3) else [True] * 2 for n in range(4)}
+    logits = [float(logprobs[n][torch.tensor(trained[n][: len(logprobs[n])])].sum()) for n in range(4)]
+    each = [math.log1p(math.exp(-logit if n < 3 else logit)) for n, logit in enumerate(logits)]
+    assert float(value) == pytest.approx((3 / 6 * each[0] + 2 / 6 * each[1] + 1 / 6 * each[2] + each[3]) / 2)
+    assert (float(sums["right_sum"]), float(sums["sequences_sum"])) == pytest.approx((1, 2))  # the wrong answer's
+    weights = {0: 1.0, 1: 2.0, 2: 4.0, 3: 5.0}
+    whole = assemble(
+        batch_of(sample(three_rows(), 0, 1.0), sample(two_turns().finish(), 1, 0.0)), algorithm=AlgorithmConfig(),
+        ranks=1, max_tokens=64,
+    ).whole  # fmt: skip
+    runner: Any = SimpleNamespace(_whole=whole)
+    assert StepRunner._sample_weights(runner, StepResult({}, 0, weights=weights)) == pytest.approx({0: 11 / 6, 1: 5.0})
 
 
 def test_numbers_of_the_model_find_their_sample_and_their_way_back() -> None:

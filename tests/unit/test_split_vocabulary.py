@@ -66,12 +66,12 @@ def on_ranks(size: int, monkeypatch: pytest.MonkeyPatch, give: Any, *, weight: t
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(("temperature", "chunk"), [(1.0, 100), (0.7, 4)])
+@pytest.mark.parametrize(("temperature", "chunk", "cap"), [(1.0, 100, None), (0.7, 4, None), (0.7, 4, 1.5)])
 def test_every_rank_has_the_numbers_of_the_whole_head(
-    monkeypatch: pytest.MonkeyPatch, size: int, temperature: float, chunk: int
+    monkeypatch: pytest.MonkeyPatch, size: int, temperature: float, chunk: int, cap: float | None
 ) -> None:
     hidden, weight, targets = inputs()
-    options: Any = {"temperature": temperature, "chunk_tokens": chunk}
+    options: Any = {"temperature": temperature, "chunk_tokens": chunk, "cap": cap}
     wanted = outcome(lambda h, w: chunked_logprobs(h, w, targets, **options), hidden, weight)
     numbers = token_numbers(hidden, weight, targets, squares=True, **options)
 

@@ -43,6 +43,17 @@ MORE = {
     "shaping": ["shaping.overlong_buffer=5", "shaping.overlong_filter=true", "entropy_coeff=0.01"],
     "length limit": ["advantage=gae", "/learner.critic.bootstrap=true"],
 }  # fmt: skip
+#: On samples of several rows.
+SESSIONS = {
+    "rows, mean of tokens": ["aggregation=seq-mean-token-mean", "entropy_coeff=0.1", "kl.where=loss", "kl.coeff=0.5"],
+    "rows, sum of tokens": ["aggregation=seq-mean-token-sum", "loss=gspo"],
+    "rows, without rejected tokens": [
+        "aggregation=seq-mean-token-mean", "denominator=kept", "correction=rejection",
+        "correction_options.options=['token_k2']", "correction_options.thresholds=[0.3]",
+    ],
+    "rows, critic": ["advantage=gae", "/learner.critic.aggregation=seq-mean-token-mean", "lag.step_scale=sqrt_ess"],
+    "rows, each counts": ["aggregation=seq-mean-token-mean", "sequence=row"],
+}  # fmt: skip
 
 
 def of_name(kind: str, name: str, table: dict[str, Any]) -> list[str]:
@@ -74,7 +85,7 @@ CASES |= {
     f"value aggregation {way}": ["advantage=gae", f"/learner.critic.aggregation={way}"]
     for way in literals(CriticConfig, "aggregation")
 }
-CASES |= MORE
+CASES |= MORE | SESSIONS
 ON_ROWS = {f"mode {mode}": [f"/learner.mode={mode}"] for mode in literals(LearnerConfig, "mode") if mode != "rl"}
 ON_ROWS |= {
     f"dpo {kind}": ["/learner.mode=dpo", f"/learner.preference.loss={kind}"]
@@ -107,7 +118,8 @@ def ended(case: str, batches: Sequence[Any], cut: tuple[int, bool, int], dtype: 
 def batches_of(case: str, seed: int, *, groups: int = 6) -> list[Any]:
     greedy = any("greedy_baseline" in line for line in {**CASES, **ON_ROWS}[case])
     size = 4 if case in CASES else 1 if case == "mode sft" else 2
-    return [lab_batch(step, greedy=greedy, seed=seed, size=size, groups=groups) for step in (1, 2)]
+    rows = case in SESSIONS
+    return [lab_batch(step, greedy=greedy, seed=seed, size=size, groups=groups, rows=rows) for step in (1, 2)]
 
 
 def same(got: Ended, wanted: Ended, limit: float) -> None:

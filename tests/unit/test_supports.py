@@ -154,9 +154,12 @@ def on_device(*ids: tuple[int, ...]) -> Supports | None:
     return Supports.from_arrays(*support(*ids), CPU)
 
 
-def dense(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def dense(
+    hidden: Tensor, weight: Tensor, temperature: float, cap: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropies and sums of squares from masked logits."""
-    logits = nn.functional.linear(hidden, weight) / temperature
+    logits = nn.functional.linear(hidden, weight)
+    logits = (logits if cap is None else cap * torch.tanh(logits / cap)) / temperature
     kept = torch.ones_like(logits, dtype=torch.bool)
     for row, ids in enumerate(IDS):
         if ids:
@@ -174,28 +177,32 @@ def outcome(give: Any, *leaves: Tensor, entropy: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize(("temperature", "chunk", "kept_bytes"), [(1.0, 100, 1 << 20), (0.7, 4, 1 << 20), (0.7, 2, 0)])
+@pytest.mark.parametrize(
+    ("temperature", "chunk", "cap"), [(1.0, 100, None), (0.7, 4, None), (0.7, 2, None), (0.7, 2, 1.5), (1.0, 100, 1.5)]
+)
 def test_values_and_gradients_are_those_of_masked_logits(
-    temperature: float, chunk: int, kept_bytes: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
+    temperature: float, chunk: int, cap: float | None, entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from learners.models import logprobs as module
 
-    monkeypatch.setattr(module, "KEPT_BYTES", kept_bytes)
-    options: Any = {"temperature": temperature, "chunk_tokens": chunk, "support": on_device(*IDS)}
-    wanted = outcome(lambda h, w: dense(h, w, temperature), *inputs(), entropy=entropy)
+    monkeypatch.setattr(module, "KEPT_BYTES", 0 if chunk == 2 else 1 << 20)
+    options: Any = {"temperature": temperature, "chunk_tokens": chunk, "support": on_device(*IDS), "cap": cap}
+    wanted = outcome(lambda h, w: dense(h, w, temperature, cap), *inputs(), entropy=entropy)
     got = outcome(lambda h, w: chunked_logprobs(h, w, TARGETS, **options), *inputs(), entropy=entropy)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
     numbers = token_numbers(*inputs(), TARGETS, squares=True, **options)
-    torch.testing.assert_close(numbers.square_sums, dense(*inputs(), temperature)[2], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(numbers.square_sums, dense(*inputs(), temperature, cap)[2], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("chunk", [100, 4])
-def test_ranks_that_share_the_vocabulary_agree(size: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("chunk", "cap"), [(100, None), (4, None), (4, 1.5)])
+def test_ranks_that_share_the_vocabulary_agree(
+    size: int, chunk: int, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hidden, weight = inputs()
-    options: Any = {"temperature": 0.7, "chunk_tokens": chunk, "support": on_device(*IDS)}
-    wanted = outcome(lambda h, w: dense(h, w, 0.7), hidden, weight, entropy=True)
+    options: Any = {"temperature": 0.7, "chunk_tokens": chunk, "support": on_device(*IDS), "cap": cap}
+    wanted = outcome(lambda h, w: dense(h, w, 0.7, cap), hidden, weight, entropy=True)
 
     def both(rows: Tensor, split: Any) -> Any:
         got = outcome(lambda h, w: split_logprobs(h, w, TARGETS, split, **options), hidden, rows, entropy=True)
@@ -205,7 +212,7 @@ def test_ranks_that_share_the_vocabulary_agree(size: int, chunk: int, monkeypatc
     for (logprobs, entropy, grad, _), numbers in found:
         for one, other in zip((logprobs, entropy, grad), wanted[:3], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(numbers.square_sums, dense(hidden, weight, 0.7)[2], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(numbers.square_sums, dense(hidden, weight, 0.7, cap)[2], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(torch.cat([got[3] for got, _ in found]), wanted[3], rtol=1e-10, atol=1e-12)
 
 

@@ -91,6 +91,7 @@ class AlgorithmConfig(Section, frozen=True):
     clip_high: Above0 = 0.28  # PPO losses: highest ratio is 1 + clip_high
     tis_cap: Above0 | Literal["off"] = 2.0  # correction = tis: largest exp(proximal - behaviour)
     aggregation: Aggregation = "token-mean"  # how the loss is averaged over the batch
+    sequence: Literal["sample", "row"] = "sample"  # what counts once in seq-mean: a sample with all rows, or each row
     loss_scale_factor: From0 = 0.0  # divisor of seq-mean-token-sum-norm; 0: sampling.max_new_tokens
     denominator: Literal["original", "kept"] = "original"  # whether rejected tokens count in the denominator
     entropy_coeff: From0 = 0.0  # weight of the entropy bonus; the start value with an entropy_target

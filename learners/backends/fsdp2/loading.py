@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from asyncrl.config import Config, OptimConfig
-from asyncrl.config.capabilities import find_folder_refusals
+from asyncrl.config.capabilities import ATTENTION_CAP, find_cap, find_folder_refusals
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
 from asyncrl.runtime.model_folder import load_model as read_model
@@ -35,15 +35,21 @@ def load_model(
 
     `scorer`: its body with a scalar head, as in mode reward_model. `say` reports why it was read whole.
     """
-    wanted = attention.select_kernel(config.model.attn_implementation, device, config.model.dtype)
+    path, scorer = path or config.model.path, scorer or config.learner.mode == "reward_model"
+    shape = model_json(path)
+    wanted = attention.select_kernel(
+        config.model.attn_implementation,
+        device,
+        config.model.dtype,
+        capped=find_cap(shape, ATTENTION_CAP) is not None,
+    )
     options: dict[str, Any] = {
         "dtype": torch.float32,
         "attn_implementation": wanted,
         "use_safetensors": True,
         "trust_remote_code": config.model.trust_remote_code,
     }
-    path, scorer = path or config.model.path, scorer or config.learner.mode == "reward_model"
-    for refused in find_folder_refusals(config, model_json(path), "fsdp2", key=path, scores=scorer):
+    for refused in find_folder_refusals(config, shape, "fsdp2", key=path, scores=scorer):
         raise refused.error()
     try:
         model = _load_parts(config, path, scorer=scorer, say=say, **options)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncrl.config import Config
-from asyncrl.config.capabilities import refuse
+from asyncrl.config.capabilities import ATTENTION_CAP, find_cap, refuse
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.host_facts import free_host_bytes
 from asyncrl.runtime.model_folder import load_config, model_json
@@ -59,8 +59,9 @@ def load_model(config: Config, *, device: torch.device, max_len: int) -> torch.n
     try:
         refuse_unfit(load_config(folder, **options), max_len=max_len, where=str(folder))
         options |= {"dtype": TORCH_DTYPES[name]}
+        wanted = "sdpa" if find_cap(model_json(folder), ATTENTION_CAP) is None else "eager"  # sdpa has no cap
         try:
-            model = read_model(folder, "language", attn_implementation="sdpa", **options)
+            model = read_model(folder, "language", attn_implementation=wanted, **options)
         except ValueError as error:
             if "attention implementation" not in str(error):
                 raise
