@@ -160,6 +160,9 @@ class Producer:
     async def _hold(self, answer: Leases) -> list[Lease]:
         """Keep the version that an evaluation needs, or let it go. Returns held-out leases of a version that the engine
         left while their grant was on its way."""
+        held_out = [lease for lease in answer.leases if is_evaluation(lease.group)]
+        if answer.hold < 0 and not self.holds:
+            return held_out
         limit_s = self.config.evaluation.timeout_s
         if self.config.evaluation.second_weights:
             keeping: Any = self.engine  # asyncrl.engine.Keeping
@@ -168,10 +171,9 @@ class Producer:
         elif answer.hold >= 0:
             self.holds = self.receiver.hold.keep(answer.hold, limit_s)
         else:
-            if self.holds:
-                self.receiver.hold.release()
+            self.receiver.hold.release()
             self.holds = False
-        return [] if self.holds else [lease for lease in answer.leases if is_evaluation(lease.group)]
+        return [] if self.holds else held_out
 
     def _note_answer(self, answer: Leases) -> None:
         """Hook for subclasses: an answer to a lease request."""
