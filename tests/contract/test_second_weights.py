@@ -222,6 +222,6 @@ def test_memory_for_it_is_looked_for_at_the_start(folders: dict[str, Path], monk
     (need, copies), second, (plain, copy) = needed
     assert (need, copies) == (2 * plain, 2 * copy) and second == (plain, 0) and copy > 0
     monkeypatch.setattr(loading, "free_bytes", lambda _: int((need + copies) / 0.9) - 1)
-    with pytest.raises(ConfigError, match=r"4 held-out samples .* two more copies of the weights") as caught:
+    with pytest.raises(ConfigError, match=r"4 held out .* two more copies of the weights") as caught:
         run(config, body)
     assert caught.value.code == "config.conflict" and "before_swap" in caught.value.remedy

@@ -16,7 +16,7 @@ The decode loop owns the model and runs in one thread (`decode_thread`). Guarant
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,7 +77,9 @@ class HFEngine:
         """Load the model and start the decode thread; the version is -1 until the first update is committed."""
         torch.set_num_threads(self._config.producers.threads)
         self._decoder = await asyncio.to_thread(self._build)
-        self._thread = DecodeThread(self._decoders, deliver=self._deliver, on_failure=self._end_all)
+        self._thread = DecodeThread(
+            self._decoders, deliver=partial(_deliver, self._outboxes), on_failure=partial(_end_all, self._outboxes)
+        )
 
     def _build(self) -> Decoder:
         config = self._config
@@ -93,7 +95,9 @@ class HFEngine:
         )
         held_out = config.held_out_slots
         copies = self._weights.second_copy * (2 if held_out else 1)
-        built = build(self._model, slots=config.producers.slots, beside=held_out, extra_bytes=copies, tried=self.tried)
+        built = build(
+            self._model, slots=config.producers.slots, held_out=held_out, extra_bytes=copies, tried=self.tried
+        )
         if held_out:
             make = partial(build, slots=held_out, tried=(built.kind,))
             self._second = SecondWeights(self._model, built.decoder, lambda model: make(model).decoder)
@@ -193,25 +197,15 @@ class HFEngine:
         if mode == "abort":
             await self.abort(None)
         if mode == "wait":
-            await self._set(draining=True)
+            await self._decoding.call(lambda: _set(self._decoders, draining=True))
             # bounded: every sample has a largest length
             while any(one.draining and one.table.live for one in self._decoders):
                 await asyncio.sleep(DRAIN_LOOK_S)
                 self._require()
-        await self._set(paused=True)
+        await self._decoding.call(lambda: _set(self._decoders, paused=True))
 
     async def resume(self) -> None:
-        await self._set(paused=False, draining=False)
-
-    async def _set(self, **flags: bool) -> None:
-        """Set these attributes of all decoders, between two steps."""
-
-        def change() -> None:
-            for one in self._decoders:
-                for name, value in flags.items():
-                    setattr(one, name, value)
-
-        await self._decoding.call(change)
+        await self._decoding.call(lambda: _set(self._decoders, paused=False, draining=False))
 
     # ------------------------------------------------------------ weights
 
@@ -297,16 +291,6 @@ class HFEngine:
 
     # ------------------------------------------------------------ the decode thread
 
-    def _deliver(self, samples: list[GenDelta]) -> None:
-        for item in samples:
-            outbox = self._outboxes.get(item.id)
-            if outbox is not None:
-                outbox.queue.put_nowait(item)
-
-    def _end_all(self, failure: AsyncRLError) -> None:
-        for outbox in self._outboxes.values():
-            outbox.queue.put_nowait(failure)
-
     def _require(self) -> Decoder:
         if self._decoder is None or self._thread is None:
             raise AsyncRLError("engine.broken", "the engine was not started")
@@ -318,6 +302,23 @@ class HFEngine:
         self._require()
         assert self._thread is not None
         return self._thread
+
+
+def _deliver(outboxes: Mapping[str, _Outbox], samples: Sequence[GenDelta]) -> None:
+    for item in samples:
+        if item.id in outboxes:
+            outboxes[item.id].queue.put_nowait(item)
+
+
+def _end_all(outboxes: Mapping[str, _Outbox], failure: AsyncRLError) -> None:
+    for outbox in outboxes.values():
+        outbox.queue.put_nowait(failure)
+
+
+def _set(decoders: Sequence[Decoder], **flags: bool) -> None:
+    for decoder in decoders:
+        for name, value in flags.items():
+            setattr(decoder, name, value)
 
 
 def _forget(decoder: Decoder, request: str) -> None:
