@@ -58,6 +58,7 @@ class GenRequest(msgspec.Struct, frozen=True):
     delta_tokens: int = 0  # send a delta after about that many new tokens; 0: one delta at the end
     priority: int = 0  # smaller first, if the engine can; else in the order of arrival
     support: bool = False  # record the support of each draw; log-probs are then of the distribution over it
+    version: int = -1  # the version that makes every token, if the engine keeps it (`Keeping`); -1: the current one
 
 
 class GenDelta(msgspec.Struct, frozen=True):
@@ -109,6 +110,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True):
     priority: bool = False
     supports: bool = False  # it records the support of draws (`GenRequest.support`); others refuse such a request
     seeded: bool = True  # the same seed and index give the same tokens, whatever else is decoded
+    second_weights: bool = False  # it keeps a version next to newer ones (`Keeping`)
 
 
 class Engine(Protocol):
@@ -185,6 +187,19 @@ class Lending(Protocol):
         memory; None: no memory. After `abort_update` a transport may still write there for a moment, so the engine
         must not use it again then. After the commit it keeps the bucket until the `begin_update` that follows the
         next commit, because a generator relays versions from there.
+        """
+
+
+class Keeping(Protocol):
+    """Optional part of an engine: a second set of weights (`EngineCapabilities.second_weights`), for the evaluation of
+    one version (`evaluation.lane = "second_weights"`).
+    """
+
+    async def keep_version(self, version: int, limit_s: float) -> bool:
+        """Keep this version for requests that name it (`GenRequest.version`), while updates change the current one.
+        Return whether it is kept: False if it was not current at the first call with it, or `limit_s` seconds after
+        that call. A call with another version (-1: none) frees the weights of the one before and ends its requests like
+        `abort`, and so does the end of the time.
         """
 
 

@@ -1,6 +1,6 @@
 """What an evaluation of one version costs training: steps per second of the demo with and without it, interleaved.
 
-    python benchmarks/bench_evaluation.py [--repeats 3] [--lanes none before_swap evaluators]
+    python benchmarks/bench_evaluation.py [--repeats 3] [--lanes none before_swap second_weights evaluators]
 
 Needs the model and data of `asyncrl demo`. Every run has one evaluation in its window of 20 steps: 64 held-out prompts
 with 4 samples each, due at step 20. Counted is the time from the end of step 7 to the end of step 27. The ratio is of
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 EVERY = 20
 FIRST, LAST = 7, 7 + EVERY
 NONE = "none"
-LANES = (NONE, "before_swap", "evaluators")
+LANES = (NONE, "before_swap", "second_weights", "evaluators")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

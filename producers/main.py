@@ -14,9 +14,9 @@ import sys
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.config.capabilities import refuse, refuse_cuts
+from asyncrl.config.capabilities import NO_SECOND, refuse, refuse_cuts
 from asyncrl.config.mode import streams
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.net.frames import keep_memory
 from asyncrl.plugins import find
 from asyncrl.process_plan.interpreters import own_url
@@ -71,6 +71,13 @@ def make_parts(
     return producer, receiver
 
 
+def refuse_lane(config: Config, *, able: bool) -> None:
+    """Raise `config.conflict` if evaluations need second weights and the engine, of any package, has none."""
+    if config.evaluation.second_weights and not able:
+        what = f"evaluation.lane = 'second_weights': producers.engine = {config.producers.engine!r} {NO_SECOND[0]}"
+        raise ConfigError("config.conflict", what, where="evaluation.lane", remedy=NO_SECOND[1])
+
+
 async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evaluates: bool = False) -> None:
     """Connect, load, work, and end in order. `evaluates`: only held-out prompts."""
     kind = "evaluator" if evaluates else "producer"
@@ -96,6 +103,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evalu
         await engine.start()
         if kind == "producer":  # nothing is trained on what an evaluator samples
             refuse_cuts(config, able=engine.capabilities().supports, key="producers.engine")
+        refuse_lane(config, able=engine.capabilities().second_weights)
         print(f"{kind} {args.name}: pid {os.getpid()} on {socket.gethostname()}, engine ready", flush=True)
         tasks = [
             asyncio.create_task(work)

@@ -5,7 +5,8 @@ Guarantees:
    not at all while the engine is of no version (an update in place);
 2. each sample leaves as it finishes, with the digests of the weights that made it;
 3. while an evaluation needs its version it takes no newer one, at most for `evaluation.timeout_s`: held-out prompts are
-   finished before a swap. Leases of a version that it has left go back;
+   finished before a swap. With `evaluation.lane = "second_weights"` it takes newer ones, and its engine keeps this one
+   for the held-out prompts. Leases of a version that it has left go back;
 4. a lost lease stops its generation, and so does one that the buffer cancels (dropped, or complete without it); a
    prompt that cannot be encoded is given back as dead with its reason.
 It owns no state: its leases are granted again elsewhere.
@@ -58,6 +59,7 @@ class Producer:
     poll_s = POLL_S
     evaluates = False  # it asks for held-out prompts alone
     holds = False  # an evaluation needs the engine's version
+    kept = -1  # version that the engine keeps next to newer ones for it
 
     def __init__(
         self,
@@ -136,6 +138,8 @@ class Producer:
 
     async def _lease(self, version: int, groups: int) -> Leases:
         ask = partial(self.client.lease, engine_version=version, max_groups=groups, wait_s=self.poll_s)
+        if self.kept >= 0:
+            ask = partial(ask, kept=self.kept)
         return await self._patiently(ask)
 
     async def _take(self, answer: Leases) -> Leases:
@@ -143,7 +147,7 @@ class Producer:
         self._note_answer(answer)
         if answer.leases:
             failpoint("producer.after_lease")
-        left = self._hold(answer)
+        left = await self._hold(answer)
         for lease in [lease for lease in answer.leases if lease not in left]:
             if not is_evaluation(lease.group):  # on top of training: the buffer bounds it
                 self.capacity.add_group(lease, len(lease.missing))
@@ -153,16 +157,22 @@ class Producer:
             await self._patiently(lambda: self.client.give_back(left, reason=SWAPPED))
         return answer
 
-    def _hold(self, answer: Leases) -> list[Lease]:
+    async def _hold(self, answer: Leases) -> list[Lease]:
         """Keep the version that an evaluation needs, or let it go. Returns held-out leases of a version that the engine
         left while their grant was on its way."""
         held_out = [lease for lease in answer.leases if is_evaluation(lease.group)]
-        if answer.hold < 0:
-            if self.holds:
-                self.receiver.hold.release()
-            self.holds = False
+        if answer.hold < 0 and not self.holds:
             return held_out
-        self.holds = self.receiver.hold.keep(answer.hold, self.config.evaluation.timeout_s)
+        limit_s = self.config.evaluation.timeout_s
+        if self.config.evaluation.second_weights:
+            keeping: Any = self.engine  # asyncrl.engine.Keeping
+            self.holds = await keeping.keep_version(answer.hold, limit_s)
+            self.kept = answer.hold if self.holds else -1
+        elif answer.hold >= 0:
+            self.holds = self.receiver.hold.keep(answer.hold, limit_s)
+        else:
+            self.receiver.hold.release()
+            self.holds = False
         return [] if self.holds else held_out
 
     def _note_answer(self, answer: Leases) -> None:
@@ -171,10 +181,11 @@ class Producer:
     async def _group(self, lease: Lease) -> None:
         """Generate the missing samples of one leased group."""
         prompts: Prompts | HeldOutPrompts = self.prompts
-        sampling = self.config.sampling
+        sampling, version = self.config.sampling, -1
         begun = self.client.begun.pop((lease.group, lease.token), ())
         if is_evaluation(lease.group):
             prompts, sampling = self.held_out, self.held_out.sampling
+            version = lease.deadline_version if self.config.evaluation.second_weights else -1
         try:
             row = prompts.row_for(lease.group)
             prompt_ids = encode_prompt(row, self.config.data, self.tokenizer, self.environment.tools)
@@ -182,7 +193,7 @@ class Producer:
             reason = problem.reason
             await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))
             return
-        request = self._request(lease, prompt_ids, sampling)
+        request = self._request(lease, prompt_ids, sampling, version)
         if not self.config.environment.is_single_turn:
             begun = ()  # turns cannot be continued from tokens alone
         trail = Trail(request, begun, self.receiver.digests)
@@ -218,7 +229,7 @@ class Producer:
             reason = failure.reason[:REASON_LETTERS]
             await self._patiently(lambda: self.client.give_back([lease], reason=reason))
 
-    def _request(self, lease: Lease, prompt_ids: Any, sampling: SamplingConfig) -> GenRequest:
+    def _request(self, lease: Lease, prompt_ids: Any, sampling: SamplingConfig, version: int) -> GenRequest:
         return GenRequest(
             f"{lease.group}:{lease.token}",
             prompt_ids,
@@ -232,6 +243,7 @@ class Producer:
             support=sampling.wants_support,
             stop_ids=self.tokenizer.eos_ids,
             delta_tokens=0 if is_evaluation(lease.group) else self.config.producers.checkpoint_tokens,
+            version=version,
         )
 
     async def _play(

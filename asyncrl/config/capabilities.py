@@ -195,6 +195,7 @@ FEATURES: dict[str, Feature] = {
         "`sampling.top_p`, `top_k` or `min_p` with `sampling.truncation = \"exact\"`", "sampling.truncation",
         lambda c, _: f"{c.sampling.cut} with sampling.truncation = 'exact'" if c.sampling.wants_support else "",
     ),
+    "second_weights": _value("evaluation.lane", "second_weights"),
     # of a model folder
     "mixture_of_experts": _model(
         "a mixture of experts", lambda m: f"mixture of experts ({count_experts(m)})" if count_experts(m) else ""
@@ -222,8 +223,8 @@ FEATURES: dict[str, Feature] = {
     ),
 }  # fmt: skip
 #: Features that a learner or an engine is asked for.
-OF_ENGINES = ("adapter", "exact_truncation", "senses", "encoder_decoder")
-OF_LEARNERS = tuple(name for name in FEATURES if name not in ("adapter", "exact_truncation"))
+OF_ENGINES = ("adapter", "exact_truncation", "second_weights", "senses", "encoder_decoder")
+OF_LEARNERS = tuple(name for name in FEATURES if name not in OF_ENGINES[:3])
 
 # ---------------------------------------------------------------- refusals
 
@@ -235,6 +236,7 @@ NO_SUPPORT = (
     "does not record the tokens that a cut leaves: gradients would be biased",
     "set sampling.truncation = 'biased' if you accept the bias, or sample without a cut",
 )
+NO_SECOND = ("keeps no version next to a newer one", "set evaluation.lane = 'before_swap' or 'evaluators'")
 SPLIT = "cannot split so; it has "
 
 #: Part -> feature -> reason and remedy. What is neither here nor in `UNUSED` works.
@@ -279,6 +281,7 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
         name: {
             "adapter": ("takes whole weights alone", "set learner.lora.publish = 'auto'"),
             "exact_truncation": NO_SUPPORT,
+            "second_weights": NO_SECOND,
         }
         for name in TAKE_WHOLE
     },

@@ -56,6 +56,18 @@ class Config(Section, frozen=True, kw_only=True):
         return max(self.sampling.max_new_tokens, self.evaluation.enabled * self.evaluation.max_new_tokens)
 
     @property
+    def held_out_prompts(self) -> int:
+        """Held-out prompts that a producer may hold in addition to its training groups."""
+        asked = self.sampling.asked_samples
+        return self.evaluation.held_groups(training_samples=self.producers.groups_in_flight(asked) * asked)
+
+    @property
+    def held_out_slots(self) -> int:
+        """Held-out samples that an engine decodes at once next to its `producers.slots`; 0 without second weights."""
+        held = min(self.producers.slots, self.held_out_prompts * self.evaluation.samples)
+        return held if self.evaluation.second_weights else 0
+
+    @property
     def cluster_name(self) -> str:
         """`cluster.name`, or `run.name` as DNS allows it: `My run_3` becomes `my-run-3`."""
         name = self.cluster.name or re.sub(r"[^a-z0-9]+", "-", self.run.name.lower()).strip("-")[:40].strip("-")

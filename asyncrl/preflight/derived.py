@@ -88,7 +88,7 @@ def derive_findings(config: Config, roles: Sequence[str] = TARGETS["all"]) -> li
 
 def _evaluation_findings(config: Config) -> list[Finding]:
     """Schedule and prompts of evaluations."""
-    evaluation, asked = config.evaluation, config.sampling.asked_samples
+    evaluation = config.evaluation
     if not evaluation.enabled:
         return []
     times = sum(is_evaluation_due(config, step) for step in range(config.learner.steps + 1))
@@ -97,8 +97,8 @@ def _evaluation_findings(config: Config) -> list[Finding]:
     if rows and all(rows):
         count = min(sum(number for number in rows if number), evaluation.max_prompts or MAX_ROWS)
         prompts = f"{count} prompts"
-    held = evaluation.held_groups(training_samples=config.producers.groups_in_flight(asked) * asked)
-    who = f"a producer holds up to {held} in addition to its training, and takes newer weights afterwards"
+    then = "takes newer weights afterwards" if evaluation.delays_swaps else "keeps their weights next to newer ones"
+    who = f"a producer holds up to {config.held_out_prompts} in addition to its training, and {then}"
     who = "on evaluators alone (asyncrl launch evaluators)" if evaluation.separate else who
     how = "greedy" if evaluation.temperature == 0 else f"temperature {evaluation.temperature:g}"
     return [

@@ -298,6 +298,15 @@ def _engines(config: Config, shape: Shape, role: str, count: int, *, accelerator
     ]
     if not config.weightsync.in_place:
         parts.insert(1, Part("weights to come", weights, "a second copy while weights change (weightsync.in_place)"))
+    if role == "producer" and (held_out := config.held_out_slots):
+        parts += [
+            Part("measured weights", weights, "a third copy during an evaluation (evaluation.lane)"),
+            Part(
+                "held-out K/V",
+                held_out * longest * token,
+                f"{held_out} held-out samples x {longest} tokens x {token} B",
+            ),
+        ]
     host = [_process(torch=True)]
     if accelerator and producers.device != "cpu":
         return [

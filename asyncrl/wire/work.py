@@ -9,13 +9,15 @@ from asyncrl.wire.base import Field, Message, Name, Place, Version, Whole
 class LeaseRequest(Message, frozen=True, tag=20):
     """Ask for up to `max_groups` groups to generate; waits in the service up to `wait_s`. Answer: `Leases`.
 
-    With `max_groups` 0 a producer asks for held-out prompts alone.
+    With `max_groups` 0 a producer asks for held-out prompts alone. `kept`: an older version that its engine keeps for
+    held-out prompts next to `engine_version`.
     """
 
     producer: Name
     engine_version: Version
     max_groups: Whole
     wait_s: float
+    kept: Version = -1  # -1: none
 
 
 class Lease(Message, frozen=True):
@@ -51,7 +53,8 @@ class Leases(Message, frozen=True, tag=21):
     come.
 
     `begun`: partial samples among the missing ones, to continue from or to discard. `hold`: the version that an
-    evaluation needs from this producer; it takes no newer weights before an answer names another one or none.
+    evaluation needs from this producer; it takes no newer weights before an answer names another one or none, or keeps
+    the version next to them (`kept`).
     """
 
     leases: tuple[Lease, ...]

@@ -6,7 +6,8 @@ that ends the run. Guarantees:
    From then on only engines of exactly this version get prompts, and a sample with a token of another version is
    refused (`other_version`) and counted; its prompt is leased again without blame;
 2. a producer holds at most `evaluation.share` of what it holds for training, in addition to that; as much as that once
-   no group is left to issue, or newer weights wait for the end of the evaluation;
+   no group is left to issue, or newer weights wait for the end of the evaluation (unless a second set of weights
+   decodes the prompts: it has that many rows);
 3. a prompt whose attempts are used up, or whose reward fails for good, has failed with the reason: never a score of 0.
 """
 
@@ -130,13 +131,15 @@ class PromptLeases:
 
     def _room(self) -> int:
         """Prompts that one producer may hold."""
+        if self.config.evaluation.second_weights:
+            return self.config.held_out_prompts
         asked = self.config.sampling.asked_samples
         samples = self.config.producers.groups_in_flight(asked) * asked
         current = self.table.meta.round
         delays = current is not None and 0 <= current.version < self.machine.table.meta.newest
         if delays or self.config.evaluation.separate or self.machine.schedule.unclaimed <= 0:
             return max(1, samples // self.table.samples)
-        return self.config.evaluation.held_groups(training_samples=samples)
+        return self.config.held_out_prompts
 
     def _next_prompt(self, current: Round) -> Prompt | None:
         if self.table.indexes.pending:

@@ -33,6 +33,11 @@ def sample_limits(config: Config, max_new_tokens: int, *, guest: bool, support: 
     )
 
 
+def held_out_version(ask: wire.LeaseRequest) -> int:
+    """The version with which the producer generates held-out prompts."""
+    return ask.kept if ask.kept >= 0 else ask.engine_version
+
+
 class ProducerRequests:
     """A lease request waits here until there is work for it. A newer one of the same producer supersedes it."""
 
@@ -69,7 +74,7 @@ class ProducerRequests:
                 ask.producer, engine_version=version, max_groups=max_groups, request=request, now=self.context.now
             )
         return groups + self.context.evaluations.prompt_leases.lease(
-            ask.producer, engine_version=version, request=request, trains=ask.max_groups > 0
+            ask.producer, engine_version=held_out_version(ask), request=request, trains=ask.max_groups > 0
         )
 
     def _answer(self, call: Call, leases: tuple[wire.Lease, ...], ended: bool = False, why: str = "") -> None:
@@ -83,9 +88,8 @@ class ProducerRequests:
             why = f"{ask.producer} sent what may not be trained: no work for {paused_s:.0f} s" if paused_s else why
             why = self.context.end_reason if ended else why if ask.max_groups else "held-out prompts"
         begun, payloads = self._partial_samples(leases)
-        hold = (
-            -1 if ended else self.context.evaluations.prompt_leases.hold(ask.engine_version, trains=ask.max_groups > 0)
-        )
+        prompts, version = self.context.evaluations.prompt_leases, held_out_version(ask)
+        hold = -1 if ended else prompts.hold(version, trains=ask.max_groups > 0)
         answer = wire.Leases(leases, machine.table.meta.version, why, ended, begun, hold)
         self.context.answer(call, answer, payloads)
 

@@ -14,12 +14,19 @@ from asyncrl.engine import GenRequest
 
 
 def request_problem(
-    request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int, supports: bool = False
+    request: GenRequest,
+    config: Config,
+    *,
+    vocab: int,
+    taken: bool,
+    version: int,
+    supports: bool = False,
+    keeps: bool = False,
 ) -> str:
     """Why no engine can take this request, empty if it can.
 
     `vocab`: number of the model's tokens, 0 if unknown; `taken`: its id is in use; `version`: that of the engine, below
-    0 before the first weights; `supports`: it records the support of draws.
+    0 before the first weights; `supports`: it records the support of draws; `keeps`: it has a second set of weights.
     """
     prompt, longest = request.prompt_ids, config.longest_response
     own = len(prompt) - request.begun
@@ -33,6 +40,8 @@ def request_problem(
         return "temperature must be above 0 and indices not empty"
     if request.support and not supports:
         return "this engine does not record the support of draws (sampling.truncation = 'exact')"
+    if request.version >= 0 and not keeps:
+        return f"version {request.version} is wanted, and this engine has no second set of weights"
     if int(prompt.min()) < 0 or int(prompt.max()) >= vocab > 0:  # such a token would end a server
         return f"prompt tokens {int(prompt.min())} to {int(prompt.max())}, the vocabulary has {vocab}"
     return "" if version >= 0 else "no weights have been committed yet"

@@ -228,6 +228,44 @@ def test_a_killed_producer_and_a_killed_reward_worker(make: Make) -> None:
     assert audit_run(service.run.root).violations == []
 
 
+def test_a_kept_version_gets_the_prompts_while_its_engine_trains_with_the_next(make: Make) -> None:
+    lane = {"evaluation__lane": "second_weights", "evaluation__share": "0.001", "evaluation__at_start": "true"}
+    service = make(**ON, **lane, learner__steps="2").start()
+    client = learner(service.address)
+
+    async def whole() -> None:
+        producer = await greet(service.address)
+        leases = await producer.lease(count=2)
+        assert [split_group(one.group) for one in leases.leases if is_evaluation(one.group)] == [(0, 0)]
+        assert leases.hold == 0
+        await answer(producer, leases)
+        await asyncio.to_thread(train, client, 1)
+        trained: list[int] = []
+        for row in (1, 2):
+            leases = await producer.client.lease(engine_version=1, max_groups=1, wait_s=5.0, kept=0)
+            held = [one for one in leases.leases if is_evaluation(one.group)]
+            assert [(split_group(one.group), one.deadline_version) for one in held] == [((0, row), 0)]
+            assert leases.hold == 0
+            for lease in leases.leases:
+                if lease in held:
+                    assert (await held_out(producer, lease, lease.missing)).accepted == lease.missing
+                else:
+                    trained.append(lease.group)
+                    assert (await producer.answer(lease, 1)).accepted == lease.missing
+        after = await producer.client.lease(engine_version=1, max_groups=0, wait_s=0.0, kept=0)
+        assert after.hold == -1, "all prompts are generated"
+        assert trained, "groups of the newer version come with the prompts of the kept one"
+        await score(service.address, count=6)
+        producer.client.close()
+
+    asyncio.run(whole())
+    (line,) = client.evaluations(seen=0)[0]
+    versions = [line[f"evaluation_version{end}"] for end in ("", "_min", "_max")]
+    assert versions == [0, 0, 0] and (line["evaluation_scored"], line["evaluation_restarts"]) == (3, 0)
+    client.close()
+    service.stop()
+
+
 def test_a_producer_with_another_file_is_refused(make: Make) -> None:
     service = make(**ON).start()
 

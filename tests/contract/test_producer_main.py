@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from bare_config import BARE
@@ -17,6 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl import wire
 from asyncrl.config import Config, parse
+from asyncrl.config.sections.evaluation import EvaluationConfig
 from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation.ids import evaluation_group
@@ -126,8 +128,12 @@ class FakeReceiver:
             assert await self.engine.commit_update() == whole
             await asyncio.sleep(0.02)  # the acknowledgement is on its way while samples end under the new version
             self.version, self.digests[version] = version, whole
-            await asyncio.sleep(0.03)
+            await self.between(version)
         await stop.wait()
+
+    async def between(self, version: int) -> None:
+        """Before the next version."""
+        await asyncio.sleep(0.03)
 
     async def wait_version(self, at_least: int, timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):
@@ -438,3 +444,51 @@ def test_held_out_leases_of_a_version_that_was_left_go_back_and_the_others_start
     assert returned == [([held_out], "swapped")]
     assert started == [5, 4, held_out, 7]
     assert kept == [False, True, -1, False], "released once, by the answer that names no version"
+
+
+class EvaluatingBuffer(Buffer):
+    """Has two held-out prompts for the first version: the second one, and groups of training, only when the engine has
+    a newer version. The run is done when the version is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.held_out = [evaluation_group(0, row) for row in (0, 1)]
+        self.granted: list[int] = []
+        self.versions: list[tuple[int, int]] = []  # the engine's, the kept one
+
+    def _lease(self, call: Call, message: wire.LeaseRequest) -> None:
+        self.versions.append((message.engine_version, message.kept))
+        newer = message.engine_version == 1
+        grant = self.held_out[: 1 + newer] + [0, 1] * newer
+        grant = [group for group in grant if group not in self.granted]
+        self.granted += grant
+        leases = [wire.Lease(group, 70 + group, 1, (0, 1), group % 1000, 0) for group in grant]
+        over = {*self.held_out, 0, 1} <= self.messages.keys()
+        done = over and message.kept < 0
+        call.reply(wire.Leases(tuple(leases), 0, done=done, hold=-1 if over else 0))
+
+
+def test_held_out_prompts_get_the_kept_version_while_training_goes_on_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = EvaluatingBuffer()
+
+    class Receiver(FakeReceiver):
+        versions = 2
+
+        async def between(self, version: int) -> None:
+            while not buffer.granted:  # bounded: the test has a deadline
+                await asyncio.sleep(0.005)
+
+    config = prepare(tmp_path, ROWS)
+    path = str(tmp_path / "data.jsonl")
+    evaluation = EvaluationConfig(path=path, samples=2, temperature=1.0, lane="second_weights")
+    produce(tmp_path, msgspec.structs.replace(config, evaluation=evaluation), buffer, monkeypatch, receiver=Receiver)
+    for group, version in ((buffer.held_out[0], 0), (buffer.held_out[1], 0), (0, 1), (1, 1)):
+        samples = buffer.samples_of(group)
+        assert sorted(samples) == [0, 1]
+        assert all({made for made, _ in item.runs} == {version} for item in samples.values()), (group, samples)
+        assert {*buffer.messages[group][0][0].digests} == {version}
+    assert not buffer.returned
+    assert {(0, 0), (1, 0)} >= {pair for pair in buffer.versions if pair[1] == 0} >= {(1, 0)}
+    assert buffer.versions[-1] == (1, -1), "let go when the buffer needs it no more"

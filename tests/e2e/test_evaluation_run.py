@@ -38,7 +38,7 @@ def held_out(run) -> list[str]:  # type: ignore[no-untyped-def]
     ]
 
 
-def recomputed(run, line: dict[str, Any]) -> dict[str, float]:  # type: ignore[no-untyped-def]
+def recomputed(run, line: dict[str, Any], longest: int) -> dict[str, float]:  # type: ignore[no-untyped-def]
     """The figures of a line of metrics from the recorded samples: the last line of each sample counts."""
     found: dict[tuple[int, int], dict[str, Any]] = {}
     for sample in run.lines(f"evaluations/step-{line['step']}.jsonl"):
@@ -49,7 +49,7 @@ def recomputed(run, line: dict[str, Any]) -> dict[str, float]:  # type: ignore[n
         mine = [found[row, index] for index in range(K) if (row, index) in found]
         if len(mine) == K:
             version = line["evaluation_version"]
-            assert all(0 < sample["length"] <= 12 and sample["versions"] == [version] * 2 for sample in mine)
+            assert all(0 < sample["length"] <= longest and sample["versions"] == [version] * 2 for sample in mine)
             rewards = tuple(min(len(sample["text"]), 20) / 20 for sample in mine)  # what the reward function does
             assert rewards == tuple(sample["reward"] for sample in mine)
             outcomes.append(Outcome(mine[0]["data_source"], rewards, tuple(sample["text"].strip() for sample in mine)))
@@ -57,7 +57,9 @@ def recomputed(run, line: dict[str, Any]) -> dict[str, float]:  # type: ignore[n
     return metric_names(figures(outcomes, correct_above=0.5), k=K)
 
 
-def check(run, steps: Iterable[int], *, trained: int, size: int = 4) -> dict[str, Any]:  # type: ignore[no-untyped-def]
+def check(  # type: ignore[no-untyped-def]
+    run, steps: Iterable[int], *, trained: int, size: int = 4, longest: int = 12
+) -> dict[str, Any]:
     """Audit, account and figures of all evaluations; nothing of them in training."""
     audit: dict[str, Any] = run.audit()
     assert audit["exit"] == 0, audit
@@ -69,7 +71,7 @@ def check(run, steps: Iterable[int], *, trained: int, size: int = 4) -> dict[str
         counts = [line[f"evaluation_{name}"] for name in ("scored", "failed", "missing")]
         assert line["evaluation_prompts"] == ROWS == sum(counts), line
         told = {name: value for name, value in line.items() if name.startswith("val-")}
-        assert told == pytest.approx(recomputed(run, line)), line["step"]
+        assert told == pytest.approx(recomputed(run, line, longest)), line["step"]
         version = line["evaluation_version"]
         assert version == line["evaluation_version_min"] == line["evaluation_version_max"] >= line["step"], line
     batches = [event["groups"] for event in run.lines("history.jsonl") if event["e"] in ("claim", "commit")]
@@ -147,3 +149,24 @@ def test_evaluators_of_their_own_measure_one_version_and_producers_only_train(ru
     assert by_kind == {("lease", "producer"), ("eval_lease", "evaluator")}
     syncs = [line for line in run.lines("metrics/roles.jsonl") if line["name"] == "evaluator-0"]
     assert syncs, "an evaluator has heartbeats of its own"
+
+
+def test_a_second_set_of_weights_measures_one_version_while_its_engine_trains_the_next(run) -> None:  # type: ignore[no-untyped-def]
+    """Long answers, one prompt at a time: the learner is ahead of every evaluation but the last."""
+    settings = [*held_out(run), "evaluation.temperature=0", "evaluation.max_new_tokens=80", "evaluation.share=0.01"]
+    lane = ["evaluation.lane=second_weights", "evaluation.at_start=true", "evaluation.every=4", "learner.steps=8"]
+    done = run.launch(*settings, *lane)
+    assert done.returncode == 0, done.stdout + run.logs()
+    steps = [line["step"] for line in run.lines("metrics/evaluation.jsonl")]
+    assert steps[0] == 0 and steps[-1] == 8
+    check(run, steps, trained=8, longest=80)
+    assert not any(line["evaluation_refused"] for line in run.lines("metrics/evaluation.jsonl"))
+    newest: dict[str, int] = {}  # version with which a producer trains
+    beside = 0
+    for event in run.lines("history.jsonl"):
+        if event["e"] == "lease":
+            newest[event["producer"]] = event["w"]
+        elif event["e"] == "eval_sample":
+            ((version, _),) = event["runs"]
+            beside += newest[event["producer"]] > version
+    assert beside, "no engine moved on during an evaluation"

@@ -77,6 +77,7 @@ ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "sequence_parallel": (("learner.megatron.sequence_parallel=true",), {}),
     "adapter": (("learner.lora.rank=4", "learner.lora.publish=adapter"), {}),
     "exact_truncation": (("sampling.top_p=0.9",), {}),
+    "second_weights": (("evaluation.path=rows.jsonl", "evaluation.lane=second_weights"), {}),
     "mixture_of_experts": ((), {"model_type": "qwen3_moe", "num_experts": 8}),
     "senses": ((), {"vision_config": {"hidden_size": 8}}),
     "encoder_decoder": ((), {"is_encoder_decoder": True}),

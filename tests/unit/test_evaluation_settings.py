@@ -18,6 +18,7 @@ from asyncrl.preflight.derived import derive_findings, notes_on, what_starts
 from asyncrl.preflight.files import check_data
 from asyncrl.process_plan.plan import TARGETS, plan
 from producers.data.evaluation_prompts import HeldOutPrompts
+from producers.main import refuse_lane
 
 ON = "\n[evaluation]\npath = 'held.jsonl'\n"
 
@@ -59,6 +60,10 @@ def test_off_by_default() -> None:
             ],
             "starts engines of its own",
         ),
+        (
+            ["evaluation.path=a.jsonl", "evaluation.lane=second_weights", "weightsync.in_place=true"],
+            "no second set of weights",
+        ),
         (["evaluation.path=a.jsonl", "evaluation.samples=0"], "samples"),
     ],
 )
@@ -79,6 +84,22 @@ def test_evaluators_exist_in_their_lane_alone() -> None:
     with pytest.raises(ConfigError, match="the run has no evaluators"):
         roles_here(usual, LaunchOptions(target="evaluators"))
     assert roles_here(config, LaunchOptions(target="evaluators")) == ("evaluator",)
+
+
+def test_a_second_set_of_weights_delays_nothing_and_is_of_the_engine() -> None:
+    config = made(ON, "evaluation.lane=second_weights", "evaluation.samples=4", "producers.slots=64")
+    assert config.held_out_slots == config.held_out_prompts * 4 == 32, "a quarter of 128"
+    assert made(ON, "evaluation.samples=4").held_out_slots == 0
+    assert made(ON, "evaluation.lane=second_weights", "evaluation.samples=500").held_out_slots == 64
+    found = {finding.name: finding for finding in derive_findings(config)}
+    assert "keeps their weights next to newer ones" in found["evaluations"].arithmetic
+    long = made(ON, "evaluation.lane=second_weights", "evaluation.timeout_s=700")
+    assert not any("training may wait" in note for note in notes_on(long, ["buffer"], cores=8))
+    refuse_lane(config, able=True)
+    refuse_lane(made(ON), able=False)
+    with pytest.raises(ConfigError, match=r"producers\.engine = 'hf' keeps no version") as caught:
+        refuse_lane(config, able=False)
+    assert (caught.value.code, caught.value.where) == ("config.conflict", "evaluation.lane") and caught.value.remedy
 
 
 def test_when_it_is_due() -> None:

@@ -356,6 +356,17 @@ def test_more_is_held_while_newer_weights_wait() -> None:
     assert len(lab.lease()) == 2, "as much as that"
 
 
+def test_a_second_set_of_weights_holds_its_share_and_no_more() -> None:
+    """Nobody waits for it, and it has that many rows."""
+    few = ("producers.max_groups_in_flight=4", "evaluation.share=0.5", "evaluation.lane='second_weights'")
+    lab = Lab(*few, rows=9)
+    lab.due(0)
+    assert len(lab.lease()) == 2 == lab.config.held_out_prompts
+    lab.groups.table.meta.newest = 1
+    assert lab.lease() == [], "newer weights do not wait"
+    assert lab.e.prompt_leases.hold(0) == 0 and lab.e.prompt_leases.hold(1) == -1
+
+
 def test_evaluators_alone_get_the_prompts_of_their_lane_and_swap_on_request() -> None:
     lab = Lab("evaluation.lane='evaluators'", "producers.max_groups_in_flight=1", rows=3)
     lab.groups.table.meta.newest = 7

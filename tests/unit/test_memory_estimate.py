@@ -106,6 +106,10 @@ def test_what_settings_change() -> None:
     halved = parts(made(**{"learner.logprob_chunk_tokens": 512}), "learner", "device", QWEN_05B)
     assert plain["logits chunk"] - halved["logits chunk"] == 3 * 512 * 151936 * 4
     assert "weights to come" not in parts(made(**{"weightsync.in_place": "true"}), "producer", "device", QWEN_05B)
+    held_out = {"evaluation.path": '"h"', "evaluation.samples": 4, "evaluation.lane": '"second_weights"'}
+    usual, beside = (parts(made(**more), "producer", "device", QWEN_05B) for more in ({}, held_out))
+    assert beside["measured weights"] == usual["weights"] and 2 * beside["held-out K/V"] == usual["K/V"]
+    assert beside.keys() - usual.keys() == {"measured weights", "held-out K/V"}
     offloaded = made(**{"learner.cpu_offload": "true"})
     assert "optimizer" in parts(offloaded, "learner", "host", QWEN_05B)
     assert "optimizer" not in parts(offloaded, "learner", "device", QWEN_05B)

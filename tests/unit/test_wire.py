@@ -156,6 +156,8 @@ def test_bytes_of_before_a_field_was_added_still_decode() -> None:
     """Fields are added at the end, with a default."""
     old = bytes.fromhex("96159196070201920001630604a86361706163697479c290")
     assert decode_header(old) == wire.Leases((wire.Lease(7, 2, 1, (0, 1), 99, 6),), 4, "capacity")
+    old = bytes.fromhex("9514aa70726f64756365722d300402cb4014000000000000")
+    assert decode_header(old) == wire.LeaseRequest("producer-0", 4, 2, 5.0)
 
 
 def test_tags_are_unique() -> None:

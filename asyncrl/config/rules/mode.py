@@ -73,6 +73,11 @@ def _evaluation_problems(config: Config) -> Iterator[Conflict]:
             "evaluation.lane",
             "evaluation.lane = 'evaluators' starts engines of its own, and producers.url names servers of producers",
         )
+    if evaluation.second_weights and config.weightsync.in_place:
+        yield conflict(
+            "evaluation.lane",
+            "with weightsync.in_place = true an engine has no second set of weights: set evaluation.lane = 'auto'",
+        )
     if evaluation.top_k and evaluation.temperature == 0:
         yield conflict("evaluation.top_k", "evaluation.temperature = 0 is greedy: evaluation.top_k says nothing")
 

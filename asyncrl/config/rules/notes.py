@@ -33,7 +33,7 @@ def _evaluation_notes(config: Config) -> Iterator[str]:
         shared = _parts(getattr(config.data, key)) & _parts(getattr(evaluation, key))
         if shared:
             yield f"evaluation.{key} names what data.{key} trains on ({', '.join(sorted(shared))}): nothing is held out"
-    if not evaluation.separate and evaluation.timeout_s > config.run.hang_timeout_s:
+    if evaluation.delays_swaps and evaluation.timeout_s > config.run.hang_timeout_s:
         yield (
             f"evaluation.timeout_s = {evaluation.timeout_s:g} is longer than run.hang_timeout_s = "
             f"{config.run.hang_timeout_s:g}: training may wait that long for an evaluation"

@@ -12,6 +12,8 @@ from msgspec import Meta
 
 from asyncrl.config.sections.base import Count, Positive, Seconds, Section
 
+Lane = Literal["auto", "before_swap", "second_weights", "evaluators"]
+
 
 class EvaluationConfig(Section, frozen=True):
     """`[evaluation]`: held-out prompts, sampled and scored by the same workers, never trained."""
@@ -30,7 +32,7 @@ class EvaluationConfig(Section, frozen=True):
     max_prompts: Count = 0  # use only the first rows; 0: all
     timeout_s: Seconds = 600.0  # time limit of one evaluation; missing prompts are counted with their reason
     share: Annotated[float, Meta(gt=0, le=1)] = 0.25  # a producer may hold this share of its training work in addition
-    lane: Literal["auto", "before_swap", "evaluators"] = "auto"  # processes that keep the version; auto: before_swap
+    lane: Lane = "auto"  # what keeps the version while its prompts are generated; auto: before_swap
     evaluators: Positive = 1  # lane evaluators: processes on this host that generate held-out prompts alone
 
     @property
@@ -38,6 +40,16 @@ class EvaluationConfig(Section, frozen=True):
         """Whether processes of their own generate the prompts. `auto` is before_swap: that needs no memory and no
         device, so it always fits."""
         return self.enabled and self.lane == "evaluators"
+
+    @property
+    def second_weights(self) -> bool:
+        """Whether engines of producers keep the measured version next to newer ones."""
+        return self.enabled and self.lane == "second_weights"
+
+    @property
+    def delays_swaps(self) -> bool:
+        """Whether producers take no newer weights while prompts of the measured version are left."""
+        return self.enabled and not (self.separate or self.second_weights)
 
     @property
     def evaluator_count(self) -> int:

@@ -1,5 +1,7 @@
 """The thread of the decode loop: it runs commands between two steps, and hands finished samples to the event loop.
 
+Several decoders take turns, one step each.
+
 Guarantee: any failure of the loop is passed to `on_failure` and ends every later call with `engine.broken`.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from asyncrl.engine import GenDelta
@@ -24,13 +26,13 @@ class DecodeThread:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoders: Sequence[Decoder],
         *,
         deliver: Callable[[list[GenDelta]], None],
         on_failure: Callable[[AsyncRLError], None],
     ) -> None:
         self.failure: AsyncRLError | None = None
-        self._decoder = decoder
+        self._decoders = tuple(decoders)
         self._deliver = deliver
         self._on_failure = on_failure
         self._loop = asyncio.get_running_loop()
@@ -82,7 +84,7 @@ class DecodeThread:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                finished = self._decoder.step()
+                finished = [delta for decoder in self._decoders for delta in decoder.step()]
                 if finished:
                     self._post(self._deliver, finished)
         except Exception as error:  # the outermost loop of this thread: any error must reach the waiting callers
@@ -92,14 +94,17 @@ class DecodeThread:
         """Run the waiting commands; block only when there is nothing to decode. False to end."""
         while True:
             try:
-                command = self._commands.get(block=self._decoder.idle, timeout=IDLE_WAIT_S)
+                command = self._commands.get(block=self._is_idle(), timeout=IDLE_WAIT_S)
             except queue.Empty:
-                if self._decoder.idle:
+                if self._is_idle():
                     continue
                 return True
             if command is None:
                 return False
             command()
+
+    def _is_idle(self) -> bool:
+        return all(decoder.idle for decoder in self._decoders)
 
     def _post(self, action: Callable[..., Any], *args: Any) -> None:
         """Run on the event loop; nothing if it is closed (the process ends)."""

@@ -7,14 +7,17 @@ The decode loop owns the model and runs in one thread (`decode_thread`). Guarant
    second copy: nothing is decoded from `begin_update` to the commit of a whole version;
 3. log-probs are those of the full softmax after temperature, or of that over the support, if the request wants it;
    float32; token versions are exact;
-4. any failure of the loop ends every iterator and every later call with `engine.broken`: nothing hangs.
+4. with `evaluation.lane = "second_weights"` requests of a kept version are decoded by it alone, whatever is committed
+   (`second_weights`). All digests are those of the current version;
+5. any failure of the loop ends every iterator and every later call with `engine.broken`: nothing hangs.
 `loading` finds at start how a model can run; `decoder` has the step.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.engines.hf.decode_thread import DecodeThread
 from producers.engines.hf.decoder import Decoder
 from producers.engines.hf.loading import TRIED, build_decoder, load_model
+from producers.engines.hf.second_weights import SecondWeights
 from producers.engines.hf.weights import ModelWeights
 from producers.engines.request_checks import request_problem
 from producers.engines.served import Outbox, next_delta
@@ -41,6 +45,7 @@ class _Outbox:
 
     def __init__(self, request: GenRequest) -> None:
         self.left = len(request.indices)
+        self.version = request.version
         self.queue: Outbox = asyncio.Queue()
 
 
@@ -55,9 +60,13 @@ class HFEngine:
         self._max_len = config.data.max_prompt_tokens + self._max_new
         self._model: torch.nn.Module | None = None
         self._decoder: Decoder | None = None
+        self._decoders: list[Decoder] = []  # with that of the second weights
         self._thread: DecodeThread | None = None
         self._outboxes: dict[str, _Outbox] = {}
         self._weights: ModelWeights | None = None
+        self._second: SecondWeights | None = None
+        self._wanted = self._kept = -1  # last version of `keep_version`; -1 in `_kept` if it is not kept
+        self._limit: asyncio.TimerHandle | None = None  # of the kept version
         self._dirty = False  # in place: the parameters are of no version
         self._swap_s = 0.0
         self._detail = ""
@@ -68,23 +77,31 @@ class HFEngine:
         """Load the model and start the decode thread; the version is -1 until the first update is committed."""
         torch.set_num_threads(self._config.producers.threads)
         self._decoder = await asyncio.to_thread(self._build)
-        self._thread = DecodeThread(self._decoder, deliver=self._deliver, on_failure=self._end_all)
+        self._thread = DecodeThread(
+            self._decoders, deliver=partial(_deliver, self._outboxes), on_failure=partial(_end_all, self._outboxes)
+        )
 
     def _build(self) -> Decoder:
         config = self._config
         device = Device.find(config.producers.device).torch_device
         self._model = load_model(config, device=device, max_len=self._max_len)
         self._weights = ModelWeights(self._model, in_place=config.weightsync.in_place)
-        built = build_decoder(
-            self._model,
-            slots=config.producers.slots,
+        build = partial(
+            build_decoder,
             max_prompt=config.data.max_prompt_tokens,
             max_new=self._max_new,
             recompute=config.producers.kv_at_swap == "recompute",
             where=config.model.path,
-            extra_bytes=self._weights.second_copy,
-            tried=self.tried,
         )
+        held_out = config.held_out_slots
+        copies = self._weights.second_copy * (2 if held_out else 1)
+        built = build(
+            self._model, slots=config.producers.slots, held_out=held_out, extra_bytes=copies, tried=self.tried
+        )
+        if held_out:
+            make = partial(build, slots=held_out, tried=(built.kind,))
+            self._second = SecondWeights(self._model, built.decoder, lambda model: make(model).decoder)
+        self._decoders = [built.decoder, *([self._second.decoder] if self._second is not None else [])]
         if built.kind == "caches":
             self._detail = f"decodes with transformers' caches, one forward per group: {built.why}"
             print(f"engine hf: {self._detail}", flush=True)
@@ -97,16 +114,16 @@ class HFEngine:
 
     def health(self) -> EngineHealth:
         """A snapshot; any thread."""
-        decoder, thread = self._decoder, self._thread
+        decoder, thread, every = self._decoder, self._thread, self._decoders
         if decoder is None or thread is None:
             return EngineHealth(alive=False, version=-1, running=0, waiting=0, detail="not started")
         return EngineHealth(
             alive=thread.failure is None,
             version=-1 if self._dirty else decoder.version,
-            running=decoder.table.live,
-            waiting=decoder.waiting,
-            generated_tokens=decoder.generated_tokens,
-            busy_s=decoder.busy_s,
+            running=sum(one.table.live for one in every),
+            waiting=sum(one.waiting for one in every),
+            generated_tokens=sum(one.generated_tokens for one in every),
+            busy_s=sum(one.busy_s for one in every),
             swap_s=self._swap_s,
             detail=thread.failure.message if thread.failure else self._detail,
             kv_used=decoder.table.held_tokens / (decoder.table.slots * self._max_len),
@@ -126,6 +143,7 @@ class HFEngine:
             continues=True,
             supports=True,
             priority=True,
+            second_weights=not in_place,
         )
 
     def fingerprint(self) -> str:
@@ -143,6 +161,10 @@ class HFEngine:
         """
         self._check(request)
         decoder, thread = self._require(), self._decoding
+        if request.version >= 0:
+            if request.version != self._kept or self._second is None:
+                return  # it was freed meanwhile: like `abort`
+            decoder = self._second.decoder
         outbox = self._outboxes[request.id] = _Outbox(request)
         thread.submit(lambda: decoder.submit(request))
         try:
@@ -158,13 +180,13 @@ class HFEngine:
         version, taken = self._require().version, request.id in self._outboxes
         embedding: Any = self._model.get_input_embeddings()  # type: ignore[union-attr, operator]
         vocab = int(embedding.weight.shape[0])
-        if problem := request_problem(request, self._config, vocab=vocab, taken=taken, version=version, supports=True):
+        able = {"supports": True, "keeps": self._second is not None}
+        if problem := request_problem(request, self._config, vocab=vocab, taken=taken, version=version, **able):
             raise WorkError("sample.invalid", problem, where=request.id)
 
     async def abort(self, ids: Sequence[str] | None) -> int:
         """Abort these requests (None: all); their iterators end without the missing samples."""
-        decoder = self._require()
-        count = await self._decoding.call(lambda: decoder.abort(ids))
+        count = await self._decoding.call(lambda: sum(one.abort(ids) for one in self._decoders))
         for name in list(self._outboxes) if ids is None else ids:
             if name in self._outboxes:
                 self._outboxes[name].queue.put_nowait(None)
@@ -172,23 +194,18 @@ class HFEngine:
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Decode nothing from now on; see `asyncrl.engine.Engine`."""
-        decoder = self._require()
         if mode == "abort":
             await self.abort(None)
         if mode == "wait":
-            await self._decoding.call(lambda: setattr(decoder, "draining", True))
-            while decoder.draining and decoder.table.live:  # bounded: every sample has a largest length
+            await self._decoding.call(lambda: _set(self._decoders, draining=True))
+            # bounded: every sample has a largest length
+            while any(one.draining and one.table.live for one in self._decoders):
                 await asyncio.sleep(DRAIN_LOOK_S)
                 self._require()
-        await self._decoding.call(lambda: setattr(decoder, "paused", True))
+        await self._decoding.call(lambda: _set(self._decoders, paused=True))
 
     async def resume(self) -> None:
-        decoder = self._require()
-
-        def go_on() -> None:
-            decoder.paused = decoder.draining = False
-
-        await self._decoding.call(go_on)
+        await self._decoding.call(lambda: _set(self._decoders, paused=False, draining=False))
 
     # ------------------------------------------------------------ weights
 
@@ -222,8 +239,15 @@ class HFEngine:
         weights, decoder = self._active_weights(), self._require()
         manifest = weights.pending_update().manifest
         weights.check_complete()
+        if manifest.version <= self._wanted:  # a number that comes again may name other weights
+            self._end_kept()
+            self._wanted = -1
+
+        def exchange() -> None:
+            weights.exchange(kept=self._second is not None and self._second.decoder.version >= 0)
+
         try:
-            swapping = self._decoding.call(lambda: decoder.swap(manifest.version, weights.exchange))
+            swapping = self._decoding.call(lambda: decoder.swap(manifest.version, exchange))
             self._swap_s = await asyncio.wait_for(swapping, SWAP_LIMIT_S)
         except TimeoutError:
             error = AsyncRLError("engine.broken", f"no swap within {SWAP_LIMIT_S:g} s")
@@ -236,22 +260,36 @@ class HFEngine:
         """Drop a begun update; the model is unchanged, or (in place) of no version and halted."""
         await asyncio.to_thread(self._active_weights().abort)
 
+    async def keep_version(self, version: int, limit_s: float) -> bool:
+        """Keep this version for the requests that name it; see `asyncrl.engine.Keeping`."""
+        second = self._second
+        self._require()
+        if version != self._wanted and second is not None:
+            self._end_kept()
+            self._wanted = version
+            kept = version >= 0 and await self._decoding.call(lambda: second.keep(version))
+            if kept and self._wanted == version:  # no commit ended it meanwhile
+                self._kept = version
+                self._limit = asyncio.get_running_loop().call_later(limit_s, self._end_kept)
+        return self._kept == version >= 0
+
+    def _end_kept(self) -> None:
+        """Free the second set of weights; its requests end."""
+        if self._limit is not None:
+            self._limit.cancel()
+        self._kept, self._limit = -1, None
+        if self._second is not None and self._thread is not None:
+            self._thread.submit(self._second.drop)
+        for outbox in self._outboxes.values():
+            if outbox.version >= 0:
+                outbox.queue.put_nowait(None)
+
     def _active_weights(self) -> ModelWeights:
         self._require()
         assert self._weights is not None
         return self._weights
 
     # ------------------------------------------------------------ the decode thread
-
-    def _deliver(self, samples: list[GenDelta]) -> None:
-        for item in samples:
-            outbox = self._outboxes.get(item.id)
-            if outbox is not None:
-                outbox.queue.put_nowait(item)
-
-    def _end_all(self, failure: AsyncRLError) -> None:
-        for outbox in self._outboxes.values():
-            outbox.queue.put_nowait(failure)
 
     def _require(self) -> Decoder:
         if self._decoder is None or self._thread is None:
@@ -264,6 +302,23 @@ class HFEngine:
         self._require()
         assert self._thread is not None
         return self._thread
+
+
+def _deliver(outboxes: Mapping[str, _Outbox], samples: Sequence[GenDelta]) -> None:
+    for item in samples:
+        if item.id in outboxes:
+            outboxes[item.id].queue.put_nowait(item)
+
+
+def _end_all(outboxes: Mapping[str, _Outbox], failure: AsyncRLError) -> None:
+    for outbox in outboxes.values():
+        outbox.queue.put_nowait(failure)
+
+
+def _set(decoders: Sequence[Decoder], **flags: bool) -> None:
+    for decoder in decoders:
+        for name, value in flags.items():
+            setattr(decoder, name, value)
 
 
 def _forget(decoder: Decoder, request: str) -> None:

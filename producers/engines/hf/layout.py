@@ -46,6 +46,10 @@ class Room:
         """Keep them for the next `take_buckets`; no tensor may be a view into them."""
         self._buckets = storages
 
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._spare, self._buckets = {}, ()
+
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor of that form with any content."""
         found = self._spare.pop(name, None)

@@ -118,10 +118,12 @@ def build_decoder(
     max_new: int,
     recompute: bool,
     where: str,
+    held_out: int = 0,
     extra_bytes: int = 0,
     tried: Sequence[str] = TRIED,
 ) -> Built:
-    """The first decoder that passes the self-check; `extra_bytes`: for a second copy of the weights.
+    """The first decoder that passes the self-check. Memory must have room for K/V of `held_out` more samples (a
+    second decoder's) and for `extra_bytes` of further copies of the weights.
 
     Raises:
         ConfigError: `config.model` if none passes, `config.conflict` if the memory is too small.
@@ -133,7 +135,8 @@ def build_decoder(
         make = {"slots": _slot_memory, "caches": _cache_memory}[kind]
         try:
             memory, need = make(model, slots=slots, max_len=max_len, device=device, where=where)
-            check_memory(need, slots=slots, max_len=max_len, device=device, extra_bytes=extra_bytes)
+            need = need // slots * (slots + held_out)
+            check_memory(need, slots=slots, held_out=held_out, max_len=max_len, device=device, extra_bytes=extra_bytes)
             table = SlotTable(slots, max_new_tokens=max_new, device=device)
             decoder = Decoder(memory, table, recompute=recompute)
             check_decoder(decoder, model, max_prompt=max_prompt, max_new=max_new, where=where)
@@ -163,17 +166,22 @@ def _cache_memory(
     return memory, memory.nbytes(slots=slots, where=where)
 
 
-def check_memory(need: int, *, slots: int, max_len: int, device: torch.device, extra_bytes: int = 0) -> None:
-    """Raise `config.conflict` with the arithmetic if `need` bytes of K/V for all slots and `extra_bytes` do not fit."""
+def check_memory(
+    need: int, *, slots: int, held_out: int = 0, max_len: int, device: torch.device, extra_bytes: int = 0
+) -> None:
+    """Raise `config.conflict` with the arithmetic if `need` bytes of K/V for all slots and `held_out` more samples, and
+    `extra_bytes`, do not fit."""
     free = free_bytes(device)
     if need + extra_bytes > 0.9 * free:
-        copy = f", a second copy of the weights {extra_bytes / 2**30:.1f} GiB" if extra_bytes else ""
+        copies, more, instead = "a second copy", "", "weightsync.in_place = true (generation stands still meanwhile)"
+        if held_out:
+            copies, more, instead = "two more copies", f" + {held_out} held out", "evaluation.lane = 'before_swap'"
+        copies = f", {copies} of the weights {extra_bytes / 2**30:.1f} GiB" if extra_bytes else ""
         raise ConfigError(
             "config.conflict",
-            f"K/V of producers.slots = {slots} x {max_len} tokens x {need / slots / max_len:.0f} bytes needs "
-            f"{need / 2**30:.1f} GiB{copy}; {free / 2**30:.1f} GiB are free on {device}",
-            remedy="lower producers.slots, sampling.max_new_tokens or data.max_prompt_tokens, or set "
-            "weightsync.in_place = true (generation stands still during a transfer)",
+            f"K/V of producers.slots = {slots}{more} x {max_len} tokens x {need / (slots + held_out) / max_len:.0f} "
+            f"bytes needs {need / 2**30:.1f} GiB{copies}; {free / 2**30:.1f} GiB are free on {device}",
+            remedy=f"lower producers.slots, sampling.max_new_tokens or data.max_prompt_tokens, or set {instead}",
         )
 
 

@@ -162,8 +162,9 @@ class ModelWeights:
                 update.complete()
         return digest
 
-    def exchange(self) -> None:
-        """Make the new version the model's. On the decode thread, between two steps."""
+    def exchange(self, *, kept: bool = False) -> None:
+        """Make the new version the model's. On the decode thread, between two steps. `kept`: another model refers to
+        the tensors of an older version, so none of those that are free now is written again."""
         update = self.pending_update()
         update.exchange()
         self._update = None
@@ -175,6 +176,8 @@ class ModelWeights:
         else:
             assert isinstance(update, AdapterUpdate)
             self.adapter = update
+        if kept:
+            self._room.clear()
 
     def check_complete(self) -> None:
         """Raise `sync.failed` if a bucket is missing."""
