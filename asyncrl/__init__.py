@@ -9,26 +9,18 @@ imported when they are first used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from asyncrl.python_api.run import Run, launch, train
-    from asyncrl.python_api.settings import Config
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+_PLACES = {"Config": "settings", "Run": "run", "launch": "run", "train": "run"}  # modules of asyncrl.python_api
 __all__ = ["Config", "Run", "__version__", "launch", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Config":
-        from asyncrl.python_api.settings import Config
-
-        return Config
-    if name in __all__:
-        from asyncrl.python_api import run
-
-        return getattr(run, name)
-    raise AttributeError(f"module 'asyncrl' has no attribute {name!r}")
+    if name not in _PLACES:
+        raise AttributeError(f"module 'asyncrl' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"asyncrl.python_api.{_PLACES[name]}"), name)
 
 
 def __dir__() -> list[str]:

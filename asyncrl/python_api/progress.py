@@ -30,7 +30,7 @@ class Progress:
             self._bar = Progress(*columns)
             self._bar.start()
             self._task = self._bar.add_task("loading the model and its roles", total=None)
-            self._curve = Curve() if in_notebook() else None
+            self._curve = Curve() if is_notebook() else None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,7 +83,7 @@ class Curve:
             self._handle.update(figure)
 
 
-def in_notebook() -> bool:
+def is_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return type(shell).__name__ == "ZMQInteractiveShell"

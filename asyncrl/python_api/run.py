@@ -41,6 +41,7 @@ from asyncrl.trace.story import load_story
 
 POLL_S = 0.2
 STOP_S = 180.0  # for the last checkpoint and export
+EXPORT_S = 3600.0
 OUTPUT = "python-launch.log"  # in RUN/logs
 OnStep = Callable[[SimpleNamespace], object]
 
@@ -185,7 +186,7 @@ class Run:
         return _pandas().DataFrame(found[wanted])
 
     def evaluate(self, data: Data, *, samples: int = 1, temperature: float = 1.0) -> dict[str, float]:
-        """Figures of the exported weights on other rows, by the run's own rewards: a short run beside this one that
+        """Figures of the exported weights on other rows, by the run's own rewards, in a short run of its own that
         changes no weight. Names as in docs/evaluation.md; `version` is the step of the weights.
         """
         if not (self.files.export / "config.json").exists():
@@ -222,7 +223,9 @@ class Run:
         """Write the weights of a checkpoint, by default the newest, as a folder for transformers and vLLM."""
         words = export_words(self.folder, step=step, out=Path(out), dtype=dtype, max_shard_size="5GB")
         env = environment(load(self.files.config).learner.threads, python_path())
-        done = subprocess.run(words, env={**_environment(), **env}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            words, env={**_environment(), **env}, capture_output=True, text=True, check=False, timeout=EXPORT_S
+        )
         if done.returncode:
             raise AsyncRLError("role.failed", done.stderr.strip()[-2000:] or done.stdout[-2000:], where="export")
         return Path(out)

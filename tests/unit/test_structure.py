@@ -42,7 +42,7 @@ LAYERS = (
     "asyncrl.launcher.clusters asyncrl.runs",
     "asyncrl.trace asyncrl.demo",
     "asyncrl.planner",
-    "asyncrl.commands",
+    "asyncrl.commands asyncrl.python_api",
     "asyncrl.cli",
     "asyncrl.__main__",
     "weightsync.plan weightsync.mapped_file buffers.groups",
