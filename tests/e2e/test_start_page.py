@@ -66,4 +66,4 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert len(cells) > 5 and all(not cell["outputs"] for cell in book["cells"] if cell["cell_type"] == "code")
     (tmp_path / "book.py").write_text("\n\n".join(cells))
     said = shell(f"{sys.executable} book.py", tmp_path)
-    assert "step  17" in said
+    assert "step  17" in said and "audit" in said and "val-core" in said
