@@ -4,15 +4,21 @@ prompt sources, trackers.
 Guarantees:
 1. a name is looked up in the built-in table first, then in the entry-point group; an unknown name is an error that
    lists the known ones;
-2. nothing heavy is imported before a plugin is needed.
+2. 'module:name' and 'file.py:name' name a user's own part wherever a plugin has a name;
+3. nothing heavy is imported before a plugin is needed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
+import re
+import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import msgspec
@@ -20,6 +26,7 @@ import msgspec
 from asyncrl.errors import ConfigError
 
 RewardFunction = Callable[..., Any]
+_PLACE = re.compile(r"(?:[\w.]+|[^:]*\.py):[A-Za-z_][\w.]*")
 
 
 class TrackerRun(msgspec.Struct, frozen=True):
@@ -96,11 +103,25 @@ def known_plugins(group: str) -> dict[str, str]:
     return BUILT_IN.get(group, {}) | {point.name: point.value for point in entry_points(group=group)}
 
 
+def is_place(name: str) -> bool:
+    """Whether a name says where a user's own part is: 'module:name' or 'file.py:name'.
+
+    >>> is_place("my_losses:mine"), is_place("losses/mine.py:mine"), is_place("gspo")
+    (True, True, False)
+    """
+    return _PLACE.fullmatch(name) is not None
+
+
 def find(group: str, name: str) -> Any:
-    """The plugin of that name in the group. Raises `config.type` with the known names."""
+    """The plugin of that name in the group, or a user's own part. Raises `config.type` with the known names,
+    `config.extra` if a part cannot be imported.
+    """
+    if is_place(name):
+        return load_object(name, code="config.extra")
     known = known_plugins(group)
     if name not in known:
-        raise ConfigError("config.type", f"{name!r} is not in {group}: one of {', '.join(sorted(known))}")
+        own = "or your own, as 'module:name' or 'file.py:name'"
+        raise ConfigError("config.type", f"{name!r} is not in {group}: one of {', '.join(sorted(known))}, {own}")
     return load_object(known[name], code="config.extra")
 
 
@@ -109,15 +130,38 @@ MOVED = {f"asyncrl.recipes.{name}": f"asyncrl.demo.{name}" for name in ("tasks",
 
 
 def load_object(dotted: str, *, code: str, where: str = "") -> Any:
-    """The object behind 'module:name'. Raises an error with `code` that says which half is missing."""
-    module_name, _, name = dotted.partition(":")
-    module_name = MOVED.get(module_name, module_name)
+    """The object behind 'module:name' or 'file.py:name'. Raises an error with `code` that says what is missing."""
+    place, _, name = dotted.rpartition(":")
     try:
-        found: Any = importlib.import_module(module_name)
-    except ImportError as error:
+        found: Any = (
+            _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(MOVED.get(place, place))
+        )
+    except (ImportError, FileNotFoundError) as error:
         raise ConfigError(code, f"{dotted!r}: {error}", where=where) from error
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ConfigError(code, f"{dotted!r}: module {module_name} has no {part!r}", where=where)
+            what = place if place.endswith(".py") else f"module {MOVED.get(place, place)}"
+            raise ConfigError(code, f"{dotted!r}: {what} has no {part!r}", where=where)
         found = getattr(found, part)
     return found
+
+
+def _import_file(path: Path) -> ModuleType:
+    """The module of a file, under a name of its own, with its folder at the end of the Python path."""
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    name = f"file_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))  # for imports of its neighbours
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:  # remove the incomplete module after any error
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

@@ -225,8 +225,8 @@ def algorithm_names() -> str:
         "",
         "Generated from `asyncrl/config/sections/algorithm_catalogue.py`, signatures in `learners/algorithms` and",
         "`configs/presets`. What is chosen by name under `[learner.algorithm]`; options go into `advantage_options`,",
-        "`loss_options` and `correction_options`, where the word `off` stands for no value. A package of yours",
-        "adds names by the entry-point groups `asyncrl.advantages`, `asyncrl.losses` and `asyncrl.corrections`;",
+        "`loss_options` and `correction_options`, where the word `off` stands for no value. Your own are",
+        "named by their place, `module:name` or `file.py:name` ([examples](own-parts.md#a-loss));",
         "`asyncrl check` explains what does not fit together.",
     ]
     for kind, entries in algorithms.TABLES.items():

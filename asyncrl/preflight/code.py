@@ -26,7 +26,7 @@ from typing import Any
 from asyncrl.config import Config, dump
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.errors import AsyncRLError, ConfigError, error_for, near_miss
-from asyncrl.plugins import known_plugins
+from asyncrl.plugins import is_place, known_plugins
 from asyncrl.runtime.child_environment import child_environment
 from asyncrl.runtime.model_folder import model_json
 
@@ -36,16 +36,15 @@ BACKEND_PACKAGES = {"megatron": "megatron"}
 
 # runs in a separate process: user code may hang, print or exit
 _IMPORT = """
-import importlib, sys
-module, _, name = sys.argv[1].partition(":")
+import sys
+from asyncrl.errors import ConfigError
+from asyncrl.plugins import load_object
 try:
-    found = importlib.import_module(module)
+    found = load_object(sys.argv[1], code="config.extra")
+except ConfigError as error:
+    sys.exit(error.message)
 except BaseException as error:
     sys.exit(f"{type(error).__name__}: {error}")
-for part in name.split("."):
-    if not hasattr(found, part):
-        sys.exit(f"module {module} has no {part!r}")
-    found = getattr(found, part)
 if not callable(found):
     sys.exit("it is not callable")
 """
@@ -131,7 +130,10 @@ def check_plugins(config: Config) -> Iterator[AsyncRLError]:
         ("learner.backend", "asyncrl.backends", config.learner.backend),
     ):
         known = known_plugins(group)
-        if name not in known:
+        if is_place(name):
+            if problem := import_problem(name):
+                yield ConfigError("config.extra", problem, where=key)
+        elif name not in known:
             near, hint = near_miss(name, known)
             what = f"{name!r} is not known: one of {', '.join(sorted(known))}{hint}"
             yield ConfigError("config.type", what, where=key, suggestion=near)
@@ -183,7 +185,7 @@ def check_algorithm(config: Config) -> Iterator[AsyncRLError]:
     names = {kind: algorithms.effective_name(algorithm, kind) for kind in algorithms.TABLES}
     if config.learner.mode != "rl" or all(name in algorithms.TABLES[kind] for kind, name in names.items()):
         return
-    if any(name not in algorithms.known_names(kind) for kind, name in names.items()):
+    if any(name not in algorithms.known_names(kind) and not is_place(name) for kind, name in names.items()):
         return  # `asyncrl.config` reports it
     code, out, err = _run([sys.executable, "-m", "learners.algorithms.registry"], dump(config))
     for line in out.splitlines():

@@ -19,7 +19,7 @@ from asyncrl.python_api.function_source import write_functions
 
 #: A reward: a function, or one of the texts that `[[reward]] function` takes.
 Reward = Callable[..., Any] | str
-#: Rows: a path, a list of dicts, a pandas or pyarrow table, or a `datasets.Dataset`.
+#: Rows: a path, a list of dicts, a pandas or pyarrow table, a `datasets.Dataset`, or a function that gives rows.
 Data = str | Path | Iterable[Mapping[str, Any]] | Any
 FILE = "python.toml"
 
@@ -61,21 +61,25 @@ class Config:
     ) -> Config:
         """Settings that fit this machine. Rows and functions that other processes cannot reach are written into `dir`.
 
-        `settings`: further ones by dotted key; they win. Raises ConfigError for data or a function that cannot be used.
+        `settings`: further ones by dotted key; they win, and may be functions.
+
+        Raises:
+            ConfigError: `config.data`, `config.reward`: data or a function that cannot be used.
         """
         root = Path(dir).resolve()
         if not rewards:
             raise ConfigError("config.reward", "there is no reward", where="rewards", remedy="give at least one")
-        rows = write_rows(data, root / "data" / "train.jsonl")
+        rows = "" if callable(data) else write_rows(data, root / "data" / "train.jsonl")
         given = {"model": str(model), "data": rows, "reward": "", "preset": "grpo_decoupled", "name": root.name}
         made = proposed_settings(given, look_at_machine(root))
         del made["reward.function"]
-        functions = iter(write_functions(root / "code", [one for one in rewards if not isinstance(one, str)]))
-        made["reward"] = [{"function": one if isinstance(one, str) else next(functions)} for one in rewards]
-        made |= {"run.dir": str(root), "log.archive": True}
+        if callable(data):
+            del made["data.path"]
+            made["data.source"] = data
         if evaluation is not None:
             made["evaluation.path"] = write_rows(evaluation, root / "data" / "evaluation.jsonl")
-        return cls({**made, **(settings or {})})
+        made |= {"run.dir": str(root), "log.archive": True, **(settings or {})}
+        return cls(name_functions({**made, "reward": [{"function": one} for one in rewards]}, root / "code"))
 
     def check(self) -> list[AsyncRLError]:
         """Every mistake, as `asyncrl check` finds them; empty if the run can start."""
@@ -98,6 +102,32 @@ class Config:
         if errors := self.check():
             raise ConfigErrors(errors)
         return self
+
+
+def name_functions(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The settings with the place of each function instead of the function; those of this process are written into
+    the folder (`write_functions`).
+    """
+    found: list[Callable[..., Any]] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, Mapping | list | tuple):
+            for one in value.values() if isinstance(value, Mapping) else value:
+                collect(one)
+        elif callable(value):
+            found.append(value)
+
+    collect(settings)
+    places = iter(write_functions(folder, found))
+
+    def place_of(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: place_of(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [place_of(one) for one in value]
+        return next(places) if callable(value) else value
+
+    return {key: place_of(value) for key, value in settings.items()}
 
 
 def write_rows(data: Data, path: Path) -> str:

@@ -19,7 +19,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.judges import list_judges
-from asyncrl.config.mode import staleness_bound
+from asyncrl.config.mode import staleness_bound, streams
 from asyncrl.config.sections.reward import DEFAULT
 from asyncrl.errors import UNREADABLE, AsyncRLError
 from asyncrl.versions import Runs
@@ -85,11 +85,14 @@ FIRST_DEPTH = 2
 def settings_of(config: Config) -> Settings:
     """The part of the configuration that decisions read."""
     buffer = config.buffer
+    rule: Literal["fixed", "max", "auto"] = "fixed"
+    if isinstance(buffer.pipeline_depth, str) and not streams(config):  # rows of a data set do not age
+        rule = buffer.pipeline_depth
     return Settings(
         group_size=config.sampling.group_samples,
         batch_groups=buffer.batch_groups,
         max_staleness=staleness_bound(config),
-        depth=min(FIRST_DEPTH, buffer.max_staleness) if buffer.pipeline_depth == "auto" else buffer.depth,
+        depth=min(FIRST_DEPTH, buffer.max_staleness) if rule == "auto" else buffer.depth,
         total_groups=config.total_groups,
         on_late=buffer.on_late,
         late_timeout_s=buffer.late_timeout_s,
@@ -100,7 +103,7 @@ def settings_of(config: Config) -> Settings:
         max_reward=config.reward_workers.max_reward,
         max_poison_rate=buffer.max_poison_rate,
         seed=config.run.seed,
-        depth_rule=buffer.pipeline_depth if isinstance(buffer.pipeline_depth, str) else "fixed",
+        depth_rule=rule,
         learner_idle_target=buffer.learner_idle_target,
         max_groups_in_flight=config.producers.max_groups_in_flight,
         steps=config.learner.steps,

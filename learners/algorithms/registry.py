@@ -3,7 +3,8 @@
 Guarantees:
 1. an unknown name or option, or a value of the wrong type, raises one error that lists the valid ones;
 2. a plugin is a function with the signature of its kind (`learners.algorithms.types`), registered in the entry-point
-group `asyncrl.advantages`, `asyncrl.losses` or `asyncrl.corrections`; its keyword-only arguments are its options;
+group `asyncrl.advantages`, `asyncrl.losses` or `asyncrl.corrections`, or named by its place ("my_losses:mine",
+"mine.py:mine"); its keyword-only arguments are its options;
 3. attributes of a plugin's function declare its further needs: `needs` (names of `Rollouts` fields), `aggregation` (the
 only mode that the loss supports), `choose` (a function that selects tokens of the whole mini-batch), `whole_batch` (the
 correction depends on all rows).
@@ -27,7 +28,7 @@ import msgspec
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import ConfigError
-from asyncrl.plugins import load_object
+from asyncrl.plugins import is_place, load_object
 from learners.algorithms.types import Correction, Estimate, LossInputs, Rollouts, TokenLoss
 
 Kind = Literal["advantage", "loss", "correction"]
@@ -52,6 +53,8 @@ def find_function(kind: str, name: str) -> Callable[..., Any]:
     found = algorithms.entry(kind, name)
     if found is not None:
         return typing.cast("Callable[..., Any]", load_object(found.dotted, code="config.extra", where=where))
+    if is_place(name):
+        return typing.cast("Callable[..., Any]", load_object(name, code="config.extra", where=where))
     for point in entry_points(group=algorithms.GROUPS[kind], name=name):
         return typing.cast("Callable[..., Any]", load_object(point.value, code="config.extra", where=where))
     raise ConfigError(

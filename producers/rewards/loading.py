@@ -10,12 +10,8 @@ Guarantees:
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from asyncrl.config.sections.reward import FORMS, reward_kind
@@ -56,7 +52,7 @@ def load_function(dotted: str) -> Function:
     if kind not in ("module", "file"):
         raise ConfigError("config.reward", f"{dotted!r} is not {FORMS}", where=dotted)
     try:
-        found = _load_file(dotted) if kind == "file" else load_object(dotted, code="config.reward", where=dotted)
+        found = load_object(dotted, code="config.reward", where=dotted)
     except AsyncRLError:
         raise
     except Exception as error:  # the import runs the user's code, which may raise anything
@@ -66,32 +62,6 @@ def load_function(dotted: str) -> Function:
         raise ConfigError("config.reward", f"it is a {type(found).__name__}, not a function", where=dotted)
     function: Function = found
     return function
-
-
-def _load_file(dotted: str) -> Any:
-    text, _, name = dotted.rpartition(":")
-    path = Path(text).expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError("config.reward", f"there is no file {path}", where=dotted)
-    module_name = f"reward_file_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
-    if module_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
-        if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))  # for imports of its neighbours
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:  # remove the incomplete module after any error
-            del sys.modules[module_name]
-            raise
-    found: Any = sys.modules[module_name]
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ConfigError("config.reward", f"{path} has no {part!r}", where=dotted)
-        found = getattr(found, part)
-    return found
 
 
 def _is_factory(function: Function, args: dict[str, Any]) -> bool:

@@ -25,6 +25,7 @@ from asyncrl.config.sections.algorithm_catalogue import (
 )
 from asyncrl.config.tree import Config
 from asyncrl.errors import near_miss
+from asyncrl.plugins import is_place
 
 
 def problems(config: Config) -> Iterator[Conflict]:
@@ -45,7 +46,7 @@ def problems(config: Config) -> Iterator[Conflict]:
 def _unknown_names(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
     for kind, table in TABLES.items():
         name = effective_name(algorithm, kind)
-        if name in table:
+        if name in table or is_place(name):
             continue  # avoids a search of the installed packages, which takes milliseconds
         names = known_names(kind)
         if name not in names:

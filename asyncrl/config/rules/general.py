@@ -5,7 +5,6 @@ Example: `buffer.pipeline_depth = 4` with `buffer.max_staleness = 2`: the last t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from urllib.parse import urlparse
 
@@ -14,10 +13,10 @@ from asyncrl.config.rules import Conflict, conflict
 from asyncrl.config.sections import reward as reward_names
 from asyncrl.config.sections.buffer import MOST_IN_FLIGHT_GROUPS
 from asyncrl.config.tree import Config
+from asyncrl.plugins import is_place
 
 MOST_PIECES = 256  # of one sample; the buffer accepts twice as many
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-DOTTED = re.compile(r"[\w.]+:[\w.]+")
 
 
 def problems(config: Config) -> Iterator[Conflict]:
@@ -60,8 +59,9 @@ def _buffer_problems(config: Config) -> Iterator[Conflict]:
             f"groups ahead of the learner; at most {MOST_IN_FLIGHT_GROUPS} are supported",
         )
     for name in buffer.filters:
-        if name not in ("zero_variance", "accuracy_band") and not DOTTED.fullmatch(name):
-            what = f"buffer.filters: {name!r} is neither zero_variance, accuracy_band nor 'module:function'"
+        if name not in ("zero_variance", "accuracy_band") and not is_place(name):
+            own = "'module:name' or 'file.py:name'"
+            what = f"buffer.filters: {name!r} is neither zero_variance, accuracy_band nor {own}"
             yield conflict("buffer.filters", what, code="config.filter")
 
 

@@ -12,6 +12,7 @@ from asyncrl.config.rules import Conflict, conflict
 from asyncrl.config.sections.environment import AGENT
 from asyncrl.config.sections.tracker import ONLINE
 from asyncrl.config.tree import Config
+from asyncrl.plugins import is_place
 
 
 def problems(config: Config) -> Iterator[Conflict]:
@@ -134,10 +135,10 @@ def _environment_problems(config: Config) -> Iterator[Conflict]:
         return
     if streams(config):
         yield conflict("environment.name", "producers.engine = 'dataset' generates nothing: it has no environment")
-    if ":" in environment.name and not re.fullmatch(r"[\w.]+:[\w.]+", environment.name):
+    if ":" in environment.name and not is_place(environment.name):
         yield conflict(
             "environment.name",
-            f"environment.name = {environment.name!r} is not 'module:name'",
+            f"environment.name = {environment.name!r} is not 'module:name' or 'file.py:name'",
             code="config.environment",
         )
     if environment.name == "tools" and not environment.tools:
@@ -180,10 +181,10 @@ def _agent_problems(config: Config) -> Iterator[Conflict]:
             "set exactly one of environment.agent.command and environment.agent.function",
             code="config.environment",
         )
-    if agent.function and not re.fullmatch(r"[\w.]+:[\w.]+", agent.function):
+    if agent.function and not is_place(agent.function):
         yield conflict(
             f"{path}.function",
-            f"environment.agent.function = {agent.function!r} is not 'module:name'",
+            f"environment.agent.function = {agent.function!r} is not 'module:name' or 'file.py:name'",
             code="config.environment",
         )
     if agent.function and agent.sessions > 1:

@@ -79,9 +79,9 @@ class AlgorithmConfig(Section, frozen=True):
     """`[learner.algorithm]`: GRPO with decoupled PPO and truncated importance weights unless set otherwise."""
 
     preset: str = ""  # name in configs/presets, or a .toml; settings of this file override it
-    advantage: str = "grpo"  # estimator: see algorithms.md, or a name of the entry-point group asyncrl.advantages
+    advantage: str = "grpo"  # estimator: see algorithms.md, 'file.py:name', or an entry point of asyncrl.advantages
     advantage_options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the estimator
-    loss: str = "decoupled_ppo"  # policy loss: see algorithms.md, or a name of the entry-point group asyncrl.losses
+    loss: str = "decoupled_ppo"  # policy loss: see algorithms.md, 'file.py:name', or an entry point of asyncrl.losses
     loss_options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the loss
     correction: str = "auto"  # auto: tis, or none if the loss or advantage already corrects for the behaviour policy
     correction_options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the correction

@@ -35,7 +35,7 @@ class BufferConfig(Section, frozen=True):
     replay_order: Literal["deadline", "priority"] = "deadline"  # of used groups; priority: drawn by reward spread
     fresh_first: bool = True  # prefer fresh groups, fill with used ones; false: order both by replay_order
     priority_exponent: Annotated[float, Meta(ge=0)] = 1.0  # replay_order = priority: weight = spread to this power
-    filters: tuple[str, ...] = ()  # reasons not to train a group: zero_variance, accuracy_band, or 'module:function'
+    filters: tuple[str, ...] = ()  # reasons not to train a group: zero_variance, accuracy_band, or 'file.py:name'
     max_filtered_rate: Share = 0.98  # of the last 256 groups; at or above it the run ends with the top reason
 
     @property

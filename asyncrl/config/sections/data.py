@@ -13,7 +13,7 @@ class DataConfig(Section, frozen=True):
     """`[data]`: the prompts. Column names of verl are accepted as they are."""
 
     path: str = ""  # .parquet, .jsonl, .json, .arrow; a pattern; a folder of `datasets`; several, separated by commas
-    source: str = ""  # instead of path: 'module:function' that returns an iterable of rows
+    source: str = ""  # instead of path: 'module:name' or 'file.py:name' that returns an iterable of rows
     prompt_key: str = "prompt"  # text, or a list of chat messages
     shuffle: bool = True  # a new order in every epoch, by run.seed
     max_prompt_tokens: Positive = 1024  # skip longer prompts and record the reason

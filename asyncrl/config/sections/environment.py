@@ -37,9 +37,9 @@ class EnvironmentConfig(Section, frozen=True):
     name: str = SINGLE_TURN  # single_turn, chat, tools, agent, gymnasium, verifiers, 'module:name', or an entry point
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the environment
     max_turns: Positive = 8  # most turns of the model; then the sample ends
-    tools: tuple[str, ...] = ()  # calculator, python, search, mcp:NAME, 'module:function', or a .json with schemas
+    tools: tuple[str, ...] = ()  # calculator, python, search, mcp:NAME, 'file.py:name', or a .json with schemas
     tool_args: dict[str, Any] = field(default_factory=dict)  # tool -> its settings (search, python, mcp servers)
-    parser: str = "hermes"  # format of calls: hermes, qwen3, json, 'module:function', or the name of an entry point
+    parser: str = "hermes"  # format of calls: hermes, qwen3, json, 'file.py:name', or an entry point
     max_parallel_calls: Positive = 4  # calls of one turn; further ones are answered with an error
     max_tool_response_tokens: Count = 512  # truncate longer results of a tool; 0: never
     truncation: Literal["left", "middle", "right"] = "middle"  # part of a long result to leave out

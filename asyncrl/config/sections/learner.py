@@ -88,7 +88,7 @@ class LearnerConfig(Section, frozen=True):
     """`[learner]`: the training gang."""
 
     mode: Literal["rl", "sft", "dpo", "reward_model"] = "rl"  # rl: by reward; else on given rows (docs/supervised.md)
-    backend: str = "fsdp2"  # fsdp2, megatron, or a name of the entry-point group asyncrl.backends
+    backend: str = "fsdp2"  # fsdp2, megatron, 'file.py:name', or an entry point of asyncrl.backends
     ranks: Positive = 1  # processes of the gang on this host
     steps: Positive = 100  # optimizer steps of the whole run
     micro_batch_tokens: Positive = 16384  # tokens of one packed row

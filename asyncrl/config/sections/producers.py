@@ -13,7 +13,7 @@ class ProducersConfig(Section, frozen=True):
     """`[producers]`: processes that generate, one engine each."""
 
     count: Positive = 1  # processes on this host
-    engine: str = "hf"  # hf, dataset (rows of the data), or a name of the entry-point group asyncrl.engines
+    engine: str = "hf"  # hf, dataset (rows of the data), 'file.py:name', or an entry point of asyncrl.engines
     slots: Positive = 64  # samples that one engine decodes at once
     max_groups_in_flight: Count = 0  # groups in one producer; 0: by the engine's capacity and the samples' cost
     checkpoint_tokens: Count = 0  # send longer samples in pieces of this size, so that others can go on; 0: off
