@@ -91,7 +91,7 @@ class Run:
             out, _ = child.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             self.close()
-            out, _ = child.communicate(timeout=10)
+            out, _ = child.communicate(timeout=60)
             pytest.fail(f"asyncrl {' '.join(words)} hung:\n{out}\n{self.logs()}")
         return subprocess.CompletedProcess(words, child.returncode, out, "")
 

@@ -144,7 +144,7 @@ class Forks:
     def close(self) -> None:
         self.end_children()
         self._server.kill()
-        self._server.wait(5)
+        self._server.wait(60)
         self._folder.cleanup()
 
 

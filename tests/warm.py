@@ -113,7 +113,7 @@ class Server:
 
     def close(self) -> None:
         self._server.kill()
-        self._server.communicate(timeout=10)
+        self._server.communicate(timeout=60)
         self._folder.cleanup()
 
 

@@ -289,8 +289,11 @@ def train(
     return launch(config, background=background, on_step=on_step, progress=progress)
 
 
-def launch(config: Config, *, background: bool = False, on_step: OnStep | None = None, progress: bool = True) -> Run:
-    """Check and start the run of a configuration, or resume it; see `train`."""
+def launch(
+    config: Config | str | Path, *, background: bool = False, on_step: OnStep | None = None, progress: bool = True
+) -> Run:
+    """Check and start the run of a configuration or of a TOML file, or resume it; see `train`."""
+    config = config if isinstance(config, Config) else Config.open(config)
     files = RunDir(Path(config.require()["run.dir"])).create()
     config.save(files.root / FILE)
     run = Run(files.root).start()

@@ -68,7 +68,7 @@ class Service:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         if wait:
-            observer = ServiceClient(self.address, timeout_s=20)
+            observer = ServiceClient(self.address, timeout_s=60)
             observer.status()
             observer.close()
         return self
@@ -76,21 +76,21 @@ class Service:
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def stop(self) -> int:
         assert self.process is not None
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(15)
+            return self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
             raise AssertionError(f"no end after SIGTERM:\n{self.log.read_text()}") from None
 
     def status(self) -> dict[str, Any]:
-        observer = ServiceClient(self.address, timeout_s=10)
+        observer = ServiceClient(self.address, timeout_s=60)
         try:
             return observer.status()
         finally:
@@ -115,7 +115,7 @@ class Producer:
     """A producer that answers every lease at once."""
 
     def __init__(self, address: str, name: str = "p0") -> None:
-        self.client = ProducerClient(address, name=name, timeout_s=15)
+        self.client = ProducerClient(address, name=name, timeout_s=60)
 
     async def lease(self, version: int = 0, count: int = 8, wait_s: float = 2.0) -> wire.Leases:
         return await self.client.lease(engine_version=version, max_groups=count, wait_s=wait_s)
@@ -159,7 +159,7 @@ def produce(address: str, groups: int, version: int = 0, rewards: bool = True, n
 def learner(
     address: str, *, step: int = 0, ledger: str = "", takeover: bool = False, name: str = "learner"
 ) -> LearnerClient:
-    client = LearnerClient(address, name=name, timeout_s=15)
+    client = LearnerClient(address, name=name, timeout_s=60)
     client.hello("model")
     client.register(step=step, ledger=ledger, takeover=takeover, fingerprint="model", digests={step: f"d{step}"})
     return client

@@ -81,18 +81,18 @@ def test_who_joins_late_gets_the_base_and_then_the_adapter(make_world: Callable[
     publisher = world.publisher()
     first = Member(world, "first", BaseEngine())
     base = publisher.publish(0, PLAN, weights(0)).digest
-    publisher.wait_committed(0, members=1, timeout_s=15)
+    publisher.wait_committed(0, members=1, timeout_s=90)
     for version in (1, 2, 3, 4, 5):  # more than there are slots: that of the base is not taken
         adapter(publisher, version, base)
-        publisher.wait_committed(version, members=1, timeout_s=15)
+        publisher.wait_committed(version, members=1, timeout_s=90)
     assert first.engine.taken == [("full", 0), *(("adapter", version) for version in (1, 2, 3, 4, 5))]
     late = Member(world, "late", BaseEngine())
-    publisher.wait_committed(5, members=2, timeout_s=15)
+    publisher.wait_committed(5, members=2, timeout_s=90)
     assert late.engine.taken == [("full", 0), ("adapter", 5)] and late.engine.base_is(0)
     assert late.receiver.digests[5] == publisher.digests[5] and late.receiver.version == 5
     assert len(first.engine.taken) == 6, "the other one is left alone"
     adapter(publisher, 6, base)
-    publisher.wait_committed(6, members=2, timeout_s=15)
+    publisher.wait_committed(6, members=2, timeout_s=90)
     assert late.engine.taken[2:] == [("adapter", 6)], "once is enough"
     until(lambda: any(line["version"] == 6 for line in world.lines()), "the line of the last round")
     given = [line for line in world.lines() if line["version"] == 0 and "late" in line["members"]]
@@ -107,23 +107,23 @@ def test_a_learner_and_a_service_that_start_again(make_world: Callable[..., Worl
     publisher = world.publisher()
     stayed = Member(world, "stayed", BaseEngine())
     base = publisher.publish(0, PLAN, weights(0)).digest
-    publisher.wait_committed(0, members=1, timeout_s=15)
+    publisher.wait_committed(0, members=1, timeout_s=90)
     adapter(publisher, 1, base)
-    publisher.wait_committed(1, members=1, timeout_s=15)
+    publisher.wait_committed(1, members=1, timeout_s=90)
     publisher.close()
     world.stop_service()
     world.start_service()
     again = world.publisher(epoch=2)
     assert again.stage_base(0, PLAN, weights(0)).digest == base
     adapter(again, 2, base)
-    again.wait_committed(2, members=1, timeout_s=15)
+    again.wait_committed(2, members=1, timeout_s=90)
     assert stayed.engine.taken == [("full", 0), ("adapter", 1), ("adapter", 2)]
     far = Member(world, "far", BaseEngine(), transports={name: built_in_transports()[name] for name in FAR})
-    again.wait_committed(2, members=2, timeout_s=15)
+    again.wait_committed(2, members=2, timeout_s=90)
     assert far.engine.taken == [("full", 0), ("adapter", 2)]
     assert world.status()["members"]["far"]["transport"] == "stream"
     again.publish(3, PLAN, weights(3))  # whole weights again: nobody needs the base
-    again.wait_committed(3, members=2, timeout_s=15)
+    again.wait_committed(3, members=2, timeout_s=90)
     assert far.engine.taken[-1] == ("full", 3) and not any(slot.pinned for slot in again._staging._slots)
 
 
@@ -136,7 +136,7 @@ def test_a_base_that_nobody_offers_is_said(make_world: Callable[..., World]) -> 
     assert member.engine.taken == [] and "ba5eba5eba5e" in world.status()["members"]["a"]["why"]
     other = publisher.stage_base(0, PLAN, weights(0)).digest
     adapter(publisher, 2, other)
-    publisher.wait_committed(2, members=1, timeout_s=15)
+    publisher.wait_committed(2, members=1, timeout_s=90)
     assert member.engine.taken == [("full", 0), ("adapter", 2)]
 
 

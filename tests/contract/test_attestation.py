@@ -105,7 +105,7 @@ def generate(run: Run, member: Member, name: str, groups: int) -> list[SamplesRe
     """As a producer does: lease, generate, wait until the weights are attested, submit with their digests."""
 
     async def work() -> list[SamplesReply]:
-        client = ProducerClient(run.buffer.address, name=name, timeout_s=15)
+        client = ProducerClient(run.buffer.address, name=name, timeout_s=60)
         await client.hello("model")
         replies: list[SamplesReply] = []
         try:
@@ -156,8 +156,8 @@ def to_the_fault(run: Run, fault: str, **bad: Any) -> tuple[Member, Member]:
     """Bring two generators to the version before the one that will be wrong; the learner has made that one."""
     good, spoilt = Member(run.world, "good", Engine()), Member(run.world, "bad", Spoiler(), **bad)
     run.publish()
-    run.publisher.wait_committed(0, members=2, timeout_s=15)
-    run.learner = LearnerClient(run.buffer.address, name="learner", timeout_s=15)
+    run.publisher.wait_committed(0, members=2, timeout_s=90)
+    run.learner = LearnerClient(run.buffer.address, name="learner", timeout_s=60)
     run.learner.hello("model")
     digests = {0: run.publisher.digests[0]}
     run.learner.register(step=0, ledger="", takeover=False, fingerprint="model", digests=digests)
@@ -169,7 +169,7 @@ def to_the_fault(run: Run, fault: str, **bad: Any) -> tuple[Member, Member]:
         if step < steps:
             run.publish(adapter=True)
             run.learner.commit(step=step, version=step, digest=run.publisher.digests[step])
-            run.publisher.wait_committed(step, members=2, timeout_s=15)
+            run.publisher.wait_committed(step, members=2, timeout_s=90)
     return good, spoilt
 
 
@@ -185,7 +185,7 @@ def test_wrong_on_the_way_the_old_version_goes_on(start: Callable[[], Run], faul
     good, bad = to_the_fault(run, fault, transports={"local": way})
     way.fault = fault
     deliver(run, fault)
-    run.publisher.wait_committed(run.version, members=1, timeout_s=15)
+    run.publisher.wait_committed(run.version, members=1, timeout_s=90)
     until(lambda: bad.engine.done.count("abort") >= 2, "it is refused, and again")
     assert bad.receiver.version == run.version - 1
     old = [bucket_digest(group, bad.engine.held[number]) for number, group in enumerate(GROUPS)]
@@ -197,7 +197,7 @@ def test_wrong_on_the_way_the_old_version_goes_on(start: Callable[[], Run], faul
     replies = generate(run, bad, "bad", 1)
     assert all(reply.accepted and not reply.refused for reply in replies), "what it still makes is of whole weights"
     way.fault = ""
-    run.publisher.wait_committed(run.version, members=2, timeout_s=15)
+    run.publisher.wait_committed(run.version, members=2, timeout_s=90)
     assert good.receiver.digests[run.version] == bad.receiver.digests[run.version]
 
 
@@ -228,7 +228,7 @@ def test_a_receiver_that_looks_away_is_found_out_by_the_buffer(start: Callable[[
     bad.engine.fault = fault
     deliver(run, fault)
     until(lambda: bad.receiver.version == run.version, "it believes to serve")
-    run.publisher.wait_committed(run.version, members=1, timeout_s=15)
+    run.publisher.wait_committed(run.version, members=1, timeout_s=90)
     replies = generate(run, bad, "bad", 3)
     assert [reply.accepted for reply in replies] == [()] * 3, "not one sample of wrong weights"
     published = run.publisher.digests[run.version]

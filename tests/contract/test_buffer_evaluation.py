@@ -51,7 +51,7 @@ async def held_out(
 
 async def score(address: str, name: str = "r0", *, count: int) -> list[wire.RewardItem]:
     """Score that many samples: index 0 is right."""
-    worker = RewardClient(address, name=name, timeout_s=15)
+    worker = RewardClient(address, name=name, timeout_s=60)
     await worker.hello()
     items: list[wire.RewardItem] = []
     while len(items) < count:
@@ -204,7 +204,7 @@ def test_a_killed_producer_and_a_killed_reward_worker(make: Make) -> None:
         gone = await greet(service.address, rows=2)
         lost = [one for one in (await gone.lease(count=1)).leases if is_evaluation(one.group)]
         assert (await held_out(gone, lost[0], (0,))).accepted == (0,)
-        dead = RewardClient(service.address, name="gone", timeout_s=15)
+        dead = RewardClient(service.address, name="gone", timeout_s=60)
         await dead.hello()
         assert len((await dead.work(max_samples=8, wait_s=2.0))[0]) == 1
         gone.client.close()

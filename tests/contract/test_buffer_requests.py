@@ -82,7 +82,7 @@ def test_poison_digest_and_handshake(make: Make) -> None:
             early, prompt_ids=np.array([1], np.int32), samples=[sample(0, 7)], digests={}, row={}
         )
         assert "never published" in reply.refused[0]
-        stranger = ProducerClient(service.address, name="x", timeout_s=5)
+        stranger = ProducerClient(service.address, name="x", timeout_s=60)
         with pytest.raises(HandshakeError) as mismatch:
             await stranger.hello("another model")
         assert "another model" in mismatch.value.message and "model" in mismatch.value.message
@@ -142,20 +142,20 @@ def test_dead_letters_are_bounded(tmp_path: Path) -> None:
 def test_settings_are_changed_while_it_runs_and_stay_changed(make: Make) -> None:
     service = make().start()
     client = learner(service.address)
-    observer = ServiceClient(service.address, timeout_s=10)
+    observer = ServiceClient(service.address, timeout_s=60)
     tuned = observer.tune({"max_staleness": 3, "learner.algorithm.tis_cap": 1.5}, author="me@here")
     assert tuned.number == 1 and msgspec.json.decode(tuned.changed)["buffer.max_staleness"] == [1, 3]
     with pytest.raises(AsyncRLError) as refused:
         observer.tune({"on_late": "perhaps"}, author="me@here")
     assert refused.value.code == "tune.refused"
     with pytest.raises(WireError):
-        observer._requester.request(wire.Tune("[1]", "me@here"), timeout_s=10)
+        observer._requester.request(wire.Tune("[1]", "me@here"), timeout_s=60)
     service.kill()
     service.start()
     shown = service.status()["tuning"]
     assert (shown["number"], shown["author"], shown["settings"]["buffer.max_staleness"]) == (1, "me@here", 3)
     produce(service.address, 2)
-    packet = client._requester.request(wire.Claim(client.epoch, 1, 0, 8.0), timeout_s=15)
+    packet = client._requester.request(wire.Claim(client.epoch, 1, 0, 8.0), timeout_s=60)
     assert msgspec.json.decode(packet.message.tuning) == {"learner.algorithm.tis_cap": 1.5}
     assert packet.message.groups[0].bound == 3
     assert observer.tune({}, author="me@here", undo_to=0).number == 2
@@ -203,7 +203,7 @@ def test_who_scores_for_a_judge_that_the_run_has_not_is_told_so(make: Make) -> N
     service = make().start()
 
     async def ask() -> str:
-        worker = RewardClient(service.address, name="r", judge="slow", timeout_s=10)
+        worker = RewardClient(service.address, name="r", judge="slow", timeout_s=60)
         await worker.hello()
         with pytest.raises(AsyncRLError) as asked:
             await worker.work(max_samples=2, wait_s=0.2)
@@ -224,7 +224,7 @@ def test_reward_budget_ends_the_learner_with_the_message(make: Make) -> None:
 
     async def fail() -> list[int]:
         attempts = []
-        worker = RewardClient(service.address, name="r", timeout_s=10)
+        worker = RewardClient(service.address, name="r", timeout_s=60)
         await worker.hello()
         for _ in range(2):
             tasks, _ = await worker.work(max_samples=2, wait_s=2.0)
@@ -248,7 +248,7 @@ def test_claim_that_waits_names_who_it_waits_for(make: Make) -> None:
     started = time.monotonic()
     answer = client.claim(step=1, version=0, wait_s=0.5)
     assert isinstance(answer, wire.NotYet) and "no producer is alive" in answer.diagnosis and answer.wanted == 2
-    assert 0.3 < time.monotonic() - started < 3
+    assert 0.3 < time.monotonic() - started < 30
 
     async def hold() -> str:
         producer = Producer(service.address, "producer-1")

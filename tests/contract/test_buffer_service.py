@@ -44,7 +44,7 @@ def test_a_group_goes_all_the_way(make: Make, store: str) -> None:
     assert sorted(produce(service.address, 2, rewards=False)) == [0, 1]
 
     async def score() -> None:
-        worker = RewardClient(service.address, name="r0", timeout_s=15)
+        worker = RewardClient(service.address, name="r0", timeout_s=60)
         await worker.hello()
         tasks, done = await worker.work(max_samples=16, wait_s=3.0)
         assert not done and len(tasks) == 4
@@ -206,7 +206,7 @@ def test_learner_killed_between_steps_gets_recorded_batches(make: Make) -> None:
     assert replay.replayed and ids(replay) == ids(lost)
     second.commit(step=2, version=2, digest="d2")
     with pytest.raises(Fenced) as fenced:
-        client = LearnerClient(service.address, name="old", timeout_s=5)
+        client = LearnerClient(service.address, name="old", timeout_s=60)
         client.epoch = 1
         client.commit(step=2, version=2, digest="x")
     assert fenced.value.exit_code == 75
@@ -225,7 +225,7 @@ def test_second_learner_is_refused_while_the_first_lives(make: Make) -> None:
 import sys
 from asyncrl.errors import AsyncRLError
 from buffers.client.learner import LearnerClient
-client = LearnerClient({service.address!r}, name="b", timeout_s=15)
+client = LearnerClient({service.address!r}, name="b", timeout_s=60)
 try:
     client.register(step=0, ledger="")
 except AsyncRLError as error:
@@ -236,11 +236,11 @@ except AsyncRLError as error:
         stdout=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while other.poll() is None and time.monotonic() < deadline:
         first.heartbeat({})
         time.sleep(0.2)
-    out, _ = other.communicate(timeout=5)
+    out, _ = other.communicate(timeout=60)
     assert out.startswith("learner.duplicate") and f"pid {os.getpid()}" in out and "s ago" in out
     first.close()
 
@@ -250,7 +250,7 @@ def test_learner_that_was_killed_is_replaced_at_once(make: Make) -> None:
     script = f"""
 import os, signal
 from buffers.client.learner import LearnerClient
-client = LearnerClient({service.address!r}, name="a", timeout_s=15)
+client = LearnerClient({service.address!r}, name="a", timeout_s=60)
 client.register(step=0, ledger="")
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -259,14 +259,14 @@ os.kill(os.getpid(), signal.SIGKILL)
     )
     started = time.monotonic()
     learner(service.address).close()  # within its 10 s, but its process is gone
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 9
 
 
 def test_two_services_on_one_run(make: Make) -> None:
     service = make().start()
     second = Service(service.config)
     second.start(wait=False)
-    assert second.process is not None and second.process.wait(20) == 75
+    assert second.process is not None and second.process.wait(60) == 75
     assert f"buffer already runs (pid {service.process.pid}" in service.log.read_text()  # type: ignore[union-attr]
     assert service.status()["version"] == 0
 
@@ -276,20 +276,20 @@ def test_stop_message_answers_the_polls_and_ends(make: Make) -> None:
     client = learner(service.address)
 
     async def wait_for_work() -> None:
-        worker = RewardClient(service.address, name="r", timeout_s=20)
+        worker = RewardClient(service.address, name="r", timeout_s=60)
         await worker.hello()
         work = asyncio.ensure_future(worker.work(max_samples=1, wait_s=20.0))
         await asyncio.sleep(0.3)
         observer = ServiceClient(service.address)
         await asyncio.get_running_loop().run_in_executor(None, observer.stop, "test")
-        tasks, _ = await asyncio.wait_for(work, 5)
+        tasks, _ = await asyncio.wait_for(work, 60)
         assert tasks == []
         observer.close()
         worker.close()
 
     asyncio.run(wait_for_work())
     client.close()
-    assert service.process is not None and service.process.wait(10) == 0
+    assert service.process is not None and service.process.wait(60) == 0
 
 
 def test_redis_that_is_killed_or_emptied_costs_a_pause(make: Make) -> None:
@@ -319,7 +319,7 @@ def test_redis_that_does_not_answer_is_named_without_its_password(make: Make, mo
     service = make("redis", buffer="redis_url = 'redis://u:topsecret@127.0.0.1:9/0'\nredis_max_outage_s = 0.5")
     started = time.monotonic()
     service.start(wait=False)
-    assert service.process is not None and service.process.wait(25) == 69
+    assert service.process is not None and service.process.wait(60) == 69
     assert time.monotonic() - started < 20
     text = service.log.read_text()
     assert "store.unreachable" in text and "127.0.0.1:9" in text and "topsecret" not in text
@@ -330,7 +330,7 @@ def test_a_complete_run_that_goes_on_sends_no_early_worker_home(make: Make) -> N
     done. With the same steps it is."""
 
     async def told(address: str) -> tuple[bool, bool]:
-        worker, producer = RewardClient(address, name="r0", timeout_s=15), Producer(address)
+        worker, producer = RewardClient(address, name="r0", timeout_s=60), Producer(address)
         await worker.hello()
         await producer.client.hello("model")
         _, done = await worker.work(max_samples=4, wait_s=0.2)

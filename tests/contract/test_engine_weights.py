@@ -218,21 +218,21 @@ def test_a_copy_that_outlives_its_update_touches_nothing(monkeypatch: pytest.Mon
 
     def slow(*args: Any) -> Any:
         entered.set()
-        assert go.wait(10)
+        assert go.wait(60)
         return right(*args)
 
     weights.begin(manifest, tensors)
     monkeypatch.setattr(module.Layout, "fill", slow)
     copying = threading.Thread(target=weights.apply, args=(0, b"\xff" * len(buckets[0])))
     copying.start()
-    assert entered.wait(10)
+    assert entered.wait(60)
     aborting = threading.Thread(target=weights.abort)
     aborting.start()
     time.sleep(0.05)
     assert aborting.is_alive(), "the storages may not be free while something is written there"
     go.set()
-    aborting.join(10)
-    copying.join(10)
+    aborting.join(60)
+    copying.join(60)
     monkeypatch.setattr(module.Layout, "fill", right)
     with pytest.raises(AsyncRLError, match="no update"):
         weights.apply(1, buckets[1])

@@ -36,7 +36,7 @@ def test_no_hop_is_encoded_while_all_are_local_and_the_first_remote_one_gets_the
 
     def publish(version: int, members: int) -> float:
         publisher.publish(version, PLAN, changed(data, version))
-        publisher.wait_committed(version, members=members, timeout_s=15)
+        publisher.wait_committed(version, members=members, timeout_s=90)
         return publisher.stats["delta_bytes"]
 
     near = Member(world, "near", Engine())

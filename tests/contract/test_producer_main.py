@@ -378,7 +378,7 @@ def test_a_request_that_waits_is_made_anew_when_the_version_changes(crossed: boo
             asked.append(engine_version)
             if len(asked) == 1:
                 committed.set()
-                await asyncio.wait_for(superseded.wait(), 10)  # the service holds it until a newer one comes
+                await asyncio.wait_for(superseded.wait(), 60)  # the service holds it until a newer one comes
             else:
                 superseded.set()
             number = asked.index(engine_version)
@@ -386,7 +386,7 @@ def test_a_request_that_waits_is_made_anew_when_the_version_changes(crossed: boo
             return wire.Leases(got, 0)
 
         async def wait_newer(version: int, timeout_s: float) -> bool:
-            await asyncio.wait_for(committed.wait(), 10)
+            await asyncio.wait_for(committed.wait(), 60)
             health.version = producer.receiver.version = version + 1
             return True
 

@@ -129,10 +129,10 @@ class World:
 
     def close(self) -> None:
         self._ended.set()
-        self._threads[1].join(10)
+        self._threads[1].join(60)
         self.publisher.close()
         self._stop.set("test")
-        self._threads[0].join(10)
+        self._threads[0].join(60)
         assert not any(thread.is_alive() for thread in self._threads)
 
 
@@ -177,7 +177,7 @@ def test_a_process_that_ends_now_waits_for_no_round(make: Callable[..., World]) 
     assert slots and all(slot.path.exists() for slot in slots)
     before = time.monotonic()
     world.publisher.close(hurry=True)
-    assert time.monotonic() - before < 1.0
+    assert time.monotonic() - before < WAIT_S / 2
     assert not any(slot.path.exists() for slot in slots)
 
 

@@ -148,7 +148,7 @@ def test_aborts_are_clean_at_every_bucket(fault: str) -> None:
             if read == number and fault == "error":
                 raise TransportError("cut")
             if read == number and fault in ("stuck", "cancelled"):
-                go.wait(10)
+                go.wait(60)
 
         blobs = buckets_of(1)
         if fault == "wrong":
@@ -204,7 +204,7 @@ def test_aborts_of_hops_are_clean_at_every_blob(fault: str) -> None:
         inbox = FakeInbox(blobs, before=fail)
         task = asyncio.create_task(alone.receive(2, inbox, (first, second)))
         if fault == "cancelled":
-            await asyncio.wait_for(reached.wait(), 10)
+            await asyncio.wait_for(reached.wait(), 60)
             task.cancel()
             await asyncio.wait([task])
         else:

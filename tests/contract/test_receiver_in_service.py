@@ -46,12 +46,12 @@ def test_deltas_are_taken_and_a_spoilt_base_is_healed(make_world: Callable[..., 
     publisher, member = world.publisher(), Member(world, "a", Engine())
     for version in (100, 101):
         publisher.publish(version, PLAN, close_to(version))
-        publisher.wait_committed(version, members=1, timeout_s=15)
+        publisher.wait_committed(version, members=1, timeout_s=90)
     first, second = (line for line in world.lines() if line["state"] == "committed")
     assert (first["encoding"], second["encoding"]) == ("full", "delta")
     member.engine.held[1][30] ^= 1
     publisher.publish(102, PLAN, close_to(102))
-    publisher.wait_committed(102, members=1, timeout_s=15)
+    publisher.wait_committed(102, members=1, timeout_s=90)
     held = b"".join(bytes(member.engine.held[n]) for n in range(len(GROUPS)))
     assert (
         version_digest([bucket_digest(g, member.engine.held[n]) for n, g in enumerate(GROUPS)])
@@ -78,7 +78,7 @@ def test_an_engine_in_place_says_so_before_the_first_byte(make_world: Callable[.
     member = Member(world, "a", engine)
     for version in (0, 1):
         publisher.publish(version, PLAN, weights(version))
-        publisher.wait_committed(version, members=1, timeout_s=15)
+        publisher.wait_committed(version, members=1, timeout_s=90)
         assert member.holds(version) and not member.receiver.dirty
     assert seen == [(-1, ""), (-1, "")], "the service knew before the engine was touched"
     assert member.receiver.encodings == ("full",)
@@ -104,14 +104,14 @@ def test_an_engine_in_place_that_was_left_in_the_middle_is_filled_again(make_wor
 
     member = Member(world, "a", engine, transports={"local": maker})
     publisher.publish(0, PLAN, weights(0))
-    publisher.wait_committed(0, members=1, timeout_s=15)
+    publisher.wait_committed(0, members=1, timeout_s=90)
     cut[0] = True
     publisher.publish(1, PLAN, weights(1))
     until(lambda: "abort" in engine.done, "the transfer fails")
     until(lambda: world.status()["members"]["a"]["version"] == -1, "it holds nothing")
     assert member.receiver.dirty and engine.health().version == -1
     cut[0] = False
-    publisher.wait_committed(1, members=1, timeout_s=15)
+    publisher.wait_committed(1, members=1, timeout_s=90)
     assert member.holds(1) and engine.health().version == 1
 
 
@@ -121,11 +121,11 @@ def test_a_member_passes_on_what_it_holds(make_world: Callable[..., World]) -> N
     first = Member(world, "first", Engine())
     for version in (0, 1):
         publisher.publish(version, PLAN, weights(version))
-        publisher.wait_committed(version, members=1, timeout_s=15)
+        publisher.wait_committed(version, members=1, timeout_s=90)
     assert first.holds(1)
     until(lambda: world.status()["members"]["first"]["relay"], "the service knows the relay")
     second = Member(world, "second", Engine())
-    publisher.wait_committed(1, members=2, timeout_s=15)
+    publisher.wait_committed(1, members=2, timeout_s=90)
     assert second.holds(1)
     sources = {line["round"]: line for line in world.lines()}
     assert "first" in str(list(sources.values())[-1]), "the second took it from the first"
@@ -136,7 +136,7 @@ def test_bits_that_flip_later_end_the_receiver(make_world: Callable[..., World])
     publisher = world.publisher()
     member = Member(world, "a", Engine(), attest_every_s=0.05)
     publisher.publish(0, PLAN, weights(0))
-    publisher.wait_committed(0, members=1, timeout_s=15)
+    publisher.wait_committed(0, members=1, timeout_s=90)
     time.sleep(0.8)
     assert member.error is None, "right weights are found right"
     member.engine.held[3][99] ^= 128
@@ -158,7 +158,7 @@ def test_versions_are_passed_on_from_where_the_engine_holds_them(make_world: Cal
     ended = []
     for version in range(4):
         publisher.publish(version, PLAN, weights(version))
-        publisher.wait_committed(version, members=1, timeout_s=15)
+        publisher.wait_committed(version, members=1, timeout_s=90)
         until(lambda: first.receiver._relay.address, "it is offered")
         held = first.receiver._relay.copies
         assert [item.manifest.version for item in held] == list(range(max(0, version - 1), version + 1))
@@ -183,7 +183,7 @@ def test_a_version_is_kept_for_an_evaluation_and_the_others_go_on(
     publisher = world.publisher()
     keeps, other = (Member(world, name, Engine(in_place=in_place)) for name in "ab")
     publisher.publish(1, PLAN, weights(1))
-    publisher.wait_committed(1, members=2, timeout_s=15)
+    publisher.wait_committed(1, members=2, timeout_s=90)
     assert keeps.receiver.hold.keep(1, 60.0) and not other.receiver.hold.active
     for version in (2, 3):
         publisher.publish(version, PLAN, weights(version))
@@ -200,7 +200,7 @@ def test_weights_under_way_are_given_up_for_an_evaluation(make_world: Callable[.
     publisher, engine = world.publisher(), Engine()
     member = Member(world, "a", engine)
     publisher.publish(1, PLAN, weights(1))
-    publisher.wait_committed(1, members=1, timeout_s=15)
+    publisher.wait_committed(1, members=1, timeout_s=90)
     engine.bucket_s = 0.2
     publisher.publish(2, PLAN, weights(2))
     until(lambda: engine.done[-1].startswith("bucket"), "a bucket of 2")

@@ -112,7 +112,7 @@ def test_it_leases_scores_and_submits(make: Make, tmp_path: Path) -> None:
         output, _ = worker.communicate(timeout=LIMIT_S)
     finally:
         worker.kill()
-        worker.wait(10)
+        worker.wait(60)
         trainer.close()
     assert worker.returncode == 0, output
     assert f"group {groups[2]} sample 0: raised: on purpose" in output, output

@@ -231,7 +231,7 @@ def test_a_server_that_is_gone_for_good(server: PrivateServer) -> None:
     with pytest.raises(Unavailable) as error:
         write(store, a=b"1")
     assert error.value.code == "store.unreachable" and error.value.exit_code == 69
-    assert 0.5 < time.monotonic() - started < 6
+    assert 0.5 < time.monotonic() - started < 60
 
 
 def test_no_server_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

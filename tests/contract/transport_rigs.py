@@ -281,7 +281,7 @@ def run_round(rig: Any, members: int, generation: int) -> list[list[str]]:
         return [future.result(rig.deadline_s * 2) for future in reading]
 
 
-def wait_for(what: str, ready: Callable[[], Any], within_s: float = 10.0) -> None:
+def wait_for(what: str, ready: Callable[[], Any], within_s: float = 60.0) -> None:
     until = time.monotonic() + within_s
     while not ready():
         assert time.monotonic() < until, f"waited {within_s:g} s for {what}"

@@ -29,7 +29,7 @@ def cluster(run: Any, tmp_path: Path) -> Iterator[dict[str, str]]:
     env = {**run.environment(), "PATH": path, "SLURM_STANDIN": str(state)}
     yield env
     for number in state.glob("*.json"):
-        subprocess.run(["scancel", number.stem], env=env, timeout=20, check=False)
+        subprocess.run(["scancel", number.stem], env=env, timeout=60, check=False)
 
 
 def free_ports() -> int:
@@ -78,7 +78,7 @@ def test_slurm_jobs_train_and_end(run: Any, cluster: dict[str, str], hosts: int)
     assert len(ranks) == hosts
     deadline = time.monotonic() + 60
     while (
-        left := subprocess.run(["squeue"], env=cluster, capture_output=True, text=True, timeout=20, check=True).stdout
+        left := subprocess.run(["squeue"], env=cluster, capture_output=True, text=True, timeout=60, check=True).stdout
     ) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert left == "", "the learner ended the others"

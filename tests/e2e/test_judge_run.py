@@ -32,7 +32,7 @@ JUDGES = (
 
 @pytest.mark.long
 @pytest.mark.alone
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_a_run_with_two_judges(run: Run) -> None:
     (run.folder / "my_rewards.py").write_text(REWARDS)
     words = [word for setting in JUDGES for word in ("--set", setting)]

@@ -58,7 +58,7 @@ class Cluster:
             ["-n", self.net, "addr", "add", "10.244.0.1/16", "dev", "br0"],
             ["-n", self.net, "link", "set", "br0", "up"],
         ):
-            done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20, check=False)
+            done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=60, check=False)
             if done.returncode:
                 pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
         words = ["nsenter", f"--net=/run/netns/{self.net}", sys.executable, str(STANDINS / "kube_node.py")]
@@ -69,11 +69,11 @@ class Cluster:
         if self.node is not None:
             self.node.terminate()
             try:
-                self.node.wait(20)
+                self.node.wait(60)
             except subprocess.TimeoutExpired:
                 self.node.kill()
         for path in Path("/run/netns").glob(f"{self.net}*"):
-            subprocess.run(["ip", "netns", "delete", path.name], timeout=20, check=False)
+            subprocess.run(["ip", "netns", "delete", path.name], timeout=60, check=False)
         for path in Path("/dev/shm").glob(f"{self.net}*"):  # of a node that could not clean up
             shutil.rmtree(path, ignore_errors=True)
 

@@ -12,7 +12,7 @@ def lags(run, first: int, last: int) -> list[float]:  # type: ignore[no-untyped-
     return [line["lag_max"] for line in run.lines("metrics/learner.jsonl") if first <= line["step"] <= last]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_tuning_is_seen_in_the_lags_and_in_the_audit(run) -> None:  # type: ignore[no-untyped-def]
     launcher = run.start(
         "launch",

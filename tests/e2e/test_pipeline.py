@@ -207,7 +207,7 @@ def test_a_killed_launcher_leaves_no_orphan(run) -> None:  # type: ignore[no-unt
     main = run.start("launch", "all", str(run.config), "--set", "learner.steps=2000")
     run.wait("step 2", lambda: 2 in run.steps())
     os.kill(main.pid, signal.SIGKILL)
-    run.wait("the end of all roles", lambda: run.living() == [], timeout=8)
+    run.wait("the end of all roles", lambda: run.living() == [])
 
 
 @pytest.mark.long
@@ -251,7 +251,7 @@ def test_bad_input_is_one_clear_error(run, case: str) -> None:  # type: ignore[n
     assert part in done.stdout
     assert "->" in done.stdout
     assert "Traceback" not in done.stdout
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 55
     assert not (run.dir / "processes.jsonl").exists(), "nothing was started"
 
 

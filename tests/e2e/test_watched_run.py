@@ -88,7 +88,7 @@ class Prometheus:
             )
 
     def get(self, path: str, **words: str) -> Any:
-        with urllib.request.urlopen(f"{self._url}{path}?{urllib.parse.urlencode(words)}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self._url}{path}?{urllib.parse.urlencode(words)}", timeout=60) as answer:
             said = json.load(answer)
         assert said["status"] == "success", said
         return said["data"]
@@ -146,7 +146,7 @@ def test_every_expression_of_the_dashboard_has_data(prometheus: Prometheus) -> N
 
 
 def test_the_text_is_what_promtool_takes(prometheus: Prometheus, metrics_port: int) -> None:
-    with urllib.request.urlopen(f"http://{LOOPBACK}:{metrics_port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{LOOPBACK}:{metrics_port}/metrics", timeout=60) as answer:
         text = answer.read()
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60, check=False)
     said = (done.stdout + done.stderr).decode().splitlines()

@@ -51,7 +51,7 @@ class Cluster:
             self.main = run.start("launch", "all", str(run.config), *words)
         run.wait("the configuration", (run.dir / "config.toml").exists)
         address = endpoint(load(run.dir / "config.toml"), "weightsync")
-        self.service = ServiceClient(address, timeout_s=20)
+        self.service = ServiceClient(address, timeout_s=60)
 
     def join(self, name: str, failpoint: str = "") -> subprocess.Popen[str]:
         """One more generator, as a launcher starts it."""

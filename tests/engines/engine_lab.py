@@ -216,4 +216,4 @@ class Bench:
             self.run(self.engine.close(grace_s=10), limit_s=60)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(10)
+            self._thread.join(60)

@@ -426,11 +426,11 @@ def test_an_abort_ends_the_iterator_and_frees_the_place(bench: Bench) -> None:
         going = asyncio.create_task(deltas_of(bench.engine, wanted))
         await tokens_made(bench.engine, 2 * SLOTS)
         aborted = await bench.engine.abort(["gone"])
-        ended = await asyncio.wait_for(going, 10)
+        ended = await asyncio.wait_for(going, 60)
         started = time.monotonic()
         while bench.engine.health().running:
             await asyncio.sleep(0.01)
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < 60
         return aborted, ended
 
     for _ in range(SWAPS):  # a server far away may be done before it hears of the abort
@@ -449,7 +449,7 @@ def test_an_iterator_that_is_left_gives_its_request_up(bench: Bench) -> None:
         deltas: Any = bench.engine.generate(wanted)
         await anext(deltas)
         await deltas.aclose()
-        until = time.monotonic() + 10
+        until = time.monotonic() + 90
         while bench.engine.health().running:
             await asyncio.sleep(0.01)
             assert time.monotonic() < until
@@ -513,7 +513,7 @@ def test_a_pause_can_abort(bench: Bench) -> None:
         cut = asyncio.create_task(deltas_of(bench.engine, wanted))
         await tokens_made(bench.engine, 4)
         await bench.engine.pause("abort")
-        ended = await asyncio.wait_for(cut, 10)
+        ended = await asyncio.wait_for(cut, 60)
         await bench.engine.resume()
         return ended
 
@@ -596,7 +596,7 @@ def test_a_broken_engine_says_so_to_everybody(bench: Bench, case: tuple[Rig, str
         codes = await asyncio.wait_for(asyncio.gather(*users), 40)
         for call in (all_of(bench.engine, request("later", [3])), stage(bench.engine, 2, bench.version + 1)):
             with pytest.raises(AsyncRLError) as caught:
-                await asyncio.wait_for(call, 20)
+                await asyncio.wait_for(call, 60)
             codes.append(caught.value.code)
         return codes
 

@@ -23,7 +23,7 @@ import sys, hashlib, os, time
 sys.path.insert(0, sys.argv[1])
 from standin_group import GroupMember
 host, port, rank, size, name, sizes, then = sys.argv[2:9]
-member = GroupMember(host=host, port=int(port), rank=int(rank), size=int(size), name=name, timeout_s=20)
+member = GroupMember(host=host, port=int(port), rank=int(rank), size=int(size), name=name, timeout_s=60)
 for number in filter(None, sizes.split(",")):
     print(hashlib.sha256(member.receive(int(number)).numpy().tobytes()).hexdigest(), flush=True)
 if then == "die":
@@ -54,7 +54,7 @@ class Members:
         for child in self.children:
             child.kill()
             with suppress(ValueError):
-                child.communicate(timeout=10)
+                child.communicate(timeout=60)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_worker_that_never_comes_is_told_in_time() -> None:
         with pytest.raises(WorkError, match="group lonely: the group was not built") as told:
             await sender.join()
         assert told.value.code == "engine.broken"
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 60
         with pytest.raises(WorkError, match="not built"):
             await sender.send(memoryview(b"x"))
 
@@ -120,7 +120,7 @@ def test_a_worker_that_dies_or_stops_breaks_the_group(members: Members, then: st
         with pytest.raises(WorkError, match="were not sent") as told:
             await sender.send(memoryview(room))
         assert told.value.code == "engine.broken"
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < 60
 
     run(f"fails-{then}", body, timeout_s=10.0)
 

@@ -79,14 +79,14 @@ def run(body: Callable[[HttpClient, web.Application], Awaitable[None]], **more: 
             await client.close()
             await runner.cleanup()
 
-    asyncio.run(asyncio.wait_for(whole(), 30))
+    asyncio.run(asyncio.wait_for(whole(), 120))
 
 
 def test_calls_and_their_answers() -> None:
     async def body(client: HttpClient, app: web.Application) -> None:
-        answer = await client.post("/echo", {"ids": [1, 2]}, timeout_s=5)
+        answer = await client.post("/echo", {"ids": [1, 2]}, timeout_s=60)
         assert answer == {"got": {"ids": [1, 2]}, "auth": "Bearer secret"}
-        assert await client.get("/status", timeout_s=5, params={"is": "200"}) == "words of the server"
+        assert await client.get("/status", timeout_s=60, params={"is": "200"}) == "words of the server"
 
     run(body, token="secret")
 
@@ -94,16 +94,16 @@ def test_calls_and_their_answers() -> None:
 def test_a_refusal_is_told_from_a_broken_server() -> None:
     async def body(client: HttpClient, app: web.Application) -> None:
         with pytest.raises(Refused, match="words of the server") as refused:
-            await client.get("/status", timeout_s=5, params={"is": "404"})
+            await client.get("/status", timeout_s=60, params={"is": "404"})
         assert (refused.value.status, refused.value.text) == (404, "words of the server")
         for status in ("500", "503", "302", "204"):
             with pytest.raises(WorkError, match=f"answered {status}") as told:
-                await client.get("/status", timeout_s=5, params={"is": status})
+                await client.get("/status", timeout_s=60, params={"is": status})
             assert told.value.code == "engine.broken"
             assert not isinstance(told.value, Refused)
         for path, words in (("/garbage", "no JSON"), ("/cut", "Disconnected|reset")):
             with pytest.raises(WorkError, match=words) as told:
-                await client.get(path, timeout_s=5)
+                await client.get(path, timeout_s=60)
             assert told.value.code == "engine.broken"
 
     run(body)
@@ -117,7 +117,7 @@ def test_every_call_ends_in_time() -> None:
         with pytest.raises(WorkError, match=r"silent for 0\.3 s"):
             async for _ in client.stream("/events", {"pieces": ["data: 1\n\n", "hang"]}, idle_s=0.3):
                 pass
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
 
     run(body)
 
@@ -125,7 +125,7 @@ def test_every_call_ends_in_time() -> None:
 def test_sizes_are_bounded() -> None:
     async def body(client: HttpClient, app: web.Application) -> None:
         with pytest.raises(WorkError, match="longer than 100 bytes"):
-            await client.post("/echo", "x" * 100, timeout_s=5)
+            await client.post("/echo", "x" * 100, timeout_s=60)
         with pytest.raises(WorkError, match="an event is longer than 100 bytes"):
             async for _ in client.stream("/events", {"pieces": ["data: "] + ["x" * 30] * 9}, idle_s=5):
                 pass
@@ -165,7 +165,7 @@ def test_leaving_a_stream_closes_its_connection() -> None:
         events = client.stream("/events", {"pieces": ["data: 1\n\n", "hang"]}, idle_s=20)
         assert await anext(events) == 1
         await events.aclose()  # type: ignore[attr-defined]
-        await asyncio.wait_for(app[LEFT].wait(), 5)
+        await asyncio.wait_for(app[LEFT].wait(), 60)
 
     run(body)
 
@@ -174,7 +174,7 @@ def test_a_server_that_is_not_there_and_an_address_that_is_none() -> None:
     async def body() -> None:
         client = HttpClient("http://127.0.0.1:1")
         with pytest.raises(WorkError, match=r"127\.0\.0\.1:1") as told:
-            await client.get("/health", timeout_s=5)
+            await client.get("/health", timeout_s=60)
         assert told.value.code == "engine.broken"
         await client.close()
         for url in ("", "127.0.0.1:30000", "ftp://host", "http://"):

@@ -59,7 +59,7 @@ def run(served: Served, body: Callable[[HttpClient], Awaitable[None]]) -> None:
 async def _up(client: HttpClient) -> None:
     for _ in range(400):
         try:
-            await client.get("/health", timeout_s=5)
+            await client.get("/health", timeout_s=60)
             return
         except WorkError:
             await asyncio.sleep(0.2)
@@ -279,7 +279,7 @@ def test_vllm_dies_where_it_would_decode_without_layers(folder: Path) -> None:
 
     try:
         run(served, body)
-        assert served.child.wait(10) == 13
+        assert served.child.wait(60) == 13
     finally:
         served.end()
 
@@ -287,8 +287,8 @@ def test_vllm_dies_where_it_would_decode_without_layers(folder: Path) -> None:
 def test_faults_come_on_demand(sglang: Served) -> None:
     async def body(client: HttpClient) -> None:
         for what, words in (("garbage", "no JSON"), ("500", "answered 500"), ("hang", "no answer")):
-            await client.post("/standin/fault", {"path": "/weights_checker", "what": what, "skip": 1}, timeout_s=5)
-            assert (await client.post("/weights_checker", {"action": "checksum"}, timeout_s=5))["success"]
+            await client.post("/standin/fault", {"path": "/weights_checker", "what": what, "skip": 1}, timeout_s=60)
+            assert (await client.post("/weights_checker", {"action": "checksum"}, timeout_s=60))["success"]
             with pytest.raises(WorkError, match=words):
                 await client.post("/weights_checker", {"action": "checksum"}, timeout_s=1)
         assert EOS < VOCAB

@@ -80,7 +80,7 @@ def test_vllm_ends_with_a_producer_that_was_killed(folder: Path, tmp_path: Path)
         assert all_dead(pids, 20), [pid for pid in pids if is_alive(pid)]
     finally:
         producer.kill()
-        producer.wait(20)
+        producer.wait(60)
 
 
 def test_weights_through_a_group_where_the_server_sees_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,7 @@ class Chaos:
         folder.mkdir()
         role.env = {"ASYNCRL_FAILPOINT": f"{site}:kill:{count}", "ASYNCRL_FAILPOINT_ONCE": str(folder)}
         self.plant.kill(role.name)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 90
         while not any(folder.iterdir()) and time.monotonic() < deadline:
             self._release()
             time.sleep(0.01)
@@ -225,7 +225,7 @@ class Chaos:
             self.plant.spawn(role)
         assert old is not None
         epoch = len(self.plant.history("register"))
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 90
         while len(self.plant.history("register")) <= epoch and time.monotonic() < deadline:
             self._release()
             time.sleep(0.02)

@@ -151,7 +151,7 @@ class Lab:
 
     def kill_service(self, name: str) -> None:
         self.services[name].kill()
-        self.services[name].wait(10)
+        self.services[name].wait(60)
 
     def lose_store(self) -> None:
         """The buffer dies, and its store, its payloads and every trace of them are gone."""
@@ -169,7 +169,7 @@ class Lab:
         await client.hello(model_fingerprint(self.config.model.path, dtype=self.config.model.dtype))
         digest = self.digest_of(version)
         made = 0
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 110
         while made < wanted:
             assert time.monotonic() < deadline, f"{made} of {wanted} groups\n{self.tail()}"
             leases = await client.lease(engine_version=version, max_groups=B, wait_s=1.0)
@@ -205,7 +205,7 @@ class Lab:
                 self.children.wait(pid, 10)
         for service in self.services.values():
             service.kill()
-            service.wait(10)
+            service.wait(60)
 
     # ------------------------------------------------------------ learners
 
@@ -234,7 +234,7 @@ class Lab:
         self.assert_accounted(**accounted)
         assert self.result() == wanted
 
-    def wait(self, what: str, condition: Callable[[], bool], timeout: float = 60) -> None:
+    def wait(self, what: str, condition: Callable[[], bool], timeout: float = 110) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, f"waited {timeout} s for {what}\n{self.tail()}"

@@ -238,12 +238,12 @@ class Plant:
         """Kill whatever still runs."""
         self._closing = True
         if self._keeper.is_alive():
-            self._keeper.join(10)
+            self._keeper.join(60)
         for role in self.roles.values():
             if role.process is not None and role.process.poll() is None:
                 os.kill(role.pid, signal.SIGCONT)
                 role.process.kill()
-                role.process.wait(10)
+                role.process.wait(60)
         self.proxies.close()
 
     def __enter__(self) -> Plant:
@@ -286,7 +286,7 @@ class Plant:
     def committed(self) -> int:
         return max((line["step"] for line in self.history("commit")), default=0)
 
-    def wait(self, what: str, condition: Callable[[], Any], timeout: float = 60) -> Any:
+    def wait(self, what: str, condition: Callable[[], Any], timeout: float = 110) -> Any:
         deadline = time.monotonic() + timeout
         while not (found := condition()):
             assert time.monotonic() < deadline, f"waited {timeout} s for {what}\n{self.tail()}"

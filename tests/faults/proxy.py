@@ -172,7 +172,7 @@ class Proxies:
     def link(self, target: int, *, seed: int = 0) -> Link:
         """A new address in front of 127.0.0.1:`target`."""
         link = Link(self._loop, target, seed)
-        asyncio.run_coroutine_threadsafe(link.start(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(link.start(), self._loop).result(60)
         return link
 
     def close(self) -> None:
@@ -181,9 +181,9 @@ class Proxies:
                 task.cancel()
             await asyncio.sleep(0)
 
-        asyncio.run_coroutine_threadsafe(leave(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(leave(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 def free_port() -> int:

@@ -20,7 +20,7 @@ ROWS = 12
 KILLED = ("producer-0", "reward-0", "buffer", "learner", "producer-1", "buffer")
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("store", ["sqlite", "redis"])
 def test_every_held_out_prompt_is_accounted_for(tmp_path: Path, store: str, figure: Any) -> None:
     data = tmp_path / "held.jsonl"

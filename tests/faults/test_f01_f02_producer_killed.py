@@ -18,7 +18,7 @@ LEASE_S = 1.5
 GROUPS = (f"sampling.group_size={N}", f"buffer.lease_timeout_s={LEASE_S}", "producers.max_groups_in_flight=1")
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_f01_killed_after_k_of_n_samples(tmp_path: Path, figure: Any) -> None:
     """One victim for every k; another producer finishes their groups, and makes only what is missing."""
     with Plant(tmp_path, steps=1, producers=N + 2, extra=GROUPS, env={"TOY_TOKEN_S": "0.02"}) as plant:
@@ -53,7 +53,7 @@ def test_f01_killed_after_k_of_n_samples(tmp_path: Path, figure: Any) -> None:
         )
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_f02_killed_between_sending_and_the_answer(tmp_path: Path) -> None:
     """The answers of the buffer vanish in the proxy, so it has samples of which their maker does not know."""
     with Plant(

@@ -68,7 +68,7 @@ def assert_right(plant: Plant, group: int, index: int) -> dict[str, Any]:
 
 
 @pytest.mark.long_cases("with the buffer")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("buffer_dies", [False, True], ids=["", "with the buffer"])
 def test_f01_another_producer_goes_on_from_the_last_checkpoint(tmp_path: Path, buffer_dies: bool, figure: Any) -> None:
     with Plant(tmp_path, steps=10, producers=2, extra=EXTRA, env={"TOY_TOKEN_S": "0.02"}) as plant:
@@ -94,7 +94,7 @@ def test_f01_another_producer_goes_on_from_the_last_checkpoint(tmp_path: Path, b
 
 
 @pytest.mark.long
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_f01_what_was_begun_is_lost_with_all_files_of_the_buffer(tmp_path: Path) -> None:
     """Then it starts anew: under the same id and seed, and nothing is trained that nobody vouches for."""
     with Plant(tmp_path, steps=10, producers=2, extra=SLOW, env={"TOY_TOKEN_S": "0.02"}) as plant:
@@ -102,7 +102,7 @@ def test_f01_what_was_begun_is_lost_with_all_files_of_the_buffer(tmp_path: Path)
         plant.wait("a checkpoint", lambda: plant.committed() >= 1)
         plant.roles["buffer"].wanted = False
         plant.kill("buffer", signal.SIGKILL)
-        plant.roles["buffer"].process.wait(10)  # type: ignore[union-attr]
+        plant.roles["buffer"].process.wait(60)  # type: ignore[union-attr]
         shutil.rmtree(plant.run.store)
         shutil.rmtree(plant.run.segments)
         plant.run.store.mkdir()

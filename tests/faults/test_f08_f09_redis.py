@@ -17,7 +17,7 @@ import pytest
 from plant import Plant
 
 REDIS = ("buffer.store=redis", "learner.steps=1000000")
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
 
 
 @pytest.mark.long

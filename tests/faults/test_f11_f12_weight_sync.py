@@ -18,7 +18,7 @@ from sync_plant import BUCKETS, SyncPlant, sync_forks
 
 TRANSPORTS = ["local", "collective", "stream", "disk"]
 KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

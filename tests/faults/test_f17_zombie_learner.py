@@ -12,7 +12,7 @@ import pytest
 from plant import Plant
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_f17_partitioned_learners_are_fenced(tmp_path: Path, figure: Any) -> None:
     with Plant(tmp_path, extra=("learner.steps=1000000", "learner.checkpoint_every=2")) as plant:
         plant.start()

@@ -26,7 +26,7 @@ from asyncrl.errors import WireError
 from asyncrl.net.requester import Requester
 from buffers.client.producer import ProducerClient
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def start_buffer(folder: Path, *extra: str) -> Plant:
@@ -87,7 +87,7 @@ class Raw:
 
 
 async def lease(plant: Plant, name: str, groups: int) -> tuple[wire.Lease, ...]:
-    client = ProducerClient(f"tcp://127.0.0.1:{plant.port}", name=name, timeout_s=20)
+    client = ProducerClient(f"tcp://127.0.0.1:{plant.port}", name=name, timeout_s=60)
     await client.hello()
     found = await client.lease(engine_version=0, max_groups=groups, wait_s=2.0)
     client.close()
@@ -196,7 +196,7 @@ def test_f20_too_large_and_declared_too_large(tmp_path: Path, figure: Any) -> No
         leases = asyncio.run(lease(plant, "p", 2))
         good, bad = Raw(plant.port), Raw(plant.port)
         bad.send([frames_of(leases[0], "p", 1)[0], b"x", bytes(2 << 20)])
-        with socket.create_connection(("127.0.0.1", plant.port), timeout=10) as bomb:
+        with socket.create_connection(("127.0.0.1", plant.port), timeout=60) as bomb:
             greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
             bomb.sendall(greeting + b"\x06" + (2**62).to_bytes(8, "big") + bytes(100))
             bomb.settimeout(10)

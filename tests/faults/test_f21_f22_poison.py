@@ -27,7 +27,7 @@ from learners.algorithms.corrections import tis
 from learners.algorithms.registry import loss_for
 from learners.algorithms.types import LossInputs
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 T = 4
 TOKENS = np.array([3, 4, 5, 2, 6, 7, 8, 2], np.int32)
@@ -79,30 +79,30 @@ def test_f21_each_poison_is_dead_with_its_reason(tmp_path: Path, figure: Any) ->
     extra = ("buffer.batch_groups=32", "buffer.max_poison_rate=1.0", "learner.steps=10", "buffer.lease_timeout_s=60")
     with Plant(tmp_path, extra=extra) as plant:
         plant.start("buffer")
-        learner = LearnerClient(f"tcp://127.0.0.1:{plant.port}", name="learner", timeout_s=20)
+        learner = LearnerClient(f"tcp://127.0.0.1:{plant.port}", name="learner", timeout_s=60)
         learner.hello()
         learner.register(step=0, ledger="", digests={0: "start"})
         learner.close()
 
         async def send_all() -> dict[str, str]:
-            client = ProducerClient(f"tcp://127.0.0.1:{plant.port}", name="p", timeout_s=20)
+            client = ProducerClient(f"tcp://127.0.0.1:{plant.port}", name="p", timeout_s=60)
             await client.hello()
             raw = AsyncRequester(f"tcp://127.0.0.1:{plant.port}")
             found = {}
             leases = (await client.lease(engine_version=0, max_groups=len(POISON) + 3, wait_s=5.0)).leases
             for (name, (changes, _)), lease in zip(POISON.items(), leases, strict=False):
                 head, payload = message(lease, **dict(changes))
-                reply = (await raw.request(head, (payload,), timeout_s=20)).message
+                reply = (await raw.request(head, (payload,), timeout_s=60)).message
                 found[name] = next(iter(reply.refused.values()), "taken")
             other, early, good = leases[-3:]
             head, payload = message(early, samples=heads(wire.SampleHead(0, T, "stop", ((9, T),))))
-            reply = (await raw.request(head, (payload,), timeout_s=20)).message
+            reply = (await raw.request(head, (payload,), timeout_s=60)).message
             found["early"] = reply.refused[0]
             head, payload = message(other, digests={0: "other"})
-            reply = (await raw.request(head, (payload,), timeout_s=20)).message
+            reply = (await raw.request(head, (payload,), timeout_s=60)).message
             found["other"] = reply.refused[0]
             head, payload = message(good)
-            found["good"] = repr((await raw.request(head, (payload,), timeout_s=20)).message.accepted)
+            found["good"] = repr((await raw.request(head, (payload,), timeout_s=60)).message.accepted)
             raw.close()
             client.close()
             return found
@@ -129,13 +129,13 @@ def test_f21_a_token_outside_the_vocabulary_dies_before_batching(tmp_path: Path)
         plant.start("buffer", "learner", "weightsync")
 
         async def send() -> int:
-            client = ProducerClient(f"tcp://127.0.0.1:{plant.port}", name="p", timeout_s=20)
+            client = ProducerClient(f"tcp://127.0.0.1:{plant.port}", name="p", timeout_s=60)
             await client.hello()
             raw = AsyncRequester(f"tcp://127.0.0.1:{plant.port}")
             plant.wait("the learner", lambda: plant.history("register"))
             bad = (await client.lease(engine_version=0, max_groups=1, wait_s=5.0)).leases[0]
             head, payload = message(bad, response=with_value(TOKENS, 2, 9999), digests={})
-            assert (await raw.request(head, (payload,), timeout_s=20)).message.accepted == (0, 1)
+            assert (await raw.request(head, (payload,), timeout_s=60)).message.accepted == (0, 1)
             raw.close()
             client.close()
             return bad.group
@@ -208,6 +208,6 @@ def test_f22_a_producer_that_makes_only_poison_ends_the_run(tmp_path: Path, figu
         code, said = plant.roles["learner"].codes[0], plant.said("learner")
         assert code not in (0, 69, 75) and code > 0
         assert "poison.budget" in said and "logprobs: not finite" in said
-        assert plant.committed() == 0 and took <= 30
+        assert plant.committed() == 0 and took <= 90
         assert plant.status()["fault"]["code"] == "poison.budget"
         figure(f"100 % NaN: exit code {code} after {took:.1f} s")

@@ -56,7 +56,7 @@ def test_f23_a_small_file_system(recorded: Recorded, tmp_path: Path) -> None:
     lab = recorded.lab(tmp_path / "small", steps=STEPS, extra="learner.checkpoint_keep=1").serve()
     shard = 0
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(lab.run.checkpoints)]
-    if subprocess.run(mount, capture_output=True, timeout=20, check=False).returncode:
+    if subprocess.run(mount, capture_output=True, timeout=60, check=False).returncode:
         lab.close()
         pytest.skip("no right to mount a file system")
     try:
@@ -70,4 +70,4 @@ def test_f23_a_small_file_system(recorded: Recorded, tmp_path: Path) -> None:
         lab.assert_ends(pid, wanted)
     finally:
         lab.close()
-        subprocess.run(["umount", str(lab.run.checkpoints)], capture_output=True, timeout=20, check=False)
+        subprocess.run(["umount", str(lab.run.checkpoints)], capture_output=True, timeout=60, check=False)

@@ -82,7 +82,7 @@ class Generator:
         receiver = Receiver(
             endpoint(config, "weightsync"), engine=Engine(fingerprint), name="gen", keys=None, config=config.weightsync
         )  # type: ignore[arg-type]
-        client = ProducerClient(endpoint(config, "buffer"), name="gen", timeout_s=20)
+        client = ProducerClient(endpoint(config, "buffer"), name="gen", timeout_s=60)
         stop = asyncio.Event()
         running = asyncio.ensure_future(receiver.run(stop))
         await client.hello(fingerprint)
@@ -114,7 +114,7 @@ class Generator:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
 

@@ -23,7 +23,7 @@ def words(settings: list[str]) -> list[str]:
 
 
 @pytest.mark.redis
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_f30_kill_9_of_the_launcher_leaves_no_process(run) -> None:  # type: ignore[no-untyped-def]
     launcher = run.start("launch", "all", str(run.config), *words(SETTINGS))
     run.wait("step 2", lambda: 2 in run.steps())
@@ -33,7 +33,7 @@ def test_f30_kill_9_of_the_launcher_leaves_no_process(run) -> None:  # type: ign
     os.kill(run.pid("producer-0"), signal.SIGSTOP)  # the kernel ends a stopped one too
     os.kill(launcher.pid, signal.SIGKILL)
     killed = time.monotonic()
-    while (left := [pid for pid in below if alive(pid)]) and time.monotonic() - killed < 5.0:
+    while (left := [pid for pid in below if alive(pid)]) and time.monotonic() - killed < 60:
         time.sleep(0.05)
     assert left == [], [names[pid] for pid in left]
     assert sorted(path.name for path in run.dir.glob("launcher-*.lock"))  # it had no time to clean up

@@ -53,7 +53,7 @@ def said(run) -> list[str]:  # type: ignore[no-untyped-def]
 
 @pytest.mark.long
 @pytest.mark.redis
-@pytest.mark.timeout(230)
+@pytest.mark.timeout(300)
 def test_f31_every_stopped_role_is_named_in_time_and_the_run_completes(run) -> None:  # type: ignore[no-untyped-def]
     fast = run.folder / "fast"
     (run.folder / "my_rewards.py").write_text(SLOW_REWARD.format(fast=str(fast)))
@@ -84,7 +84,7 @@ def test_f31_every_stopped_role_is_named_in_time_and_the_run_completes(run) -> N
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_f31_what_nobody_wakes_ends_with_code_70_and_the_stacks_of_all_roles(run) -> None:  # type: ignore[no-untyped-def]
     settings = words(
         "producers.count=1",
@@ -110,7 +110,7 @@ def test_f31_what_nobody_wakes_ends_with_code_70_and_the_stacks_of_all_roles(run
     assert json.loads((run.dir / "result.json").read_text())["code"] == 70
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_f31_a_reward_worker_that_hangs_by_itself_is_named_and_the_run_goes_on(  # type: ignore[no-untyped-def]
     run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,7 @@ class Site:
     def order(self, path: str, what: str, skip: int = 0) -> None:
         """A fault, some calls from now."""
         body = json.dumps({"path": path, "what": what, "skip": skip}).encode()
-        with urllib.request.urlopen(self.served.url + "/standin/fault", data=body, timeout=10) as answer:
+        with urllib.request.urlopen(self.served.url + "/standin/fault", data=body, timeout=60) as answer:
             assert answer.status == 200
 
     def broken(self, count: int) -> Any:

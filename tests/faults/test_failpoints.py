@@ -65,7 +65,7 @@ def test_places_in_code_and_in_the_list_are_the_same() -> None:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.redis
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_a_process_killed_at_each_place_costs_nothing(tmp_path: Path, figure: Any) -> None:
     once = tmp_path / "once"
     once.mkdir()

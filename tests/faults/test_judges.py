@@ -55,7 +55,7 @@ def assert_judged(plant: Plant) -> tuple[int, int]:
     return counts[""], counts["deep"]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_reward_workers_that_join_and_are_killed_are_not_noticed(tmp_path: Path, figure: Any) -> None:
     extra = (TWO, 'judge=[{name="deep", retries=0}]', "reward_workers.retries=0", "reward_workers.batch_samples=4")
     with Plant(
@@ -91,7 +91,7 @@ def test_reward_workers_that_join_and_are_killed_are_not_noticed(tmp_path: Path,
 
 @pytest.mark.long
 @pytest.mark.alone
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_a_judge_that_is_too_slow_holds_up_no_longer_than_the_policy_says(tmp_path: Path, figure: Any) -> None:
     """One of eight rows needs a judge of 2 s a sample (the other one: 5 ms): what is not scored when its turn comes is
     waited for `late_timeout_s` and dropped; the rest is trained meanwhile.

@@ -54,7 +54,7 @@ def older() -> Iterator[socket.socket]:
 def test_only_listeners_of_the_block_are_closed_and_only_to_latecomers(older: socket.socket) -> None:
     with closed_afterwards(pytest.fail):
         listener = socket.create_server(("127.0.0.1", 0))
-        early = socket.create_connection(listener.getsockname(), timeout=10)
+        early = socket.create_connection(listener.getsockname(), timeout=60)
         served, _ = listener.accept()
     assert answers(older.getsockname()) and not answers(listener.getsockname())
     early.sendall(b"still here")

@@ -89,8 +89,8 @@ def test_endless_tests_cost_the_time_of_one(sandbox: Sandbox) -> None:
     truth = {"inputs": ["1", "2", "3", "4"], "outputs": ["1", "2", "3", "4"]}
     began = time.monotonic()
     response = "n = int(input())\nwhile n == 2: pass\nprint(n)"
-    assert passed(sandbox, response, truth, timeout_s=2.0) == 0.25  # the first passed; what follows had no time left
-    assert time.monotonic() - began < 3 * 2.0
+    assert passed(sandbox, response, truth, timeout_s=5.0) == 0.25  # the first passed; what follows had no time left
+    assert time.monotonic() - began < 3 * 5.0
 
 
 def test_a_completion_stands_between_prefix_and_suffix(sandbox: Sandbox) -> None:

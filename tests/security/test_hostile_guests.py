@@ -67,10 +67,10 @@ class Host:
         return self.askers[role, key].request(message, timeout_s=timeout_s).message
 
     def producer(self, name: str, *, key: str = "producer") -> ProducerClient:
-        return ProducerClient(endpoint(self.config, "buffer"), name=name, keys=self.key(key), timeout_s=20)
+        return ProducerClient(endpoint(self.config, "buffer"), name=name, keys=self.key(key), timeout_s=60)
 
     def learner(self) -> LearnerClient:
-        client = LearnerClient(endpoint(self.config, "buffer"), name="learner", keys=self.key("owner"), timeout_s=20)
+        client = LearnerClient(endpoint(self.config, "buffer"), name="learner", keys=self.key("owner"), timeout_s=60)
         client.hello("model")
         client.register(step=0, ledger="", takeover=False, fingerprint="model", digests={0: "d0"})
         return client
@@ -98,7 +98,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
     made.hang_up()
     for process in made.processes.values():
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 @pytest.mark.long
@@ -202,7 +202,7 @@ def test_a_reward_beyond_the_limit_is_a_failure_and_never_a_score(host: Host, re
         await producer.hello()
         lease = await lease_one(producer)
         await submit(producer, lease, samples=[sample(index) for index in lease.missing])
-        worker = RewardClient(endpoint(host.config, "buffer"), name="r", keys=host.key("reward"), timeout_s=20)
+        worker = RewardClient(endpoint(host.config, "buffer"), name="r", keys=host.key("reward"), timeout_s=60)
         await worker.hello()
         tasks, _ = await worker.work(max_samples=8, wait_s=10.0)
         await worker.submit([wire.Score(one.item.group, one.item.index, one.item.token, reward) for one in tasks])
@@ -256,12 +256,12 @@ def test_invented_names_fill_neither_memory_nor_disk(host: Host) -> None:
     for number in range(MOST_NAMES + 200):
         beat = wire.Heartbeat("producer", f"made-up-{number}", 1, "h", "x" * 20_000)
         try:
-            asker.request(beat, timeout_s=20)
+            asker.request(beat, timeout_s=60)
         except HandshakeError:
             refused += 1
     assert refused == 200
     for _ in range(200):
-        asker.request(wire.Heartbeat("producer", "made-up-0", 1, "h", "x" * 20_000), timeout_s=20)
+        asker.request(wire.Heartbeat("producer", "made-up-0", 1, "h", "x" * 20_000), timeout_s=60)
     asker.close()
     lines = (host.run.metrics / "roles.jsonl").read_bytes()
     assert len(lines) < 2_000 * MOST_NAMES and lines.count(b'"made-up-0"') < 100
@@ -300,12 +300,12 @@ def test_a_key_that_is_revoked_is_refused_on_the_connection_that_it_has(host: Ho
     path = add_key(host.server, "observer", "guest")
     host.start("buffer")
     asker = Requester(endpoint(host.config, "buffer"), keys=read_keys(path), resend_s=0.5)
-    assert isinstance(asker.request(wire.StatusRequest(), timeout_s=20).message, wire.StatusReply)
+    assert isinstance(asker.request(wire.StatusRequest(), timeout_s=60).message, wire.StatusReply)
     revoke_key(host.server, "guest")
     deadline = time.monotonic() + 60
     with pytest.raises(AsyncRLError, match="a key that was revoked") as caught:
         while time.monotonic() < deadline:
-            asker.request(wire.StatusRequest(), timeout_s=20)
+            asker.request(wire.StatusRequest(), timeout_s=60)
             time.sleep(0.1)
     assert caught.value.code == "config.forbidden"
     asker.close()

@@ -69,7 +69,7 @@ class Guest(threading.Thread):
 
     def ask(self, message: wire.Message, payloads: tuple[bytes, ...] = ()) -> Any:
         try:
-            packet = self.askers[0].request(message, payloads, timeout_s=10)
+            packet = self.askers[0].request(message, payloads, timeout_s=60)
         except AsyncRLError as error:
             self.counts[f"refused: {error.code}"] += 1
             return None

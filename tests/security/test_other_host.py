@@ -22,7 +22,7 @@ BUFFER, SYNC = 15555, 15556
 
 
 def ip(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20, check=False)
+    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from asyncrl.net.keys import Keys, read_keys, write_keys
 from asyncrl.net.requester import Requester
 from asyncrl.runtime.host_facts import descendants
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_the_scan_sees_what_is_open() -> None:

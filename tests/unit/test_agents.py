@@ -110,7 +110,7 @@ def posted(url: str, key: str, body: bytes) -> int:
     """The status of the answer to these bytes."""
     try:
         ask = urllib.request.Request(url, body, {"Authorization": f"Bearer {key}"})
-        return int(urllib.request.urlopen(ask, timeout=10).status)
+        return int(urllib.request.urlopen(ask, timeout=60).status)
     except urllib.error.HTTPError as error:
         return error.code
 
@@ -323,7 +323,7 @@ def test_what_is_asked_beyond_the_end_of_a_session_is_given_up(folder: Path, tok
         await client.chat.completions.create(model="m", messages=row["prompt"])
         if left:
             with pytest.raises(openai.APIConnectionError):
-                await asyncio.wait_for(left[0], 20)
+                await asyncio.wait_for(left[0], 60)
             return
         own = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
         left.append(asyncio.create_task(own.chat.completions.create(model="m", messages=row["prompt"])))
@@ -618,7 +618,7 @@ def test_the_key_may_stand_in_the_path_and_is_void_at_the_end(folder: Path, toke
 
     def models(url: str) -> int:
         try:
-            return int(urllib.request.urlopen(f"{url}/models", timeout=10).status)
+            return int(urllib.request.urlopen(f"{url}/models", timeout=60).status)
         except urllib.error.HTTPError as error:
             return error.code
 

@@ -132,7 +132,7 @@ def test_reward_that_hangs_at_import(place: Path, monkeypatch: pytest.MonkeyPatc
     (place / "hangs.py").write_text("import time\ntime.sleep(60)\n")
     started = time.monotonic()
     assert "longer than 1 s" in import_problem("hangs:f")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 45
 
 
 def test_ports(place: Path) -> None:
@@ -208,13 +208,13 @@ def test_a_real_redis_answers(tmp_path: Path) -> None:
     command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(tmp_path)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 90
         while (problem := redis_problem(f"unix://{path}")) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert problem == ""
     finally:
         server.terminate()
-        server.wait(timeout=10)
+        server.wait(timeout=60)
 
 
 @pytest.fixture

@@ -283,7 +283,7 @@ def test_prepare_only_makes_what_is_missing_and_starts_nothing(
     assert (tmp_path / "runs" / "data" / "add.jsonl").exists() and "ready" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_quickstart_is_in_the_wheel(tmp_path: Path) -> None:
     """From a copy, so that no build folder stays in the checkout; without network."""
     pytest.importorskip("setuptools", minversion="77")
@@ -438,7 +438,7 @@ def path_of_slot(run: RunDir, pid: int) -> Path:
     return path
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(300)
 def test_launch_all_runs_ends_and_reports(stand_ins: Path) -> None:
     learner = stand_ins / "learners" / "main.py"  # it writes a result, as a complete run's learner does
     learner.write_text(learner.read_text() + 'run.result.write_text(\'{"reward_last5": 0.9, "steps": 0}\')\n')
@@ -459,7 +459,7 @@ def test_launch_all_runs_ends_and_reports(stand_ins: Path) -> None:
     assert load(run.config).run.dir == str(run.root)  # resolved: tools work from any folder
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(300)
 def test_second_launcher_is_refused_and_stop_ends_the_first(stand_ins: Path) -> None:
     path = stand_ins / "learners" / "main.py"
     path.write_text(path.read_text().replace("time.sleep(1.5)", "time.sleep(60)"))
@@ -472,7 +472,7 @@ def test_second_launcher_is_refused_and_stop_ends_the_first(stand_ins: Path) -> 
         text=True,
     )
     log = stand_ins / "run" / "logs" / "learner.log"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while not (log.exists() and "up" in log.read_text()):
         assert time.monotonic() < deadline and first.poll() is None
         time.sleep(0.05)
@@ -487,7 +487,7 @@ def test_second_launcher_is_refused_and_stop_ends_the_first(stand_ins: Path) -> 
     assert json.loads((stand_ins / "run" / "result.json").read_text())["done"] is False
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(300)
 def test_failed_role_is_named_with_its_last_lines(stand_ins: Path) -> None:
     (stand_ins / "producers" / "main.py").write_text("raise SystemExit('error[config.model] this model is odd')\n")
     done = asyncrl("launch", "all", "c.toml", "--set", "producers.restarts=1", cwd=stand_ins)
@@ -496,13 +496,13 @@ def test_failed_role_is_named_with_its_last_lines(stand_ins: Path) -> None:
     assert "Traceback" not in done.stderr and done.stdout.count("[producer-0] error[config.model]") == 2
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(300)
 def test_producers_join_under_their_own_names(stand_ins: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-m", "asyncrl", "launch", "producers", "c.toml"]
     joined = subprocess.Popen([*words, "--connect", "tcp://127.0.0.1:9"], cwd=stand_ins, env=env)
     processes = stand_ins / "run" / "processes.jsonl"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while not processes.exists():
         assert time.monotonic() < deadline and joined.poll() is None
         time.sleep(0.05)
@@ -537,10 +537,10 @@ def test_status_of_a_stopped_and_of_an_ended_process(tmp_path: Path) -> None:
     sign._who = ("producer", "producer-0", child.pid, socket.gethostname())
     sign.beat()
     child.send_signal(signal.SIGSTOP)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 90
     while run_status(run)["alive"]["producer-0"]["state"] != "T" and time.monotonic() < deadline:
         time.sleep(0.02)
     assert "producer-0  is stopped (state T), silent for" in render(run_status(run) | {"result": {}})
     child.kill()
-    child.wait(timeout=10)
+    child.wait(timeout=60)
     assert f"producer-0  has ended (pid {child.pid} on" in render(run_status(run) | {"result": {}})

@@ -89,7 +89,7 @@ def test_slurm_scripts_are_shell_and_say_what_they_need() -> None:
     files = made("slurm", **settings)
     for name, text in files.items():
         if name.endswith((".sh", ".sbatch")):
-            done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=20, check=False)
+            done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=60, check=False)
             assert done.returncode == 0, (name, done.stderr)
             # Under pipefail, who stops reading early ends the script by the broken pipe of who still writes.
             assert "| head" not in text and "exit}" not in text

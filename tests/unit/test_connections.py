@@ -30,7 +30,7 @@ MOST = 20
 
 
 def idle(port: int, count: int) -> list[socket.socket]:
-    return [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(count)]
+    return [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(count)]
 
 
 def is_open(one: socket.socket) -> bool:
@@ -66,7 +66,7 @@ def serving(server: Any) -> Iterator[int]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(60)
 
 
 def get(port: int, path: str) -> int:

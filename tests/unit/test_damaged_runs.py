@@ -201,7 +201,7 @@ def test_a_child_that_cannot_be_killed_keeps_no_other_alive(tmp_path: Path, monk
         assert other_process.poll() is not None
     finally:
         held_process.kill()
-        held_process.wait(timeout=10)
+        held_process.wait(timeout=60)
 
 
 def test_looking_for_launchers_writes_nothing_and_takes_no_lock(tmp_path: Path) -> None:

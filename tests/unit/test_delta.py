@@ -197,7 +197,7 @@ def test_other_threads_run_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         sys.setswitchinterval(interval)
         stop.set()
-        other.join(timeout=10)
+        other.join(timeout=60)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -147,18 +147,18 @@ def test_while_a_hop_is_encoded_both_versions_stay_and_a_newer_one_skips(
 
     def slow(*args: Any) -> bytes:
         began.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return real(*args)
 
     monkeypatch.setattr(hops_module, "encode", slow)
     seven = line.stage(7)
     encoding = threading.Thread(target=line.chain.extend, args=(seven,))
     encoding.start()
-    assert began.wait(10)
+    assert began.wait(60)
     line.stage(8)
     nine = line.stage(9)
     go_on.set()
-    encoding.join(10)
+    encoding.join(60)
     assert line.followed(seven, 6) == line.kept[7]
     line.chain.extend(nine)
     assert bases(nine) == [6, 7] and line.followed(nine, 6) == line.kept[9] and line.followed(nine, 7) == line.kept[9]

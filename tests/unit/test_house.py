@@ -124,9 +124,9 @@ ENDLESS = [
 BOUNDED = [
     "thread.join(timeout=3)", "', '.join(x)", "event.wait(5)", "event.wait(timeout_s=x)", "values.get('a')",
     "queue.get(timeout=1)", "queue.get(block=False)", "lock.acquire(timeout=1)", "subprocess.run(['x'], timeout=9)",
-    "async def f(): await asyncio.wait(tasks, timeout=3)", "async def f(): await asyncio.wait_for(queue.get(), 3)",
+    "async def f(): await asyncio.wait(tasks, timeout=3)", "async def f(): await asyncio.wait_for(queue.get(), 60)",
     "async def f():\n async with asyncio.timeout(3):\n  await task\n  await queue.get()",
-    "async def f(): await asyncio.wait_for(asyncio.gather(a(), b()), timeout=3)", "condition.wait_for(ready, 3)",
+    "async def f(): await asyncio.wait_for(asyncio.gather(a(), b()), timeout=3)", "condition.wait_for(ready, 60)",
     "select.select([a], [], [], 0.5)", "poller.poll(100)", "self._socket.poll(5)", "process.poll()",
     "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "fcntl.flock(file, fcntl.LOCK_UN)",
     "dist.init_process_group('gloo', timeout=t)", "dist.new_group([0], timeout=t)",

@@ -433,7 +433,7 @@ def test_a_rank_without_progress_ends_with_its_diagnosis(capfd: pytest.CaptureFi
     now = 18.0
     assert not ended.wait(1.2)
     now = 20.0
-    assert ended.wait(5)
+    assert ended.wait(60)
     dog.stop()
     assert codes == [70]
     said = capfd.readouterr().err
@@ -447,7 +447,7 @@ def test_heart_beats_while_the_main_thread_waits() -> None:
     heart.stats = {"step": 1.0, "busy_share": float("nan")}
     import time
 
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 90
     while len(beats) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     heart.stop()

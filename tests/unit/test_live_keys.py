@@ -60,6 +60,6 @@ def test_a_key_or_an_interrupt_leaves_and_restores_the_terminal(tmp_path: Path, 
         assert termios.tcgetattr(slave) == before
     finally:
         child.kill()
-        child.wait(timeout=10)
+        child.wait(timeout=60)
         os.close(master)
         os.close(slave)

@@ -87,7 +87,7 @@ def test_half_an_answer_is_none(server: str) -> None:
         asked(server, lambda handler: handler.says(200, b"x", length=9))
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_a_server_that_sends_a_byte_now_and_then_holds_nobody(server: str) -> None:
     gone = threading.Event()
 

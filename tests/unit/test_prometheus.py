@@ -150,7 +150,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     yield made
     made.shutdown()
     made.server_close()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
 
 
 def ask(server: Server, method: str, path: str, *, host: str = "") -> http.client.HTTPResponse:

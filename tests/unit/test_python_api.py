@@ -172,6 +172,8 @@ def test_every_mistake_is_told_before_anything_starts(model: Path, tmp_path: Pat
     assert sorted(error.code for error in config.check()) == ["config.type", "config.unknown_key"]
     with pytest.raises(ConfigErrors):
         asyncrl.launch(config)
+    with pytest.raises(ConfigErrors):
+        asyncrl.launch(config.save(tmp_path / "mine.toml"))
     assert not (tmp_path / "run" / "logs").exists()
     with pytest.raises(ConfigError, match="no reward"):
         asyncrl.Config.build(model, ROWS, [], dir=tmp_path / "run")

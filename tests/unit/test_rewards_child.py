@@ -129,7 +129,7 @@ def test_a_call_that_does_not_return_is_killed(scorers: list[Scorer], response: 
     started = time.monotonic()
     results = score(scorer, samples("ok", response, "fine"))
     assert [item.reason for item in results] == ["", "timeout", ""]
-    assert "0.4 s" in results[1].detail and time.monotonic() - started < 15
+    assert "0.4 s" in results[1].detail and time.monotonic() - started < 60
     assert scorer.restarts == 1
     with pytest.raises(ProcessLookupError):  # its whole process group has gone (a zombie grandchild belongs to init)
         for _ in range(100):
@@ -158,10 +158,10 @@ def test_a_batch_function_that_kills_its_process_fails_one_sample(scorers: list[
 
 
 def test_async_functions_run_together_with_their_own_timeouts(scorers: list[Scorer]) -> None:
-    scorer = start(scorers, "slowly", timeout_s=1.5)
+    scorer = start(scorers, "slowly", timeout_s=5.0)
     started = time.monotonic()
     results = score(scorer, samples(*["ok"] * 20, "raise", "hang"))
-    assert time.monotonic() - started < 5.5  # 20 x 0.3 s one after the other would take 6
+    assert time.monotonic() - started < 11  # 20 x 0.3 s one after the other, and then 5 s, would take 11
     assert [item.reason for item in results] == [""] * 20 + ["raised", "timeout"]
     assert scorer.restarts == 0
 
@@ -218,7 +218,7 @@ def test_stop_from_another_thread_ends_a_call(scorers: list[Scorer]) -> None:
     thread.start()
     time.sleep(0.3)
     scorer.stop()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive() and results == [] and scorer.restarts == 0
 
 
@@ -242,7 +242,7 @@ def test_stop_during_a_restart_does_not_wait_for_it(scorers: list[Scorer], modul
     thread.start()
     assert seen.wait(30)
     scorer.stop()
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive() and [result.reason for result in results] == ["died"]
 
 

@@ -59,7 +59,7 @@ def test_the_urgent_enter_first_and_nobody_while_it_is_shut() -> None:
             await tasks[name]
         assert (entered, door.inside, door.waiting) == (["a", "c", "b", "d"], 0, 0)
 
-    asyncio.run(asyncio.wait_for(body(), 10))
+    asyncio.run(asyncio.wait_for(body(), 60))
 
 
 def test_a_place_is_not_lost_by_who_is_cancelled_as_it_enters() -> None:
@@ -80,7 +80,7 @@ def test_a_place_is_not_lost_by_who_is_cancelled_as_it_enters() -> None:
         async with door.place():
             assert door.inside == 1
 
-    asyncio.run(asyncio.wait_for(body(), 10))
+    asyncio.run(asyncio.wait_for(body(), 60))
 
 
 def event(ids: list[int], *, of: int, finish: str = "", spans: Any = None) -> dict[str, Any]:

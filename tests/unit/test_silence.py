@@ -18,7 +18,7 @@ from asyncrl.runtime.liveness import Sign, Ticker, read_signs
 from asyncrl.runtime.run_dir import RunDir
 
 
-def wait_for(true: Callable[[], bool], timeout_s: float = 15.0) -> None:
+def wait_for(true: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, "waited too long"
@@ -36,7 +36,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     yield child
     for pid in (child.pid, *below):
         os.kill(pid, signal.SIGKILL)
-    child.wait(timeout=10)
+    child.wait(timeout=60)
 
 
 def test_a_sign_says_who_waits_for_what_since_when(tmp_path: Path) -> None:
@@ -142,5 +142,5 @@ def test_who_has_ended_is_not_silent(tmp_path: Path) -> None:
     child.kill()
     wait_for(lambda: process_state(child.pid) == "")  # a zombie until it is waited for
     assert watched.look(20.0) == []
-    child.wait(timeout=10)
+    child.wait(timeout=60)
     assert watched.look(30.0) == []

@@ -34,7 +34,7 @@ def test_links_that_leave_the_docs_are_named_by_their_path() -> None:
     assert site_links.named(inside, page="adr/0001.md") == "[wire](../wire.md) and file (`configs/sft.toml`)"
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="the extra docs is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", "mkdocs.yml", "-d", str(tmp_path)]

@@ -27,7 +27,7 @@ class Buffer:
         self._started, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(address)), daemon=True)
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
 
     async def _serve(self, address: str) -> None:
         responder = Responder(address, self._handle)
@@ -49,7 +49,7 @@ class Buffer:
 
     def close(self) -> None:
         self._stopped.set()
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=60)
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_a_script(tmp_path: Path) -> None:
 
 def test_it_is_forked_and_so_are_its_children() -> None:
     inner = f"import os; print(os.getppid(), flush=True); {WARM}"
-    outer = f"{WARM}; import os, subprocess; print(subprocess.Popen([sys.executable, '-c', {inner!r}]).wait(20))"
+    outer = f"{WARM}; import os, subprocess; print(subprocess.Popen([sys.executable, '-c', {inner!r}]).wait(60))"
     child = warm.popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True)
     out, _ = child.communicate(timeout=60)
     assert out.split() == ["True", str(child.pid), "True", "0"]
@@ -72,7 +72,7 @@ def test_signals_and_codes() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         child.wait(0.05)
     child.send_signal(signal.SIGTERM)
-    assert child.wait(20) == child.poll() == -signal.SIGTERM
+    assert child.wait(60) == child.poll() == -signal.SIGTERM
     child.stdout.close()
     assert not Path(f"/proc/{child.pid}").exists()
 

@@ -59,7 +59,7 @@ def known(found: dict[str, Any], fields: set[str], where: str) -> None:
 
 
 def ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
 
 
