@@ -94,7 +94,7 @@ def set_limits(job: Frame, max_processes: int) -> None:
             resource.setrlimit(kind, (value, value))
 
 
-def program(job: Frame, folder: str, streams: tuple[int, int, int], settings: Frame) -> None:
+def program(job: Frame, folder: str, streams: tuple[int, int, int], settings: Frame, parent: int) -> None:
     """The forked child: become the program and run it. Does not return."""
     code = 1
     try:
@@ -105,6 +105,8 @@ def program(job: Frame, folder: str, streams: tuple[int, int, int], settings: Fr
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it was killed before it could take this process with it
+            return
         os.chdir(folder)
         sys.path[:0] = [folder, *settings["paths"]]
         sys.argv[:] = ["main.py", *job["args"]]
@@ -278,9 +280,9 @@ def run(job: Frame, settings: Frame) -> Frame:
     write_files(folder, job)
     source = standard_input(settings["folder"], job["stdin"].encode(errors="replace"))
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
-        program(job, folder, (source, out_end, err_end), settings)
+        program(job, folder, (source, out_end, err_end), settings, parent)
     for descriptor in (source, out_end, err_end):
         os.close(descriptor)
     running = Running(pid, (out, err), job)
