@@ -236,21 +236,20 @@ def test_a_program_ends_with(kind: str, who: str) -> None:
 
 def test_a_program_whose_runner_is_gone_does_not_begin(tmp_path: Path) -> None:
     """The runner may be killed between its fork and the moment from which the kernel takes the program with it."""
-    from producers.sandbox import runner
-
     (tmp_path / "main.py").write_text("open('ran', 'w').close()\n")
-    job = {"args": [], "timeout_s": 5, "memory_bytes": 1 << 30, "file_bytes": 1 << 20}
-    settings = {"paths": [], "max_processes": 0}
-    for parent, code in ((os.getpid(), 0), (os.getpid() + 1, 1)):
-        streams = [os.open(os.devnull, os.O_RDWR) for _ in range(3)]
-        pid = os.fork()
-        if pid == 0:
-            runner.program(job, str(tmp_path), (streams[0], streams[1], streams[2]), settings, parent)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
-        assert (tmp_path / "ran").exists() is (code == 0)
+    code = (
+        "import os, sys\nfrom producers.sandbox import runner\n"
+        "job = {'args': [], 'timeout_s': 5, 'memory_bytes': 1 << 30, 'file_bytes': 1 << 20}\n"
+        "settings, parent = {'paths': [], 'max_processes': 0}, os.getpid() + int(sys.argv[2])\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n    runner.program(job, sys.argv[1], (0, 1, 2), settings, parent)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+    )
+    for other, ran in ((0, True), (1, False)):
+        command = [sys.executable, "-c", code, str(tmp_path), str(other)]
+        done = subprocess.run(command, timeout=60, check=False, stdin=subprocess.DEVNULL)
+        assert done.returncode == int(not ran) and (tmp_path / "ran").exists() is ran
         (tmp_path / "ran").unlink(missing_ok=True)
-        for one in streams:
-            os.close(one)
 
 
 def test_what_was_stopped_is_gone(started: Callable[[], set[int]]) -> None:
