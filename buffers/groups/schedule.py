@@ -55,6 +55,12 @@ class Schedule:
         searched = settings.depth_rule == "auto" and not self.table.meta.epoch
         return settings.max_staleness if searched else settings.depth
 
+    def versions_behind(self, engine_version: int) -> int:
+        """How many versions an engine is behind, as far as (D) and the order to sync first count them. With an
+        automatic depth they do not: it says how much work the learner needs, not how old that may be; (F) says that.
+        """
+        return 0 if self.live.current.depth_rule == "auto" else self.training_version - engine_version
+
     @property
     def training_version(self) -> int:
         """The version that the step in training starts from; between steps the committed one."""
@@ -88,7 +94,7 @@ class Schedule:
     def next_group(self, engine_version: int) -> Group | None:
         """The group to lease next: one that waits for another attempt, earliest deadline first, else a new prompt."""
         settings, meta = self.live.current, self.table.meta
-        lag = self.training_version - engine_version
+        lag = self.versions_behind(engine_version)
         if meta.emptied or engine_version < 0 or engine_version > meta.newest + 1 or lag > self.depth:
             return None
         found = self._next_pending(engine_version, lag)
@@ -145,7 +151,7 @@ class Schedule:
         resumable = len(self.table.indexes.pending) - self.untouched
         if self.table.meta.emptied or engine_version < 0 or deadline < at:
             return resumable
-        deep = capacity(plan, v, v + self.depth - max(0, v - engine_version)) - self.outstanding
+        deep = capacity(plan, v, v + self.depth - max(0, self.versions_behind(engine_version))) - self.outstanding
         places = min(capacity(plan, at, u) - n for u, n in levels(due, at, deadline) if u >= deadline) + 1
         left = self.unclaimed - self.table.indexes.competing
         return resumable + max(0, min(deep + self.untouched, places, left + self.untouched))
@@ -159,9 +165,12 @@ class Schedule:
             return "the engine holds no weights yet"
         if engine_version > meta.newest + 1:
             return f"the engine is at version {engine_version}, the newest published one is {meta.newest}"
-        lag = self.training_version - engine_version
+        lag = self.versions_behind(engine_version)
         if lag > self.depth:
             return f"the engine is {lag} versions behind, pipeline_depth is {self.depth}: it must sync"
+        if engine_version + self.bound < self.table.frontier:
+            lag = self.training_version - engine_version
+            return f"the engine is {lag} versions behind, max_staleness is {self.bound}: it must sync"
         if self.next_group(engine_version) is not None:
             return ""
         if self.table.indexes.competing >= self.unclaimed and not waiting:

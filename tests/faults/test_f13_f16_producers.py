@@ -52,7 +52,7 @@ def test_f13_a_generator_with_old_weights_gets_no_work(tmp_path: Path) -> None:
 
 def test_f14_a_slow_learner_paces_the_producers(tmp_path: Path, figure: Any) -> None:
     """The learner stands still: what waits is bounded, memory is flat, and nothing was dropped at a mark."""
-    extra = ("learner.steps=1000000", "sampling.max_new_tokens=12")
+    extra = ("learner.steps=1000000", "sampling.max_new_tokens=12", "buffer.pipeline_depth=max")
     with Plant(tmp_path, extra=extra) as plant:
         plant.start()
         plant.wait("some steps", lambda: plant.committed() >= 5)

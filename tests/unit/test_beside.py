@@ -40,7 +40,7 @@ def test_calls_that_hang_hold_nobody() -> None:
             asyncio.create_task(run_blocking(gone.wait, 600)) for _ in range(100)
         ]  # more than any pool has places
         try:
-            return await asyncio.wait_for(run_blocking(give, 60), 30)
+            return await asyncio.wait_for(run_blocking(give, 7), 60)
         finally:
             for task in hanging:
                 task.cancel()
