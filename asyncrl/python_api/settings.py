@@ -78,7 +78,7 @@ class Config:
             made["data.source"] = data
         if evaluation is not None:
             made["evaluation.path"] = write_rows(evaluation, root / "data" / "evaluation.jsonl")
-        made |= {"run.dir": str(root), "log.archive": True, **(settings or {})}
+        made |= {"run.dir": str(root), "buffer.store": "sqlite", "log.archive": True, **(settings or {})}
         return cls(name_functions({**made, "reward": [{"function": one} for one in rewards]}, root / "code"))
 
     def check(self) -> list[AsyncRLError]:

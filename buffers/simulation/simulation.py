@@ -26,7 +26,7 @@ from asyncrl.wire import Lease, SampleHead, Samples, Score, Scores
 from buffers.groups.batches import Claimed
 from buffers.groups.group_table import GroupTable, check_sums, reasons
 from buffers.groups.machine import GroupMachine, Parts
-from buffers.groups.records import Ledger, Record, Settings, State
+from buffers.groups.records import FIRST_DEPTH, Ledger, Record, Settings, State
 from buffers.groups.transaction import Rows, SampleEvent, Transaction
 from buffers.simulation.clock import Clock
 from buffers.simulation.engines import Decoding, Engine
@@ -306,7 +306,7 @@ def settings_for(scenario: Scenario) -> Settings:
         group_size=scenario.group_size,
         batch_groups=scenario.batch_groups,
         max_staleness=scenario.max_staleness,
-        depth=min(1, scenario.max_staleness) if scenario.auto_depth else scenario.depth,
+        depth=min(FIRST_DEPTH, scenario.max_staleness) if scenario.auto_depth else scenario.depth,
         total_groups=scenario.steps * scenario.batch_groups,
         on_late=scenario.on_late,  # type: ignore[arg-type]
         late_timeout_s=scenario.late_timeout_s,

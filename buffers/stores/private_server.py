@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.errors import Unavailable
-from asyncrl.net.addresses import ipc_address
+from asyncrl.net.addresses import ipc_address, prepare_folder
 from buffers.stores.keys import PREFIX
 
 READY_S = 10.0
@@ -69,6 +69,7 @@ class PrivateServer:
     def start(self) -> None:
         """Start it and wait until it answers."""
         self._wait_for_the_last_one()
+        prepare_folder(self._socket)  # not in the run's folder if that has a long path
         Path(self._socket).unlink(missing_ok=True)
         self._write_users()
         with self._log.open("ab") as log:

@@ -223,6 +223,18 @@ def test_an_emptied_or_rolled_back_server_is_noticed(server: PrivateServer, tmp_
     assert sorted(opened.rows) == [("a", b"9"), ("c", b"4")] and opened.epoch == epoch + 1
 
 
+def test_a_server_in_a_folder_with_a_long_path_starts(server: PrivateServer, tmp_path: Path) -> None:
+    """The address of a socket has about a hundred bytes: it lies elsewhere then."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    program = find_server()
+    assert program is not None
+    other = PrivateServer(program, folder, fsync="everysec")
+    other.start()
+    assert RedisStore(other.url, run="r").open(floor=1).epoch == 1
+    other.stop()
+
+
 def test_a_server_that_is_gone_for_good(server: PrivateServer) -> None:
     store = RedisStore(server.url, run="r", max_outage_s=0.6)
     store.open(floor=1)
