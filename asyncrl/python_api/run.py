@@ -115,10 +115,12 @@ class Run:
     # ------------------------------------------------------------ while it runs
 
     def wait(self, on_step: OnStep | None = None, *, progress: bool = True, timeout_s: float = float("inf")) -> Run:
-        """Wait for the end. `on_step` gets every step: `step.step`, `step.reward_mean`, ... (docs/metrics.md).
+        """Wait for the end. `on_step` gets every step: `step.step`, `step.reward_mean`, ... (docs/metrics.md). If it
+        raises, or on Ctrl-C, the run stops with a checkpoint.
 
         Raises:
-            AsyncRLError: `role.failed` with the end of the output, if the launcher failed; TimeoutError.
+            AsyncRLError: `role.failed` with the end of the output, if the launcher failed.
+            TimeoutError: it did not end within `timeout_s`; the run goes on.
         """
         if self._launcher is None:
             return self
@@ -129,6 +131,8 @@ class Run:
                     bar.show(line)
                     if on_step is not None:
                         on_step(SimpleNamespace(**line))
+        except TimeoutError:
+            raise  # the run goes on
         except BaseException:
             if self.running:
                 self.stop()

@@ -110,8 +110,14 @@ def test_tuned_stopped_and_resumed(tiny_model: Path, tmp_path: Path) -> None:
         while run.step < 3:
             assert run.running, run
             time.sleep(0.1)
-        print(run.tune(max_staleness=1))
-        assert run.tune(max_staleness=1).changed == {} or run.stop()
+        tuned = run.tune(max_staleness=1)
+        assert "max_staleness: 2 -> 1" in repr(tuned), tuned
+        try:
+            run.wait(progress=False, timeout_s=0.0)
+        except TimeoutError:
+            assert run.running, "the run goes on"
+        else:
+            raise AssertionError("it waited for the end")
         run.stop()
         assert not run.running and run.step >= 3
         before = run.step
