@@ -1,9 +1,9 @@
 """The recipe: prompts and a random model, supervised pre-training, reinforcement learning at three bounds, and figures.
 
     python examples/reasoning/recipe.py prepare          # a minute
-    python examples/reasoning/recipe.py sft              # about half an hour on two cores
+    python examples/reasoning/recipe.py sft              # not timed yet
     python examples/reasoning/recipe.py rl --bounds 0 2 4 --seeds 3 --hours 2
-    python examples/reasoning/recipe.py report           # benchmarks/results/reasoning.json and its picture
+    python examples/reasoning/recipe.py report           # benchmarks/results/reasoning.json
 
 `make recipe-reasoning` runs all four. Each stage continues where it stopped: a complete run is not repeated, and a run
 that was stopped resumes from its checkpoint. `--hours` stops `rl` after that time.
