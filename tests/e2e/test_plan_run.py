@@ -11,14 +11,11 @@ from e2e_run import Run
 from asyncrl.config import Config
 from asyncrl.planner.forecast import play
 from asyncrl.planner.measure import Observed, measure
-from asyncrl.planner.model import Forecast, Plant
+from asyncrl.planner.model import Plant
 from asyncrl.planner.search import build_scenario
 from asyncrl.runtime.run_dir import RunDir
 
 STEPS = 20
-WITHIN = 0.10
-LAG = 0.15  # steps; of small lags 10 % says nothing
-TRIES = 3  # of times on a machine that may be busy with other things
 
 
 def done(folder: Path, model: Path, *settings: str) -> tuple[Plant, Observed, Config]:
@@ -41,28 +38,23 @@ def done(folder: Path, model: Path, *settings: str) -> tuple[Plant, Observed, Co
         run.close()
 
 
-def close(got: Forecast, did: Observed) -> bool:
-    """Within 10 % of the speed, and within 10 % of the mean lag or 0.15 steps."""
-    lag = max(LAG, WITHIN * did.lag_mean)
-    return abs(got.steps_s / did.steps_s - 1) <= WITHIN and abs(got.lag_mean - did.lag_mean) <= lag
-
-
 @pytest.mark.long
 @pytest.mark.alone
 def test_a_run_and_another_setting_are_forecast_from_the_logs_of_the_run(
     tmp_path: Path, tiny_model: Path, figure: Callable[[str], None]
 ) -> None:
-    for number in range(TRIES):
-        plant, *first = done(tmp_path / f"first-{number}", tiny_model)
-        _, *second = done(tmp_path / f"second-{number}", tiny_model, "producers.count=1", "buffer.max_staleness=0")
-        pairs = []
-        for did, config in (first, second):
-            [got] = play(plant, [build_scenario(config, steps=STEPS)])
-            pairs.append((got, did))
-            figure(
-                f"{got.steps_s:.2f} steps/s forecast, {did.steps_s:.2f} made; lag {got.lag_mean:.2f}, "
-                f"{did.lag_mean:.2f}"
-            )
-        if all(close(got, did) for got, did in pairs):
-            return
-    pytest.fail(f"in none of {TRIES} tries were both within {WITHIN:.0%}")
+    """The lags, and roughly the speed, on a busy machine too; `benchmarks/plan_accuracy.py` measures to 10 %."""
+    plant, *first = done(tmp_path / "first", tiny_model)
+    _, *second = done(tmp_path / "second", tiny_model, "producers.count=1", "buffer.max_staleness=0")
+    forecasts = []
+    for did, config in (first, second):
+        [got] = play(plant, [build_scenario(config, steps=STEPS)])
+        forecasts.append(got)
+        figure(
+            f"{got.steps_s:.2f} steps/s forecast, {did.steps_s:.2f} made; lag {got.lag_mean:.2f}, {did.lag_mean:.2f}"
+        )
+        assert did.steps_s / 2 < got.steps_s < did.steps_s * 2
+        assert abs(got.lag_mean - did.lag_mean) < 1
+    ahead, synchronous = forecasts
+    assert ahead.lag_mean > 0.5 and synchronous.lag_mean == second[0].lag_mean == 0
+    assert synchronous.steps_s < ahead.steps_s
