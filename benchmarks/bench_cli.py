@@ -2,8 +2,9 @@
 
 Run: `python benchmarks/bench_cli.py`. Each command runs `--rounds` times (default 15) in a process of its own; the
 first run of each is left out. `processor_s` is the median of user and system time, which other work on the machine
-changes less. `check` is that of configs/quickstart.toml with a model and prompts of stand-in files,
-made in a temporary folder: it tries the reward in a process of its own. Results go to benchmarks/results/cli.json.
+changes less. `check` is that of configs/quickstart.toml with a model without weights and two prompts, made in a
+temporary folder: it tries the reward, and plays the first row, in processes of their own. Results go to
+benchmarks/results/cli.json.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import reports  # noqa: E402, RUF100
+from tokenizers import Tokenizer, models  # noqa: E402, RUF100
 
 LIMITS_S = {"--help": 0.5, "check configs/quickstart.toml": 0.7}
 COMMANDS = (
@@ -50,10 +52,13 @@ def prepare(folder: Path) -> None:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
+        "max_position_embeddings": 512,
+        "eos_token_id": 63,
     }
     (model / "config.json").write_text(json.dumps(sizes))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (model / name).write_text("")
+    (model / "model.safetensors").write_text("")
+    letters = {letter: number for number, letter in enumerate("0123456789+=")}
+    Tokenizer(models.BPE(letters, [])).save(str(model / "tokenizer.json"))
     (folder / "runs" / "data").mkdir()
     for name in ("running_sum.jsonl", "running_sum-heldout.jsonl"):
         (folder / "runs" / "data" / name).write_text(json.dumps({"prompt": "1+1="}) + "\n")

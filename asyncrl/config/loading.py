@@ -19,6 +19,7 @@ from asyncrl.config import reader as config_read
 from asyncrl.config import redis_url as redis_secret
 from asyncrl.config import suggestions as config_names
 from asyncrl.config.locations import Places
+from asyncrl.config.paths import settle_paths
 from asyncrl.config.rules import algorithm, capability, general, judge, learner, mode, services
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.config.sections.base import Section
@@ -76,7 +77,7 @@ def _read(sources: Sequence[config_read.Source], overrides: Sequence[str]) -> Lo
     except ConfigErrors as error:
         return Loaded(None, error.errors, Places())
     try:
-        config = derive_settings(msgspec.convert(tree, Config))
+        config = derive_settings(msgspec.convert(settle_paths(tree, places), Config))
     except msgspec.ValidationError:
         if not errors:
             raise

@@ -6,7 +6,8 @@ Guarantees:
 2. no file is overwritten without `--force`; the written file is checked, and mistakes are shown;
 3. every written setting has its meaning as a comment, from the configuration's source;
 4. without a reward function, a file with one is written: an exact match with the answer;
-5. `--from` translates the settings of a run of verl, TRL, prime-rl or OpenRLHF, and names the rest.
+5. limits, batch and learning rate follow the model, the rows and this machine (`asyncrl.configure.proposal`);
+6. `--from` translates the settings of a run of verl, TRL, prime-rl or OpenRLHF, and names the rest.
 
 Example: `asyncrl init --model models/m --data rows.jsonl --reward my_rewards:exact --preset dapo --name first`
 """
@@ -14,7 +15,6 @@ Example: `asyncrl init --model models/m --data rows.jsonl --reward my_rewards:ex
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
@@ -24,11 +24,11 @@ from typing import NamedTuple
 from asyncrl.config import Config, presets
 from asyncrl.config.json_schema import meanings
 from asyncrl.config.suggestions import list_keys
+from asyncrl.configure.proposal import proposed_settings, read_facts
 from asyncrl.configure.translate import Translation, translate
 from asyncrl.errors import UNREADABLE, ConfigError, ConfigErrors
 from asyncrl.preflight.check import check_files
-from asyncrl.preflight.files import data_paths, has_template, has_texts, prompt_column
-from asyncrl.preflight.machine import REDIS_SERVERS, Machine, look_at_machine
+from asyncrl.preflight.machine import Machine, look_at_machine
 
 REWARD_FILE = "my_rewards.py"
 REWARD_CODE = '''"""Rewards of this run: a number for a response; `asyncrl check` tries to import them."""
@@ -161,49 +161,6 @@ def _ask(text: str) -> str:
         return ""
 
 
-def proposed_settings(answers: Mapping[str, str], machine: Machine) -> dict[str, object]:
-    """Dotted key -> value, in the order of the file: settings that fit this machine."""
-    kind, name = machine.accelerator, answers["name"]
-    count = machine.devices.get(kind, 0)
-    half = max(1, count // 2)
-    return {
-        "run.name": name,
-        "run.dir": f"runs/{name}",
-        "model.path": answers["model"],
-        "model.dtype": "bfloat16" if kind else "float32",
-        "data.path": answers["data"],
-        "data.prompt_key": prompt_column(data_paths(answers["data"])),
-        **({"data.as_chat": True} if wants_chat(answers) else {}),
-        "data.max_prompt_tokens": 512,
-        "sampling.group_size": 8,
-        "sampling.max_new_tokens": 1024 if kind else 128,
-        "sampling.temperature": 1.0,
-        "buffer.batch_groups": 64 if kind else 8,
-        "buffer.max_staleness": 4,
-        "buffer.store": "redis" if any(shutil.which(server) for server in REDIS_SERVERS) else "sqlite",
-        "producers.engine": "hf",
-        "producers.count": half,
-        "producers.slots": 128 if kind else 32,
-        "reward.function": answers["reward"],
-        "reward_workers.count": 2 if kind else 1,
-        "learner.ranks": half,
-        "learner.steps": 200,
-        "learner.micro_batch_tokens": 16384 if kind else 2048,
-        "learner.gradient_checkpointing": bool(kind),
-        "learner.checkpoint_every": 20,
-        "learner.algorithm.preset": answers["preset"],
-        "learner.optim.lr": 1e-6,
-        "learner.optim.warmup_steps": 5,
-        "log.archive": False,
-    }
-
-
-def wants_chat(answers: Mapping[str, str]) -> bool:
-    """Plain texts become messages if the model has a chat template."""
-    paths = data_paths(answers["data"])
-    return has_template(Path(answers["model"])) and has_texts(paths, prompt_column(paths))
-
-
 def merge_foreign(settings: Mapping[str, object], theirs: Mapping[str, object]) -> dict[str, object]:
     """Merge translated settings with ours, in the order of the configuration. Flags override both."""
     answered = ("model.path", "data.path", "reward.function", "run.name")
@@ -225,7 +182,11 @@ def format_toml(answers: Mapping[str, str], machine: Machine, theirs: Mapping[st
         "# Check it: asyncrl check FILE. Start it, and go on with it: asyncrl launch all FILE.",
     ]
     section = ""
-    settings = proposed_settings(answers, machine)
+    facts = read_facts(answers["model"], answers["data"])
+    if str(facts):
+        lines.append(f"# Limits and learning rate follow the files: {facts}.")
+    adapters = bool((theirs or {}).get("learner.lora.rank"))
+    settings = proposed_settings(answers, machine, adapters=adapters, facts=facts)
     settings = merge_foreign(settings, theirs) if theirs else settings
     width = max(len(f"{key.rpartition('.')[2]} = {_toml(value)}") for key, value in settings.items())
     for key, value in settings.items():

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,22 @@ from asyncrl.config import Config, load_all
 from asyncrl.config.capabilities import Role, find_folder_refusals, find_refusals
 from asyncrl.config.locations import Places, parse_dotted
 from asyncrl.config.mode import present_roles
+from asyncrl.config.paths import name_candidates
 from asyncrl.config.reader import independent_errors
 from asyncrl.errors import AsyncRLError, ConfigErrors, error_for
-from asyncrl.preflight.code import check_algorithm, check_plugins, check_rewards, environment
+from asyncrl.preflight.code import check_algorithm, check_filters, check_plugins, check_rewards, environment
 from asyncrl.preflight.derived import Finding, Starting, derive_findings, list_processes, notes_on
-from asyncrl.preflight.files import check_data, check_keys, check_model, data_notes, settle_steps
+from asyncrl.preflight.files import check_data, check_folders, check_keys, check_model, data_notes, settle_steps
 from asyncrl.preflight.machine import Machine, check_ports, check_store, check_trackers, find_missing, look_at_machine
 from asyncrl.preflight.memory import RoleMemory, estimate, format_bytes
+from asyncrl.preflight.start import ask_roles
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan import interpreters as engine_env
 from asyncrl.process_plan.plan import ENGINES, TARGETS
 from asyncrl.runtime.model_folder import model_json
 
+#: Beginnings of messages about files that are not there.
+ABSENT = ("no such f", "no file fits")
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+|\[\d+\])*")
 
 
@@ -56,37 +61,55 @@ def check(
     joining: bool = False,
     places: Places | None = None,
     machine: Machine | None = None,
+    play: bool = False,
+    doubtful: Collection[str] = (),
 ) -> Checked:
-    """All checks that are possible before the start. `joining`: the services and their store are on other hosts."""
+    """All checks that are possible before the start. `joining`: the services and their store are on other hosts;
+    `play`: also play the first row; `doubtful`: settings whose values are unknown, because of a mistake: parts of
+    roles, which would get their defaults, are not tried then.
+    """
     checks: list[tuple[set[str], Callable[[Config], Iterable[AsyncRLError]]]] = [
         ({*ENGINES, "learner"}, check_model),
         ({*ENGINES}, check_data),
         ({"reward"}, check_rewards),
         ({*ENGINES, "learner"}, check_plugins),
         ({"buffer"}, check_store),
+        ({"buffer"}, check_filters),
+        ({"buffer", "learner"}, check_folders),
         ({"buffer", "weightsync"}, lambda config: check_ports(config, roles)),
         ({"learner"}, check_algorithm),
         ({"learner"}, check_trackers),
     ]
     errors: list[AsyncRLError] = []
-    for wanted_by, look in checks:
-        if wanted_by & set(roles):
-            errors += look(config)
-    errors += check_keys(config, joining=joining or "buffer" not in roles)
     findings = derive_findings(config, roles)
+    notes: list[str] = []
+    python = ""
     if ENGINES & {*roles}:
         wrong, has, python = engine_env.look(config, env=environment())
         errors += engine_env.url_problems(config) + wrong
         findings += [Finding("engine", has, python)] if has else []
-    here = machine or look_at_machine(config.run_dir)
-    errors += check_requests(config, roles, here)
+    with ThreadPoolExecutor(1) as beside:  # the parts of roles are tried while the other checks run
+        tried = None if doubtful else beside.submit(ask_roles, config, roles, python=python, play=play)
+        for wanted_by, look in checks:
+            if wanted_by & set(roles):
+                errors += look(config)
+        errors += check_keys(config, joining=joining or "buffer" not in roles)
+        here = machine or look_at_machine(config.run_dir)
+        errors += check_requests(config, roles, here)
+        if tried is None:
+            notes.append("the parts of roles were not tried: correct the other mistakes first")
+        else:
+            start = tried.result()
+            errors += start.new_errors(errors)
+            findings += start.findings
+            notes += start.notes
     accelerators = devices.find_devices()
     wrong_places = devices.problems(config, roles, accelerators)
     errors += [error_for(code, what, where=".".join(key)) for code, what, key in wrong_places]
     taken = devices.assign_devices(config, roles, accelerators)
     text = devices.format_assignment(taken, accelerators)
     findings += [Finding("devices", text)] if text else []
-    notes = [f"processes share devices ({text}): their memory has to do for all of them"] if taken.shared else []
+    notes += [f"processes share devices ({text}): their memory has to do for all of them"] if taken.shared else []
     notes += data_notes(config) if "producer" in roles else ()
     memory = estimate(config, model_json(config.model.path), roles, accelerator=bool(here.accelerator))
     return Checked(
@@ -133,6 +156,7 @@ def check_files(
     target: str = "all",
     *,
     joining: bool = False,
+    play: bool = False,
 ) -> tuple[Config | None, Checked]:
     """Read and check the files; returns the mistakes of both. The configuration is None if the mistakes leave nothing
     to check.
@@ -146,7 +170,7 @@ def check_files(
     except ConfigErrors as error:
         errors += [locate_error(one, loaded.places) for one in error.errors]
     roles = present_roles(TARGETS[target], config) if target == "all" else TARGETS[target]
-    checked = check(config, roles, joining=joining, places=loaded.places)
+    checked = check(config, roles, joining=joining, places=loaded.places, play=play, doubtful=loaded.doubtful)
     errors += independent_errors(checked.errors, loaded.doubtful)
     return config, msgspec.structs.replace(checked, errors=errors)
 
@@ -156,10 +180,10 @@ def locate_error(error: AsyncRLError, places: Places) -> AsyncRLError:
     key = _KEY.match(error.where)
     if key is None or key[0].partition(".")[0].partition("[")[0] not in Config.__struct_fields__:
         return error
-    where = places.where(parse_dotted(key[0]))
-    return error_for(
-        error.code, f"{error.where}: {error.message}", where=where, remedy=error.remedy, suggestion=error.suggestion
-    )
+    where, message = places.where(parse_dotted(key[0])), f"{error.where}: {error.message}"
+    if error.message.startswith(ABSENT) and (value := re.search(r" = '([^'/][^']*)'$", error.where)):
+        message += f"; {name_candidates(value[1], where)}"
+    return error_for(error.code, message, where=where, remedy=error.remedy, suggestion=error.suggestion)
 
 
 def render(checked: Checked) -> str:
@@ -237,7 +261,7 @@ def error_json(error: AsyncRLError) -> dict[str, Any]:
 
 def check_command(paths: Sequence[Path], overrides: Sequence[str], *, as_json: bool = False) -> int:
     """Print the result; return the exit code."""
-    _, checked = check_files(paths, overrides)
+    _, checked = check_files(paths, overrides, play=True)
     if as_json:
         print(json.dumps(result_tree(checked), indent=2))
         return checked.errors[0].exit_code if checked.errors else 0

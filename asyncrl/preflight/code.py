@@ -64,24 +64,15 @@ def check_rewards(config: Config) -> Iterator[AsyncRLError]:
         if not reward.function:  # its judge is a model
             continue
         if known:
-            problem = _problem(
-                [
-                    sys.executable,
-                    "-m",
-                    validator,
-                    "--validate",
-                    reward.function,
-                    "--args",
-                    json.dumps(reward.args, default=str),
-                    "--sandbox",
-                    config.sandbox.kind,
-                ],
-                env=reward.env,
-            )
+            words = ["--validate", reward.function, "--args", json.dumps(reward.args, default=str)]
+            words += ["--sandbox", config.sandbox.kind]
+            problem = _problem([sys.executable, "-m", validator, *words], env=reward.env)
         else:
             problem = import_problem(reward.function, env=reward.env)
         if problem:
-            yield ConfigError("config.reward", problem, where=f"reward[{index}].function = {reward.function!r}")
+            other = re.fullmatch(r"\[([\w.]+)\] (.*) -> (.*)", problem)  # the code of another error
+            code, message, remedy = other.groups() if other else ("config.reward", problem, "")
+            yield error_for(code, message, where=f"reward[{index}].function = {reward.function!r}", remedy=remedy)
 
 
 def _package_root() -> Path:
@@ -146,6 +137,13 @@ def check_plugins(config: Config) -> Iterator[AsyncRLError]:
     python = config.producers.python
     if python and not shutil.which(python):
         yield ConfigError("config.type", f"no interpreter {python!r}", where="producers.python")
+
+
+def check_filters(config: Config) -> Iterator[AsyncRLError]:
+    """Filters of the user can be imported."""
+    for name in filter(is_place, config.buffer.filters):
+        if problem := import_problem(name):
+            yield ConfigError("config.filter", problem, where=f"buffer.filters = {name!r}")
 
 
 def check_extras(config: Config) -> Iterator[AsyncRLError]:

@@ -9,6 +9,7 @@ Guarantees:
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, 
 from asyncrl.net.keys import read_keys
 from asyncrl.preflight.code import check_companions, import_problem
 from asyncrl.runtime.data_files import KINDS, count_arrow, list_files, look, media_rows, split_paths, unknown_kind
+from asyncrl.runtime.model_folder import POSITIONS_REMEDY, model_json, positions_problem
 
 COUNT_LIMIT_BYTES = 1 << 30  # larger files are not counted
 #: Prompt columns of known data sets, the likeliest first.
@@ -51,6 +53,9 @@ def check_model(config: Config) -> Iterator[AsyncRLError]:
         yield ConfigError("config.model", "it has no *.safetensors (weights)", where=where)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         yield ConfigError("config.tokenizer", f"it has none of {', '.join(TOKENIZERS)}", where=where)
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    if not streams(config) and (problem := positions_problem(model_json(folder), longest)):
+        yield ConfigError("config.model", problem, where=where, remedy=POSITIONS_REMEDY)
     yield from check_layout(config, folder / "config.json")
 
 
@@ -254,6 +259,17 @@ def count_rows(path: Path) -> int | None:
             return sum(1 for line in lines if line.strip())
     except (OSError, ValueError, ImportError):  # only informative; `check_data` reports mistakes in the file
         return None
+
+
+def check_folders(config: Config) -> Iterator[AsyncRLError]:
+    """The folders that the run writes can be made."""
+    for key, text in (("run.dir", config.run.dir), ("weightsync.disk_dir", config.weightsync.disk_dir)):
+        if not text or "://" in text:
+            continue
+        there = next(folder for folder in (Path(text).resolve(), *Path(text).resolve().parents) if folder.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            what = "is no folder" if not there.is_dir() else "cannot be written by this user"
+            yield error_for("file.refused", f"{there} {what}", where=f"{key} = {text!r}")
 
 
 def check_keys(config: Config, *, joining: bool) -> Iterator[AsyncRLError]:

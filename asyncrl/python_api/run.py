@@ -249,11 +249,11 @@ def train(
     rewards: Sequence[Reward],
     *,
     steps: int = 100,
-    lr: float = 1e-6,
+    lr: float | None = None,
     group_size: int = 8,
     max_staleness: int = 4,
-    max_prompt_tokens: int = 512,
-    max_new_tokens: int = 512,
+    max_prompt_tokens: int | None = None,
+    max_new_tokens: int | None = None,
     dir: str | Path = "runs/train",  # noqa: A002, RUF100 - the name of the setting
     evaluation: Data | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -268,11 +268,11 @@ def train(
         data: rows with a column `prompt`: a path, a list of dicts, a pandas or pyarrow table, a `datasets.Dataset`.
         rewards: functions, or `module:name`, `file.py:name`, `builtin:name`; several are summed (docs/rewards.md).
         steps: learner steps.
-        lr: learning rate.
+        lr: learning rate; None: by the size of the model (`asyncrl.configure.proposal.learning_rate`).
         group_size: samples per prompt.
         max_staleness: largest number of steps between the weights that sampled a token and those that it trains.
-        max_prompt_tokens: longer prompts are skipped.
-        max_new_tokens: longest response.
+        max_prompt_tokens: longer prompts are skipped; None: a quarter more than the longest of the first ones.
+        max_new_tokens: longest response; None: 1024 with an accelerator, else 128, if the model has the positions.
         dir: folder of the run. A run that is there is resumed.
         evaluation: rows that are never trained, measured during the run.
         settings: any others by dotted key (docs/configuration.md), such as {"learner.algorithm.preset": "dapo"}.
@@ -292,7 +292,8 @@ def train(
         "data.max_prompt_tokens": max_prompt_tokens,
         "sampling.max_new_tokens": max_new_tokens,
     }
-    config = Config.build(model, data, rewards, dir=dir, evaluation=evaluation, settings={**own, **(settings or {})})
+    chosen = {key: value for key, value in own.items() if value is not None} | dict(settings or {})
+    config = Config.build(model, data, rewards, dir=dir, evaluation=evaluation, settings=chosen)
     return launch(config, background=background, on_step=on_step, progress=progress)
 
 

@@ -11,7 +11,7 @@ import msgspec
 import tomli_w
 
 from asyncrl.config import load
-from asyncrl.configure.wizard import proposed_settings
+from asyncrl.configure.proposal import proposed_settings
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.preflight.check import check_files
 from asyncrl.preflight.machine import look_at_machine
@@ -71,7 +71,8 @@ class Config:
             raise ConfigError("config.reward", "there is no reward", where="rewards", remedy="give at least one")
         rows = "" if callable(data) else write_rows(data, root / "data" / "train.jsonl")
         given = {"model": str(model), "data": rows, "reward": "", "preset": "grpo_decoupled", "name": root.name}
-        made = proposed_settings(given, look_at_machine(root))
+        adapters = bool((settings or {}).get("learner.lora.rank"))
+        made = proposed_settings(given, look_at_machine(root), adapters=adapters)
         del made["reward.function"]
         if callable(data):
             del made["data.path"]

@@ -13,7 +13,7 @@ needed. Example: a folder with `model_type = "llama"` and an `auto_map` loads as
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,37 @@ def model_json(folder: str | Path) -> dict[str, Any]:
     except (OSError, *UNREADABLE):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+#: What to do about too few positions.
+POSITIONS_REMEDY = "lower data.max_prompt_tokens or sampling.max_new_tokens, or train a model with more positions"
+
+
+def find_positions(model: Mapping[str, Any]) -> int | None:
+    """Positions that a model can read, by its config.json; None if it does not say, or if they are stretched.
+
+    >>> find_positions({"n_positions": 1024}), find_positions({"n_positions": 64, "rope_scaling": {"type": "yarn"}})
+    (1024, None)
+    """
+    inner = model.get("text_config") or model
+    limit = inner.get("max_position_embeddings") or inner.get("n_positions")
+    rope = inner.get("rope_parameters") or inner.get("rope_scaling") or {}
+    each = [part for part in rope.values() if isinstance(part, dict)] or [rope]  # by type of layer, or one for all
+    # yarn and others reach beyond the stated limit
+    stretched = any(part.get("rope_type", part.get("type", "default")) != "default" for part in each)
+    return None if stretched or not isinstance(limit, int) else limit
+
+
+def positions_problem(model: Mapping[str, Any], longest: int) -> str:
+    """Why a model cannot read `longest` tokens; empty if it can, or does not say.
+
+    >>> positions_problem({"max_position_embeddings": 64}, 96)
+    'max_position_embeddings = 64, below max_prompt_tokens + max_new_tokens = 96'
+    """
+    limit = find_positions(model)
+    if limit is None or limit >= longest:
+        return ""
+    return f"max_position_embeddings = {limit}, below max_prompt_tokens + max_new_tokens = {longest}"
 
 
 def load_config(folder: str | Path, *, trust_remote_code: bool, **fields: Any) -> Any:

@@ -88,6 +88,15 @@ class Prompts:
             self._rows.get(limit - 1)
         return limit if self._rows.length is None else min(limit, self._rows.length)
 
+    def sample(self, most: int) -> Iterator[Row]:
+        """Rows spread evenly over the data, `most` of them or all; of an iterable without a length the first ones."""
+        count = self.count(most)
+        length = self._rows.length or count
+        for number in range(count):
+            row = self._rows.get(number * length // count)
+            assert row is not None
+            yield apply_settings(row, self._data)
+
     def _permutation(self, epoch: int, length: int) -> npt.NDArray[np.int64]:
         if epoch not in self._order:
             if len(self._order) > 1:  # at a border groups of at most two epochs are in flight

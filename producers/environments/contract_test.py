@@ -12,7 +12,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,10 @@ import msgspec
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.engine import GenDelta, GenRequest
-from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
-from producers.data.prompts import BadPrompt, encode_prompt
 from producers.data.tokenizer import Tokenizer
 from producers.environments.multi_turn import Turns, make_rollout
-from producers.rollout.rollout import Finished
+from producers.environments.scripted_play import Line, Played, ScriptedEngine, make_request, play_row
 
 CANCEL_S = 3.0
 DIFFER = (
@@ -55,45 +52,6 @@ class Finding(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-class Played(msgspec.Struct, frozen=True):
-    """One sample: the parts that must be equal, and the time of the environment between turns."""
-
-    tokens: tuple[int, ...] = ()
-    mask: tuple[int, ...] = ()
-    reward: float | None = None
-    turns: int = 0
-    finish: str = ""
-    failure: str = ""
-    pauses_s: tuple[float, ...] = ()
-    turn_rewards: tuple[tuple[int, float], ...] = ()  # (place of a turn's last token, its reward)
-
-    def transcript(self, decode: Callable[[Sequence[int]], str]) -> list[Line]:
-        """The turns and observations in order, with the rewards of turns."""
-        edges = [0, *(place for place in range(1, len(self.mask)) if self.mask[place] != self.mask[place - 1])]
-        ends = [*edges[1:], len(self.mask)]
-        return [
-            Line(
-                "policy" if self.mask[begin] else "shown",
-                decode(self.tokens[begin:end]),
-                next((reward for place, reward in self.turn_rewards if begin <= place < end), None),
-            )
-            for begin, end in zip(edges, ends, strict=True)
-            if end > begin
-        ]
-
-
-class Line(msgspec.Struct, frozen=True):
-    """A turn, or the observation after it; `reward`: of the turn, if it has one."""
-
-    who: str
-    text: str
-    reward: float | None = None
-
-    def __str__(self) -> str:
-        text = self.text.strip().replace("\n", "\n" + " " * 10)
-        return f"  {self.who:6}  {text}" + ("" if self.reward is None else f"   [reward {self.reward:g}]")
-
-
 class ByteTokenizer:
     """A substitute for a model's tokenizer: a token per byte, ChatML."""
 
@@ -118,37 +76,6 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")
-
-
-class ScriptedEngine:
-    """Gives one text after the other, then repeats the last one; from turn `hangs_at` on it never answers."""
-
-    def __init__(self, tokenizer: Any, says: Sequence[str], *, hangs_at: int = -1) -> None:
-        self.pauses_s: list[float] = []
-        self.turns = 0
-        self.hanging = asyncio.Event()
-        self._tokenizer, self._says, self._hangs_at = tokenizer, says, hangs_at
-        self._spoke = 0.0
-
-    async def generate(self, request: GenRequest) -> AsyncIterator[GenDelta]:
-        if self.turns:
-            self.pauses_s.append(time.monotonic() - self._spoke)
-        number, self.turns = self.turns, self.turns + 1
-        if number == self._hangs_at:
-            self.hanging.set()
-            await asyncio.Event().wait()  # bounded: the cancellation test cancels it
-        text = self._says[min(number, len(self._says) - 1)]
-        ids = [*self._tokenizer.encode_part(text), self._tokenizer.eos_ids[0]]
-        finish = "stop" if len(ids) <= request.max_new_tokens else "length"
-        tokens = np.array(ids[: request.max_new_tokens], np.int32)
-        self._spoke = time.monotonic()
-        yield GenDelta(
-            request.id, request.indices[0], tokens, np.full(len(tokens), -0.5, np.float32), ((0, len(tokens)),), finish
-        )
-
-    async def abort(self, ids: Any) -> int:
-        """Nothing runs outside `generate`."""
-        return 0
 
 
 def check_environment(
@@ -255,47 +182,18 @@ class _Contract:
             return False, f"only {len(given)} of {len(found)} samples have one"
         return True, f"{min(given):g} to {max(given):g}" if given else "none: reward workers score"
 
-    def _request(self) -> GenRequest:
-        try:
-            prompt = encode_prompt(self._row, self._config.data, self._tokenizer, self._environment.tools)
-        except BadPrompt as error:
-            raise ConfigError("config.data", error.reason, where="the row") from None
-        return GenRequest("test:1", prompt, (0,), 1, self._config.sampling.max_new_tokens)
-
     async def _play(self, says: Sequence[str]) -> Played:
-        engine = ScriptedEngine(self._tokenizer, says)
-        failure = ""
-        done: Finished | None = None
-        try:
-            async for item in self._environment.play(engine, self._request(), self._row):
-                done = item if isinstance(item, Finished) else done
-        except EnvironmentFailure as error:
-            failure = error.reason
-        except ConfigError as error:
-            failure = f"{error.code}: {error.message}"
-        if done is None:
-            return Played(turns=engine.turns, failure=failure, pauses_s=tuple(engine.pauses_s))
-        ids = done.sample.token_ids
-        mask = np.ones(len(ids), np.uint8) if done.mask is None else done.mask
-        return Played(
-            tuple(ids.tolist()),
-            tuple(mask.tolist()),
-            done.reward,
-            engine.turns,
-            done.sample.finish,
-            failure,
-            tuple(engine.pauses_s),
-            done.turns,
-        )
+        return await play_row(self._environment, self._config, self._tokenizer, self._row, says)
 
     async def _check_cancellation(self, says: Sequence[str]) -> Finding:
         """Whether it ends when its lease is lost: during a turn, and in the middle of a step."""
         found = []
+        request = make_request(self._row, self._config, self._tokenizer, self._environment)
         for hangs_at in (0, 1):
             engine = ScriptedEngine(self._tokenizer, says, hangs_at=hangs_at)
 
             async def consume(engine: ScriptedEngine = engine) -> None:
-                async for _ in self._environment.play(engine, self._request(), self._row):
+                async for _ in self._environment.play(engine, request, self._row):
                     pass
 
             task = asyncio.create_task(consume())

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         form = RewardCall(args.validate, args=args.args, make_sandbox=lambda: ready_sandbox(args.sandbox)).form
     except ConfigError as error:
         if error.code != "config.reward":  # in one line, for the check
-            print(f"{error.message} -> {error.remedy}", file=sys.stderr)
+            print(f"[{error.code}] {error.message} -> {error.remedy}", file=sys.stderr)
         else:
             print(error.render(), file=sys.stderr)
         return EXIT_CONFIG

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from small_folder import write_folder
 
 from asyncrl.config import Config, parse
 from asyncrl.net.keys import write_keys
@@ -27,10 +28,7 @@ from asyncrl.preflight.files import check_data, first_row
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model, rows and a reward module that all pass."""
     monkeypatch.chdir(tmp_path)
-    model = tmp_path / "model"
-    model.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (model / name).write_text("{}")
+    write_folder(tmp_path / "model")
     rows = [{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}] * 10
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "my_rewards.py").write_text(
@@ -80,19 +78,19 @@ def test_folders_of_the_process_reward_model(place: Path) -> None:
     own = place / "own"
     own.mkdir()
     base = {"learner.algorithm.advantage": "prime", "learner.process_reward.model": "own"}
-    (place / "model" / "config.json").write_text('{"vocab_size": 30}')
+    write_folder(place / "model", vocab_size=300)
 
     def said(text: str, **more: str) -> str:
         (own / "config.json").write_text(text)
         return " ".join(error.render() for error in check(config(**base, **more)).errors)
 
-    assert "no *.safetensors" in said('{"vocab_size": 30}')
+    assert "no *.safetensors" in said('{"vocab_size": 300}')
     (own / "model.safetensors").write_bytes(b"")
-    assert said('{"vocab_size": 30, "architectures": ["Qwen3ForCausalLM"]}') == ""
+    assert said('{"vocab_size": 300, "architectures": ["Qwen3ForCausalLM"]}') == ""
     assert "it is a classifier" in said('{"architectures": ["Qwen3ForSequenceClassification"]}')
-    assert "20 tokens, that of model.path 30" in said('{"vocab_size": 20}')
+    assert "20 tokens, that of model.path 300" in said('{"vocab_size": 20}')
     assert "no config.json" in said("[")
-    missing = said('{"vocab_size": 30}', **{"learner.process_reward.reference": "elsewhere"})
+    missing = said('{"vocab_size": 300}', **{"learner.process_reward.reference": "elsewhere"})
     assert "learner.process_reward.reference = 'elsewhere'" in missing and "config.model" in missing
 
 

@@ -20,7 +20,8 @@ from asyncrl.config.json_schema import meanings
 from asyncrl.config.suggestions import list_sections
 from asyncrl.configure.diff import differences
 from asyncrl.configure.explain import error_texts, explain
-from asyncrl.configure.wizard import QUESTIONS, complete, format_toml, proposed_settings
+from asyncrl.configure.proposal import proposed_settings
+from asyncrl.configure.wizard import QUESTIONS, complete, format_toml
 from asyncrl.errors import CATALOGUE, ConfigError
 from asyncrl.launcher.dry_run import mask_passwords
 from asyncrl.metrics import CATALOGUE as METRICS

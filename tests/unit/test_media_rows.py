@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from small_folder import CHAT, write_folder
 from test_learner_loop import model_dir
 
 from asyncrl import config as configuration
@@ -149,9 +150,8 @@ def test_an_observation_with_media_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
 @pytest.mark.parametrize("key", ["data.path", "evaluation.path"])
-def test_the_check_finds_a_later_row(
-    key: str, kind: str, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_finds_a_later_row(key: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = write_folder(tmp_path / "model", template=CHAT)
     monkeypatch.setattr(check_code, "_problem", lambda command, **_: "")
     text = {"prompt": "2+2=", "images": None}
     media = write(tmp_path, kind, [text, text, {"prompt": "what?", "images": ["x.png"]}])
@@ -169,7 +169,8 @@ def test_the_check_finds_a_later_row(
 
 
 @pytest.mark.parametrize("case", TEXT)
-def test_the_check_lets_text_pass(case: str, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_lets_text_pass(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = write_folder(tmp_path / "model", template=CHAT)
     monkeypatch.setattr(check_code, "_problem", lambda command, **_: "")
     file = tmp_path / "run.toml"
     path = write(tmp_path, "jsonl", [TEXT[case]])

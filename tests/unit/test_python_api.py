@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from small_folder import write_folder
 
 import asyncrl
 from asyncrl.config import load
@@ -144,12 +145,7 @@ def test_dotted_keys_and_back() -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 64}')
-    for name in ("model.safetensors", "tokenizer.json"):
-        (folder / name).write_text("{}")
-    return folder
+    return write_folder(tmp_path / "model")
 
 
 def test_a_configuration_is_built_checked_saved_and_read(model: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_folder import CHAT, write_folder
 
 from asyncrl.config import Config, dump, load, parse
 from asyncrl.config.mode import present_roles
@@ -103,10 +104,7 @@ def stand_ins(config: Config) -> None:
     learner = config.learner
     folders = [config.model.path, learner.critic.model, learner.process_reward.model, learner.process_reward.reference]
     for folder in (Path(one) for one in folders if one):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(MODELS.get(folder.name, SMALL)))
-        for name in ("model.safetensors", "tokenizer.json"):
-            (folder / name).write_text("")
+        write_folder(folder, template=CHAT, max_position_embeddings=32768, **MODELS.get(folder.name, SMALL))
     for listed in (config.data.path, config.evaluation.path):
         for rows in (Path(part.strip()) for part in listed.split(",") if part.strip()):
             rows.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from asyncrl.config import Config
 from asyncrl.config.capabilities import ATTENTION_CAP, find_cap, refuse
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.host_facts import free_host_bytes
-from asyncrl.runtime.model_folder import load_config, model_json
+from asyncrl.runtime.model_folder import POSITIONS_REMEDY, load_config, model_json, positions_problem
 from asyncrl.runtime.model_folder import load_model as read_model
 from producers.engines.hf import attention
 from producers.engines.hf.cache_interface import UNFIT, Memory
@@ -76,18 +76,8 @@ def load_model(config: Config, *, device: torch.device, max_len: int) -> torch.n
 
 def refuse_unfit(shape: Any, *, max_len: int, where: str) -> None:
     """Raise `config.model` for a model with too few positions."""
-    text = shape.get_text_config(decoder=True)
-
-    def unfit(why: str) -> ConfigError:
-        return ConfigError("config.model", f"{shape.model_type}: {why}", where=where, remedy=ANOTHER)
-
-    limit = getattr(text, "max_position_embeddings", None)
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    each = [part for part in rope.values() if isinstance(part, dict)] or [rope]  # by type of layer, or one for all
-    # yarn and others reach beyond the stated limit
-    stretched = any(part.get("rope_type", "default") != "default" for part in each)
-    if limit is not None and limit < max_len and not stretched:
-        raise unfit(f"max_position_embeddings = {limit}, below prompt + response = {max_len}")
+    if problem := positions_problem(shape.to_dict(), max_len):
+        raise ConfigError("config.model", f"{shape.model_type}: {problem}", where=where, remedy=POSITIONS_REMEDY)
 
 
 @torch.inference_mode()

@@ -1,0 +1,181 @@
+"""Settings that fit a model, its prompts and this machine: what `asyncrl init` writes and `asyncrl.train` starts from.
+
+Guarantees:
+1. prompts and answers fit into the model's positions; the longest of up to `ROWS` prompts fits with a quarter to spare;
+2. the learning rate follows the size of the model and whether adapters are trained (`learning_rate`);
+3. on a machine without an accelerator slots, tokens per pass and the batch are halved until the estimated memory of all
+   processes is within `SHARE` of what there is. The memory of accelerators is not known before the start.
+What cannot be read leaves the defaults: the check that follows names it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from asyncrl.config import parse
+from asyncrl.errors import AsyncRLError
+from asyncrl.preflight.files import data_paths, has_template, has_texts, prompt_column
+from asyncrl.preflight.machine import REDIS_SERVERS, Machine
+from asyncrl.preflight.memory import estimate, model_shape
+from asyncrl.process_plan.plan import TARGETS
+from asyncrl.runtime.data_files import read_table
+from asyncrl.runtime.model_folder import find_positions, model_json
+
+ROWS = 256  # prompts that are measured
+SHARE = 0.7  # of the host's memory
+TEMPLATE_TOKENS = 16  # of a chat template, per message
+UNIT = 32  # limits are multiples of it
+SMALL, LARGE = 50e6, 1e9  # parameters
+
+
+class Facts(NamedTuple):
+    """What the files say; 0: not known."""
+
+    parameters: int
+    positions: int
+    longest: int  # tokens of the longest of `rows` prompts
+    rows: int
+
+    def __str__(self) -> str:
+        known = [
+            f"{self.parameters:,} parameters" if self.parameters else "",
+            f"{self.positions:,} positions" if self.positions else "",
+            f"the longest of {self.rows} prompts has {self.longest} tokens" if self.longest else "",
+        ]
+        return ", ".join(filter(None, known))
+
+
+def read_facts(model: str, data: str) -> Facts:
+    """Size and positions of the model, and lengths of the prompts."""
+    tree = model_json(model)
+    shape = model_shape(tree)
+    lengths = list(prompt_lengths(Path(model), data))
+    return Facts(shape.parameters if shape else 0, find_positions(tree) or 0, max(lengths, default=0), len(lengths))
+
+
+def prompt_lengths(model: Path, data: str) -> Iterator[int]:
+    """Tokens of the first prompts; none if the tokenizer or the rows cannot be read here."""
+    paths = data_paths(data)
+    try:
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        column = prompt_column(paths)
+        for row in islice(first_rows(paths[0]), ROWS) if paths else ():
+            prompt = row.get(column)
+            messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
+            texts = [str(one.get("content") or "") for one in messages if isinstance(one, dict)]
+            yield sum(len(tokenizer.encode(text).ids) + TEMPLATE_TOKENS for text in texts)
+    except Exception:  # the package of tokenizers raises bare Exception; the check says what is wrong with the files
+        return
+
+
+def first_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    if path.suffix in (".parquet", ".arrow"):
+        yield from read_table(path).slice(0, ROWS).to_pylist()
+    elif path.suffix == ".json":
+        yield from json.loads(path.read_text(encoding="utf-8"))
+    else:
+        with path.open(encoding="utf-8") as lines:
+            yield from (json.loads(line) for line in lines if line.strip())
+
+
+def learning_rate(parameters: int, *, adapters: bool) -> float:
+    """1e-6 from a billion parameters on, as published recipes have it, 1e-5 from 50 million, 1e-4 below; ten times that
+    with adapters (Schulman et al., "LoRA Without Regret", 2025), at most 1e-4.
+
+    >>> learning_rate(7_000_000_000, adapters=False), learning_rate(7_000_000_000, adapters=True)
+    (1e-06, 1e-05)
+    """
+    whole = 1e-6 if parameters >= LARGE or not parameters else 1e-5 if parameters >= SMALL else 1e-4
+    return min(1e-4, round(whole * 10, 10)) if adapters else whole
+
+
+def fit_lengths(facts: Facts, *, answer: int) -> tuple[int, int]:
+    """Limits of prompts and answers in tokens.
+
+    >>> fit_lengths(Facts(0, 512, 90, 256), answer=1024)
+    (128, 384)
+    """
+    prompt = -(-facts.longest * 5 // 4 // UNIT) * UNIT if facts.longest else 512
+    if facts.positions:
+        prompt = min(prompt, max(facts.positions // 2, facts.positions - answer))
+        answer = min(answer, facts.positions - prompt)
+    return prompt, answer
+
+
+def proposed_settings(
+    answers: Mapping[str, str], machine: Machine, *, adapters: bool = False, facts: Facts | None = None
+) -> dict[str, object]:
+    """Dotted key -> value, in the order of the file. `adapters`: they are what is trained."""
+    kind, name = machine.accelerator, answers["name"]
+    facts = facts or read_facts(answers["model"], answers["data"])
+    prompt, answer = fit_lengths(facts, answer=1024 if kind else 128)
+    half = max(1, machine.devices.get(kind, 0) // 2)
+    settings: dict[str, object] = {
+        "run.name": name,
+        "run.dir": f"runs/{name}",
+        "model.path": answers["model"],
+        "model.dtype": "bfloat16" if kind else "float32",
+        "data.path": answers["data"],
+        "data.prompt_key": prompt_column(data_paths(answers["data"])),
+        **({"data.as_chat": True} if wants_chat(answers) else {}),
+        "data.max_prompt_tokens": prompt,
+        "sampling.group_size": 8,
+        "sampling.max_new_tokens": answer,
+        "sampling.temperature": 1.0,
+        "buffer.batch_groups": 64 if kind else 8,
+        "buffer.max_staleness": 4,
+        "buffer.store": "redis" if any(shutil.which(server) for server in REDIS_SERVERS) else "sqlite",
+        "producers.engine": "hf",
+        "producers.count": half,
+        "producers.slots": 128 if kind else 32,
+        "reward.function": answers["reward"],
+        "reward_workers.count": 2 if kind else 1,
+        "learner.ranks": half,
+        "learner.steps": 200,
+        "learner.micro_batch_tokens": max(16384 if kind else 2048, prompt + answer),
+        "learner.gradient_checkpointing": bool(kind),
+        "learner.checkpoint_every": 20,
+        "learner.algorithm.preset": answers["preset"],
+        "learner.optim.lr": learning_rate(facts.parameters, adapters=adapters),
+        "learner.optim.warmup_steps": 5,
+        "log.archive": False,
+    }
+    return settings if kind else fit_memory(settings, machine.memory_bytes)
+
+
+def fit_memory(settings: Mapping[str, object], memory_bytes: int) -> dict[str, object]:
+    """The settings with smaller slots, passes and batches, if the host's memory asks for it."""
+    fitted = dict(settings)
+    row = int(str(fitted["data.max_prompt_tokens"])) + int(str(fitted["sampling.max_new_tokens"]))
+    least = {"producers.slots": 8, "learner.micro_batch_tokens": row, "buffer.batch_groups": 2}
+    while host_bytes(fitted) > SHARE * memory_bytes:
+        large = [key for key, low in least.items() if int(str(fitted[key])) // 2 >= low]
+        if not large:
+            break
+        fitted |= {key: int(str(fitted[key])) // 2 for key in large}
+    return fitted
+
+
+def host_bytes(settings: Mapping[str, object]) -> int:
+    """Estimated memory of all processes of the host; 0 if it cannot be estimated."""
+    plain = {key: value for key, value in settings.items() if not key.startswith("reward.")}
+    words = [f"{key}={json.dumps(value)}" for key, value in plain.items()]
+    try:
+        config = parse("", overrides=[*words, 'reward=[{function="a:b"}]'])
+    except AsyncRLError:  # the check reports it
+        return 0
+    found = estimate(config, model_json(config.model.path), TARGETS["all"], accelerator=False)
+    return sum(one.total_bytes * one.count for one in found if one.place == "host")
+
+
+def wants_chat(answers: Mapping[str, str]) -> bool:
+    """Plain texts become messages if the model has a chat template."""
+    paths = data_paths(answers["data"])
+    return has_template(Path(answers["model"])) and has_texts(paths, prompt_column(paths))
