@@ -1,4 +1,4 @@
-"""Contract tests for what users write, for their own test suites: `assert_reward`, `check_environment`.
+"""Contract tests for what users write, for their own test suites: `assert_reward`, `check_loss`, `check_environment`.
 
     from asyncrl.testing import assert_reward, check_environment
 
@@ -52,6 +52,13 @@ def check_reward(
         memory_bytes=memory_bytes,
         sandbox=sandbox,
     )
+
+
+def check_loss(name: str, *, kind: str = "loss", options: Mapping[str, Any] | None = None) -> list[Any]:
+    """The checks (`verdict`, `text`, `remedy`) of a loss, advantage or correction. Raises if it cannot be loaded."""
+    check = load_object("learners.contract_test:check_part", code="config.extra")
+    found: list[Any] = check(name, kind, options)
+    return found
 
 
 def assert_reward(function: str, rows: Sequence[Mapping[str, Any]], **options: Any) -> None:

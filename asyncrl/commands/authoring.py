@@ -1,4 +1,4 @@
-"""Commands for authors of rewards and environments: test-reward, sandbox-server, test-env."""
+"""Commands for authors of parts of their own: new, test-reward, test-loss, sandbox-server, test-env."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from asyncrl.commands.options import Commands, command
 
 
 def add(commands: Commands) -> None:
+    one = command(
+        commands,
+        "new",
+        "write a file with a reward, loss, environment or tool that works, to change",
+        example="asyncrl new reward my_reward",
+    )
+    one.add_argument("kind", choices=("reward", "loss", "environment", "tool"), help="what to write")
+    one.add_argument("name", metavar="NAME", help="of the function, and of the file NAME.py")
+    one.set_defaults(run=_new)
     one = command(
         commands,
         "test-reward",
@@ -27,6 +36,16 @@ def add(commands: Commands) -> None:
     one.set_defaults(run=_test_reward)
     one = command(
         commands,
+        "test-loss",
+        "try a loss, advantage or correction: shapes, gradient, packed rows, masks, extreme values",
+        example="asyncrl test-loss my_loss.py:mine --options '{\"clip\": 0.1}'",
+    )
+    one.add_argument("function", metavar="NAME", help="module:name, path/file.py:name or a known name")
+    one.add_argument("--kind", choices=("loss", "advantage", "correction"), default="loss", help="(default loss)")
+    one.add_argument("--options", default="{}", metavar="JSON", help="its options, an object")
+    one.set_defaults(run=_test_loss)
+    one = command(
+        commands,
         "sandbox-server",
         "run programs in the sandbox for clients of SandboxFusion, on loopback",
         example="asyncrl sandbox-server --port 8080",
@@ -38,6 +57,16 @@ def add(commands: Commands) -> None:
     one.add_argument("--memory-bytes", default=str(1 << 29), metavar="BYTES", help="of a program (default 512 MiB)")
     one.add_argument("--output-bytes", default=str(1 << 20), metavar="BYTES", help="of each stream (default 1 MiB)")
     one.set_defaults(run=_sandbox_server)
+
+
+def _new(args: argparse.Namespace) -> int:
+    from asyncrl.configure.new_part import new_command
+
+    return new_command(args.kind, args.name)
+
+
+def _test_loss(args: argparse.Namespace) -> int:
+    return _process("learners.contract_test", args, ("kind", "options"), args.function)
 
 
 def _test_reward(args: argparse.Namespace) -> int:

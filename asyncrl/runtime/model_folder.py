@@ -56,12 +56,12 @@ def positions_problem(model: Mapping[str, Any], longest: int) -> str:
     """Why a model cannot read `longest` tokens; empty if it can, or does not say.
 
     >>> positions_problem({"max_position_embeddings": 64}, 96)
-    'max_position_embeddings = 64, below max_prompt_tokens + max_new_tokens = 96'
+    'max_position_embeddings = 64, below prompt + response = 96'
     """
     limit = find_positions(model)
     if limit is None or limit >= longest:
         return ""
-    return f"max_position_embeddings = {limit}, below max_prompt_tokens + max_new_tokens = {longest}"
+    return f"max_position_embeddings = {limit}, below prompt + response = {longest}"
 
 
 def load_config(folder: str | Path, *, trust_remote_code: bool, **fields: Any) -> Any:

@@ -13,6 +13,7 @@ from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.plugins import find, is_place, load_object
 from asyncrl.preflight.check import check_files
+from asyncrl.testing import check_loss
 from buffers.groups.failure_budget import load_filters
 from learners.algorithms.registry import advantage_for, correction_for, loss_for
 from learners.algorithms.types import LossInputs, Rollouts
@@ -74,6 +75,18 @@ def test_a_loss_of_a_file_has_options_and_the_gradient_that_it_states() -> None:
     assert (found.loss[~mask] == 0).all()
     with pytest.raises(ConfigError, match="has the options floor"):
         loss_for(AlgorithmConfig(loss="own_loss.py:floored", loss_options={"flor": 0.8}))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("own_loss.py:floored", "loss"),
+        ("own_advantage.py:above_median", "advantage"),
+        ("own_correction.py:square_root", "correction"),
+    ],
+)
+def test_the_parts_of_the_page_pass_their_tests(name: str, kind: str) -> None:
+    assert {check.verdict for check in check_loss(name, kind=kind)} == {"ok"}
 
 
 def test_an_advantage_and_a_correction_of_a_file() -> None:
