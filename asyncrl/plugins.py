@@ -94,6 +94,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "mlflow": "learners.trackers.mlflow:MlflowTracker",
         "swanlab": "learners.trackers.swanlab:SwanLabTracker",
         "trackio": "learners.trackers.trackio:TrackioTracker",
+        "callbacks": "learners.trackers.callbacks:Callbacks",
     },
 }
 

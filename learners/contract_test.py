@@ -236,7 +236,7 @@ def check_part(name: str, kind: Kind = "loss", options: Mapping[str, Any] | None
     """All checks of a loss, advantage or correction by its name. Raises `config.extra` and others if it cannot be
     loaded with these options.
     """
-    algorithm = AlgorithmConfig(**{kind: name, f"{kind}_options": dict(options or {})})
+    algorithm = msgspec.convert({kind: name, f"{kind}_options": dict(options or {})}, AlgorithmConfig)
     call = choose(algorithm, kind).call
     if kind == "loss":
         return check_loss(call, chooses=chooser_for(algorithm) is not None)

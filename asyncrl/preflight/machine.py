@@ -23,6 +23,7 @@ from asyncrl.config.sections.tracker import ONLINE
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
 from asyncrl.net.probe import bind_problem, redis_problem
 from asyncrl.plugins import known_plugins
+from asyncrl.preflight.code import import_problem
 from asyncrl.preflight.memory import RoleMemory, format_bytes
 from asyncrl.runtime.device import device_nodes
 from asyncrl.runtime.run_dir import RunDir
@@ -159,11 +160,20 @@ def check_trackers(config: Config) -> Iterator[AsyncRLError]:
     for name in trackers.use:
         package = ONLINE.get(name, ("", ""))[0]
         if name not in known:
-            what = f"{name!r} is not known: one of {', '.join(sorted(known))}"
+            what = f"{name!r} is not known: one of {', '.join(sorted(known - {'callbacks'}))}, callbacks"
             yield ConfigError("config.type", what, where="trackers.use")
         elif package and importlib.util.find_spec(package) is None:
             what = f"tracker {name!r} needs the package {package}, which this environment lacks"
             yield ConfigError("config.extra", what, where="trackers.use", remedy=f"pip install 'asyncrl[{name}]'")
+    if "callbacks" in trackers.use:
+        where = "trackers.options.callbacks.call"
+        names = trackers.options.get("callbacks", {}).get("call")
+        if not isinstance(names, list) or not names:
+            what = "it is not a list of 'module:name' or 'file.py:name'"
+            yield ConfigError("config.missing", what, where=where, remedy='call = ["watch.py:Watch"]')
+        else:
+            problems = {str(name): import_problem(str(name)) for name in names}
+            yield from (ConfigError("config.extra", what, where=where) for what in problems.values() if what)
     yield from _check_secrets(config)
     port = trackers.prometheus_port
     if port and (problem := bind_problem(f"tcp://127.0.0.1:{port}")):

@@ -17,6 +17,7 @@ from asyncrl.testing import check_loss
 from buffers.groups.failure_budget import load_filters
 from learners.algorithms.registry import advantage_for, correction_for, loss_for
 from learners.algorithms.types import LossInputs, Rollouts
+from learners.trackers.callbacks import make_callback
 from producers.data.prompts import Prompts
 from producers.rewards.loading import load_reward
 
@@ -29,7 +30,7 @@ PLACES = ("own_losses:mine", "own.py:mine", "a/b c/own.py:Class.method", "/abs/o
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
     for name, text in BLOCKS.items():
         (tmp_path / name).write_text(text)
     return tmp_path
@@ -87,6 +88,15 @@ def test_a_loss_of_a_file_has_options_and_the_gradient_that_it_states() -> None:
 )
 def test_the_parts_of_the_page_pass_their_tests(name: str, kind: str) -> None:
     assert {check.verdict for check in check_loss(name, kind=kind)} == {"ok"}
+
+
+def test_a_callback_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    watch = make_callback("own_callback.py:Watch")
+    watch.on_step({"reward_mean": 0.95}, 3)
+    watch.on_evaluation({"val-core/add/acc/mean@4": 0.5, "reward_mean": 0.1}, 3)
+    watch.on_checkpoint(Path("checkpoints/step_000003"), 3)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "step 3: reward 0.950" and said[1] == "{'val-core/add/acc/mean@4': 0.5}" and len(said) == 3
 
 
 def test_an_advantage_and_a_correction_of_a_file() -> None:

@@ -31,7 +31,7 @@ ONLINE: dict[str, tuple[str, str]] = {
 class TrackersConfig(Section, frozen=True):
     """`[trackers]`: destinations of metrics in addition to the JSONL files; TensorBoard is `log.tensorboard`."""
 
-    use: tuple[str, ...] = ()  # wandb, mlflow, swanlab, trackio, or names of the entry-point group asyncrl.trackers
+    use: tuple[str, ...] = ()  # wandb, mlflow, swanlab, trackio, callbacks, or names of the group asyncrl.trackers
     project: str = "asyncrl"  # project or experiment there; the run has the name run.name
     offline: bool = False  # send nothing: the data to send is in RUN/trackers
     every_s: Seconds = 2.0  # tracker -> file with its secret; else an environment variable
