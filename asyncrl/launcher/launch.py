@@ -35,6 +35,7 @@ from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.liveness_watch import SilenceWatch
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.supervisor import Grace, Supervisor
+from asyncrl.monitor.flat_reward import flat_reward
 from asyncrl.net.keys import worker_file
 from asyncrl.preflight import check as checks
 from asyncrl.preflight.derived import what_starts
@@ -314,7 +315,13 @@ def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: L
     own = "learner" in TARGETS[options.target]  # another launcher shows the steps
     learner = config.learner
     progress = Progress(
-        run, steps=learner.steps, mode=learner.mode, verbose=options.verbose, plain=options.plain, table=own
+        run,
+        steps=learner.steps,
+        mode=learner.mode,
+        verbose=options.verbose,
+        plain=options.plain,
+        table=own,
+        hint=lambda lines: flat_reward(lines, config),
     )
     mark = run.lock(launcher_mark(options.target))  # `asyncrl stop` finds the launcher by it
     try:

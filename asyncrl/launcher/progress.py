@@ -4,7 +4,9 @@ Guarantees:
 1. it only reads new bytes of the run's files: it can neither block nor disturb a role;
 2. warnings, errors and the learner's lines are printed with the name of the process; other lines with `--verbose`;
 3. the run continues if the reader of the output is gone (a closed pipe);
-4. on a terminal a table is redrawn in place (rich); elsewhere one plain line per step.
+4. on a terminal a table is redrawn in place (rich); elsewhere one plain line per step;
+5. before the first step a line says what the processes wait for, every `START_EVERY_S`; a reward that does not move is
+   noted with its likely cause.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import re
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from asyncrl.metrics import JsonTail
@@ -21,6 +24,8 @@ from asyncrl.runtime.run_dir import RunDir
 
 LOOK_S = 0.5
 SHOWN_STEPS = 8
+START_EVERY_S = 10.0
+HINT_EVERY = 50  # steps
 STALE_WORKER_S = 10.0  # an older heartbeat is outdated
 _STEP_LINE = re.compile(r"step \d+/\d+ ")  # of the learner; printed from its metrics instead
 # Stacks after SIGUSR1 (no comma before `in`: not a traceback), which belong in the log.
@@ -92,9 +97,16 @@ class Progress:
         plain: bool = False,
         table: bool = True,
         out: TextIO | None = None,
+        hint: Callable[[Sequence[dict[str, Any]]], str] = lambda _: "",
     ) -> None:
-        """`mode`: of the learner. `table`: also print the steps, as a table or as lines."""
+        """`mode`: of the learner. `table`: also print the steps, as a table or as lines. `hint`: from the lines of the
+        last steps, what the user should know.
+        """
         self.view = RunView(run)
+        self._hint = hint
+        self._lines: deque[dict[str, Any]] = deque(maxlen=HINT_EVERY)
+        self._next_hint = 0  # step
+        self._began = self._start_said = time.monotonic()
         self._steps = steps
         self._mode = mode
         self._verbose = verbose
@@ -119,11 +131,24 @@ class Progress:
         if not self._show_steps or now < self._next_look:
             return
         self._next_look = now + LOOK_S
-        for line in self.view.poll():
+        new = self.view.poll()
+        for line in new:
             if self._live is None:
                 self._print(step_text(line, steps=self._steps, mode=self._mode))
+        if new:
+            self._lines.extend(new)
+            self._give_hint(int(new[-1]["step"]))
+        elif not self._lines and now >= self._start_said + START_EVERY_S:
+            self._start_said = now
+            waiting = "; ".join(self.view.list_waiting(now=time.time())) or "the processes load the model"
+            self._print(f"[launch] no step yet after {now - self._began:.0f} s: {waiting}")
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
+
+    def _give_hint(self, step: int) -> None:
+        if step >= self._next_hint and (hint := self._hint(self._lines)):
+            self._next_hint = step + HINT_EVERY
+            self._print(f"[launch] hint: {hint}")
 
     def close(self) -> None:
         """Draw the table a last time."""

@@ -185,7 +185,9 @@ def _held_out(lines: list[Line]) -> list[str]:
 
 
 def _hints(data: RunData) -> list[str]:
-    """Reasons why the last steps did not learn."""
+    """Reasons why the last steps did not learn; only of generated samples."""
+    if data.config is not None and streams(data.config):
+        return []
     flat, cut = (_mean_of_last(data, name) for name in ("zero_advantage_share", "truncated_share"))
     hints = []
     if flat >= NO_SIGNAL_SHARE:
@@ -204,10 +206,10 @@ def _learning(data: RunData) -> list[str]:
     """What the run learned, by the figures of its mode; of generated samples also their lag."""
     mode, audit = data.config.learner.mode if data.config else "rl", data.audit
     lines = []
-    for name, key in FIGURES[mode]:
+    for name, key in FIGURES[mode] if data.last_step else ():
         early, late = data.metric_ends(key)
         lines.append(f"{name:<9} {early:.3f} -> {late:.3f} (mean of the first and of the last {ENDS} steps)")
-    if data.config is None or not streams(data.config):
+    if data.last_step and (data.config is None or not streams(data.config)):
         over = f"; {audit.over_bound} groups over it" if audit.over_bound else ""
         lines.append(f"lag       mean {audit.lag_mean:.2f}, max {audit.lag_max}, bound {audit.bound_max}{over}")
     return lines
