@@ -37,7 +37,7 @@ def test_links_that_leave_the_docs_are_named_by_their_path() -> None:
 @pytest.mark.timeout(300)
 def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="the extra docs is not installed")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", "mkdocs.yml", "-d", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", "mkdocs.yml", "-d", str(tmp_path)]
     env = {"PATH": "/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
