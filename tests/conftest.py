@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the hub; tests/e2e/test_hub.py has one of its own
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

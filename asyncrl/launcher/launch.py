@@ -79,19 +79,24 @@ class Launched(msgspec.Struct, frozen=True):
 
 def launch(paths: Path | Sequence[Path], options: LaunchOptions) -> Launched:
     """Run the target to its end. Raises ConfigErrors before anything is started."""
-    config, checked = checked_files(paths, options)
+    config, checked = checked_files(paths, options, fetch=True)
     config = absolute(config)
     return _launch(point_to_services(config, options.connect) if options.connect else config, checked, options)
 
 
-def checked_files(paths: Path | Sequence[Path], options: LaunchOptions) -> tuple[Config, checks.Checked]:
-    """The configuration of the command line. Raises ConfigErrors with every mistake."""
+def checked_files(
+    paths: Path | Sequence[Path], options: LaunchOptions, *, fetch: bool = False
+) -> tuple[Config, checks.Checked]:
+    """The configuration of the command line. `fetch`: get what it names on the hub. Raises ConfigErrors with every
+    mistake.
+    """
     overrides = list(options.overrides)
     if options.key:
         overrides.append(f"network.key_file={msgspec.json.encode(options.key).decode()}")
     if options.insecure_no_auth:
         overrides.append("network.insecure_no_auth=true")
-    config, checked = checks.check_files(paths, overrides, options.target, joining=bool(options.connect))
+    joining = bool(options.connect)
+    config, checked = checks.check_files(paths, overrides, options.target, joining=joining, fetch=fetch)
     if checked.errors or config is None:
         raise ConfigErrors(checked.errors)
     return config, checked

@@ -30,6 +30,7 @@ from asyncrl.errors import AsyncRLError, ConfigErrors, error_for
 from asyncrl.preflight.code import check_algorithm, check_filters, check_plugins, check_rewards, environment
 from asyncrl.preflight.derived import Finding, Starting, derive_findings, list_processes, notes_on
 from asyncrl.preflight.files import check_data, check_folders, check_keys, check_model, data_notes, settle_steps
+from asyncrl.preflight.hub import Settled, settle_hub
 from asyncrl.preflight.machine import Machine, check_ports, check_store, check_trackers, find_missing, look_at_machine
 from asyncrl.preflight.memory import RoleMemory, estimate, format_bytes
 from asyncrl.preflight.start import ask_roles
@@ -63,10 +64,11 @@ def check(
     machine: Machine | None = None,
     play: bool = False,
     doubtful: Collection[str] = (),
+    pending: Collection[str] = (),
 ) -> Checked:
     """All checks that are possible before the start. `joining`: the services and their store are on other hosts;
     `play`: also play the first row; `doubtful`: settings whose values are unknown, because of a mistake: parts of
-    roles, which would get their defaults, are not tried then.
+    roles, which would get their defaults, are not tried then; `pending`: settings whose files are still on the hub.
     """
     checks: list[tuple[set[str], Callable[[Config], Iterable[AsyncRLError]]]] = [
         ({*ENGINES, "learner"}, check_model),
@@ -103,6 +105,7 @@ def check(
             errors += start.new_errors(errors)
             findings += start.findings
             notes += start.notes
+    errors = [error for error in errors if error.where.partition(" ")[0] not in pending]
     accelerators = devices.find_devices()
     wrong_places = devices.problems(config, roles, accelerators)
     errors += [error_for(code, what, where=".".join(key)) for code, what, key in wrong_places]
@@ -157,9 +160,10 @@ def check_files(
     *,
     joining: bool = False,
     play: bool = False,
+    fetch: bool = False,
 ) -> tuple[Config | None, Checked]:
     """Read and check the files; returns the mistakes of both. The configuration is None if the mistakes leave nothing
-    to check.
+    to check. `fetch`: if there are none, get models and data from the hub, and check those too.
     """
     loaded = load_all(paths, overrides)
     if loaded.config is None:
@@ -170,9 +174,22 @@ def check_files(
     except ConfigErrors as error:
         errors += [locate_error(one, loaded.places) for one in error.errors]
     roles = present_roles(TARGETS[target], config) if target == "all" else TARGETS[target]
-    checked = check(config, roles, joining=joining, places=loaded.places, play=play, doubtful=loaded.doubtful)
-    errors += independent_errors(checked.errors, loaded.doubtful)
-    return config, msgspec.structs.replace(checked, errors=errors)
+
+    def check_settled(settled: Settled) -> Checked:
+        found = check(
+            settled.config, roles, joining=joining, places=loaded.places, play=play, doubtful=loaded.doubtful,
+            pending=settled.pending,
+        )  # fmt: skip
+        own = [locate_error(error, loaded.places) for error in settled.errors]
+        more = [*own, *independent_errors(found.errors, loaded.doubtful)]
+        return msgspec.structs.replace(found, errors=[*errors, *more], notes=[*found.notes, *settled.notes])
+
+    settled = settle_hub(config, fetch=False)
+    checked = check_settled(settled)
+    if fetch and settled.pending and not checked.errors:
+        settled = settle_hub(config, fetch=True)
+        checked = check_settled(settled)
+    return settled.config, checked
 
 
 def locate_error(error: AsyncRLError, places: Places) -> AsyncRLError:

@@ -42,7 +42,9 @@ WITHOUT = {
     "presets": "has a name alone",
     "schema": "has no argument",
     "keys": "makes keys",
+    "new": "writes a file",
     "test-reward": "has rows and a function",
+    "test-loss": "has made tensors and a function",
     "sandbox-server": "runs programs in the sandbox",
     "doctor": "looks at the machine",
 }

@@ -1,0 +1,68 @@
+"""Replaces names on the hub by folders and files: `model.path`, `data.path`, `evaluation.path`.
+
+`asyncrl check` asks the hub and says what a launch would fetch; a launch fetches it before any role starts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError, ConfigError, error_for
+from asyncrl.preflight.memory import format_bytes
+from asyncrl.runtime import hub
+from asyncrl.runtime.data_files import split_paths
+
+#: Section -> names of its split, the likeliest first.
+SPLITS = {"data": ("train",), "evaluation": ("test", "validation", "val")}
+
+
+class Settled(NamedTuple):
+    """The configuration with local paths. `pending`: settings whose files a launch has to fetch first."""
+
+    config: Config
+    notes: list[str]
+    errors: list[AsyncRLError]
+    pending: frozenset[str]
+
+
+def settle_hub(config: Config, *, fetch: bool) -> Settled:
+    """`fetch`: also get what is not in the cache."""
+    notes, errors, pending = list[str](), list[AsyncRLError](), set[str]()
+
+    def find(text: str, kind: hub.Kind, key: str, splits: tuple[str, ...] = ()) -> hub.OnHub | None:
+        """Its files, on this machine; None if they are not here."""
+        try:
+            found = hub.look_up(text, kind, splits)
+            found = found.only(hub.split_files(found, text, splits)) if splits else found
+            missing = sum(found.files.values())
+            found = hub.fetch(found, text, kind) if fetch and missing else found
+        except ConfigError as error:
+            errors.append(error_for(error.code, error.message, where=f"{key} = {text!r}", remedy=error.remedy))
+            pending.add(key)
+            return None
+        here = fetch or not missing
+        then = "in the cache" if here else f"{format_bytes(missing)} will be fetched"
+        notes.append(f"{key}: {text} is revision {found.revision[:12]} on the hub, {then}")
+        if here:
+            return found
+        pending.add(key)
+        return None
+
+    if hub.is_hub_name(config.model.path) and (found := find(config.model.path, "model", "model.path")):
+        config = _replace(config, "model", str(found.folder))
+    for section, splits in SPLITS.items():
+        parts = split_paths(getattr(config, section).path)
+        paths: list[str] = []
+        for part in parts:
+            found = find(part, "dataset", f"{section}.path", splits) if hub.is_hub_name(part) else None
+            paths += [part] if found is None else [str(found.folder / name) for name in found.files]
+        if paths != parts:
+            config = _replace(config, section, ",".join(paths))
+    return Settled(config, notes, errors, frozenset(pending))
+
+
+def _replace(config: Config, section: str, path: str) -> Config:
+    return msgspec.structs.replace(config, **{section: msgspec.structs.replace(getattr(config, section), path=path)})
