@@ -39,3 +39,11 @@ def test_the_code_opens_its_files_inside_the_package() -> None:
     assert presets.FOLDER.is_relative_to(Path(presets.__file__).parents[1]) and presets.names()
     assert {presets.FOLDER / f"{name}.toml" for name in presets.names()} <= files_in(ROOT / "asyncrl")
     assert _FOLDER.is_relative_to(ROOT / "buffers") and list(_FOLDER.glob("*.lua"))
+
+
+def test_the_page_about_extras_names_them_all() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    table = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = {word for cell in table for word in cell.replace(",", " ").replace("`", " ").split()}
+    assert named == set(extras)
