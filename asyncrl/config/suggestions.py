@@ -168,11 +168,12 @@ def reason_left_out(key: str, trainer: str = "") -> str:
     """Why another trainer's setting has no counterpart here; empty if that is unknown. Names may be patterns."""
     for name in [*([trainer] if trainer else known_trainers()), "launchers"]:
         nothing, older = translation_table()[name]["nothing"], translation_table()[name].get("older", {})
-        for called in (key, older.get(key, key)):
+        names = (older.get(key, key), key)
+        for called in names:
             if reason := nothing.get(called):
                 return str(reason)
         for pattern, reason in nothing.items():
-            if "*" in pattern and fnmatch.fnmatchcase(key, pattern):
+            if "*" in pattern and any(fnmatch.fnmatchcase(called, pattern) for called in names):
                 return str(reason)
     return ""
 

@@ -38,7 +38,7 @@ TRAINERS: dict[str, Callable[[Given], None]] = {
     "slime": slime.take,
 }
 UNKNOWN = "a variable that the file does not set"
-#: Values that mean "not set", beside None and -1.
+#: Values that mean "not set", in addition to None and -1.
 UNSET: tuple[Any, ...] = ("", [], {}, "???")
 
 
@@ -72,7 +72,11 @@ def detect_trainer(given: Mapping[str, Any]) -> str:
     known = {}
     for name in known_trainers():
         table = translation_table()[name]
-        known[name] = sum(key in table["settings"] or key in table.get("older", {}) for key in given)
+        names = {*table["settings"], *table.get("older", {})}
+        # first by what is translated: `nothing` only tells apart trainers that share flags
+        known[name] = sum(key in names for key in given) and sum(
+            key in names or key in table["nothing"] for key in given
+        )
     best = max(known, key=lambda name: known[name])
     return best if known[best] else ""
 
@@ -87,7 +91,10 @@ def translate_settings(trainer: str, theirs: Mapping[str, Any]) -> tuple[Values,
             continue
         if key not in names:
             given.note(key, value, reason_left_out(given.called[key], trainer) or "not translated")
-        elif names[key] not in given.settings:
+        elif names[key] in given.settings:
+            if convert_value(names[key], value) != given.settings[names[key]]:
+                given.note(key, value, f"{names[key]} = {given.settings[names[key]]!r} is already set by another name")
+        else:
             ours = convert_value(names[key], value)
             if ours != value and "$" in str(value):
                 given.notes.append(

@@ -9,9 +9,13 @@ from asyncrl.configure.translate.given import Given
 
 ALGORITHM = "learner.algorithm"
 PART = re.compile(r"([a-z])(\d+)")
-#: Letters of an allocation -> our settings of the learner, vLLM's arguments of an engine.
-LEARNER = {"t": "learner.parallel.tensor", "p": "learner.parallel.pipeline", "c": "learner.parallel.sequence",
-           "e": "learner.parallel.expert"}  # fmt: skip
+#: Letters of an allocation -> our settings of the learner.
+LEARNER = {
+    "t": "learner.parallel.tensor",
+    "p": "learner.parallel.pipeline",
+    "c": "learner.parallel.sequence",
+    "e": "learner.parallel.expert",
+}
 BACKENDS = {"fsdp": "fsdp2", "megatron": "megatron"}
 
 
@@ -44,7 +48,10 @@ def take(given: Given) -> None:
             if value is not None:
                 given.note(f"actor.{name}", value, "used only with actor.use_lora")
     for name in ("wandb", "swanlab", "trackio"):
-        if (given.take(f"stats_logger.{name}.mode") or "disabled") != "disabled":
+        mode = given.take(f"stats_logger.{name}.mode")
+        if mode == "disabled":
+            given.note(f"stats_logger.{name}.mode", mode, "as without it in trackers.use")
+        elif mode:
             given.trackers(name)
 
 
@@ -61,7 +68,7 @@ def _letters(text: Any) -> tuple[str, dict[str, int]]:
 def _engine(given: Given, text: Any) -> None:
     if not text:
         return
-    args, flags = given.below("vllm."), given.below("sglang.")
+    args, flags = given.take_table("vllm."), given.take_table("sglang.")
     name, sizes = _letters(text)
     given.settings |= {"producers.engine": "sglang" if "sglang" in name else "vllm"}
     given.settings["producers.count"] = sizes.get("d", 1)

@@ -15,10 +15,16 @@ class Given:
 
     def __init__(self, trainer: str, given: Mapping[str, Any]) -> None:
         names = translation_table()[trainer].get("older", {})
-        self.called = {names.get(key, key): key for key in given}
-        self.left = {names.get(key, key): value for key, value in given.items()}
+        self.called: dict[str, str] = {}
+        self.left: Values = {}
         self.settings: Values = {}
         self.notes: list[str] = []
+        for key, value in given.items():
+            newest = names.get(key, key)
+            if newest in self.left:
+                self.note(newest, self.left[newest], f"{key} = {value!r} has the same meaning and comes later")
+            self.called[newest] = key
+            self.left[newest] = value
 
     def take(self, key: str, default: Any = None) -> Any:
         """Remove and return a value; the default if it is not set."""
@@ -38,7 +44,7 @@ class Given:
         self.note(key, value, "no number")
         return default
 
-    def below(self, prefix: str) -> Values:
+    def take_table(self, prefix: str) -> Values:
         """Remove and return all values of a table, without their prefix."""
         return {
             key.removeprefix(prefix): value

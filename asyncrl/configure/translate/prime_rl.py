@@ -14,7 +14,7 @@ def take(given: Given) -> None:
     rollouts, group = given.take("orchestrator.batch_size"), given.number("orchestrator.group_size", 1) or 1
     if isinstance(rollouts, int):
         given.settings["buffer.batch_groups"] = max(1, int(-(-rollouts // group)))
-    args = given.below("inference.vllm.") | given.below("inference.parallel.")
+    args = given.take_table("inference.vllm.") | given.take_table("inference.parallel.")
     if "tp" in args:
         args["tensor_parallel_size"] = args.pop("tp")
     if "dp" in args:

@@ -50,7 +50,7 @@ def take(given: Given) -> None:
     given.notes.append("producers.url: start an SGLang server there (docs/engines.md), one for each producer")
     if given.take("use_wandb"):
         given.trackers("wandb")
-    if given.take("skip_eval_before_train") is None and given.left.get("eval_interval"):
+    if given.left.get("skip_eval_before_train") is None and given.left.get("eval_interval"):
         given.settings["evaluation.at_start"] = True
 
 

@@ -37,19 +37,15 @@ def take(given: Given) -> None:
     for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
         if given.take(name):
             given.settings["model.dtype"] = dtype
-    for name in ("lora_target_modules", "target_modules"):
-        modules = given.take(name)
-        if modules in ("all-linear", ["all-linear"]):
-            given.note(name, modules, "the default: all linear layers of the decoder")
-        elif modules:
-            given.settings["learner.lora.target_modules"] = modules if isinstance(modules, list) else [modules]
-    for name, when in (("eval_strategy", "evaluation.every"), ("save_strategy", "learner.checkpoint_every")):
+    for name, steps_of, ours in (
+        ("eval_strategy", "eval_steps", "evaluation.every"),
+        ("save_strategy", "save_steps", "learner.checkpoint_every"),
+    ):
         strategy = given.take(name)
         if strategy == "no":
-            given.take({"eval_strategy": "eval_steps", "save_strategy": "save_steps"}[name])
-            given.note(name, strategy, f"{when} is not set")
-        elif strategy not in (None, "steps"):
-            given.note(name, strategy, f"{when} counts steps")
+            given.unused([steps_of], f"{name} = 'no'")
+        elif strategy is not None:
+            given.note(name, strategy, f"{ours} counts steps")
     given.trackers(given.take("report_to", []))
 
 
@@ -87,6 +83,8 @@ def _loss(given: Given) -> None:
     level = given.take("importance_sampling_level")
     if level == "sequence":
         given.settings[f"{ALGORITHM}.loss"] = "gspo"
+    elif level is not None:
+        given.note("importance_sampling_level", level, "as by default here")
     delta = given.take("delta")
     if delta is not None and f"{ALGORITHM}.loss" in given.settings:
         given.note("delta", delta, "an option of the losses ppo and decoupled_ppo")

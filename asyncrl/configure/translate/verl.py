@@ -143,7 +143,7 @@ def _rewards(given: Given) -> None:
     path, name = given.take("custom_reward_function.path"), given.take("custom_reward_function.name", "compute_score")
     if path:
         given.settings["reward.function"] = f"{path}:{name}"
-        given.options("reward.args", given.below("custom_reward_function.reward_kwargs."))
+        given.options("reward.args", given.take_table("custom_reward_function.reward_kwargs."))
     for prefix in ("reward_model.reward_kwargs.overlong_buffer_cfg.", "reward_model.overlong_buffer."):
         length, factor = given.take(f"{prefix}len"), given.take(f"{prefix}penalty_factor")
         if given.take(f"{prefix}enable") is True and length:
@@ -167,7 +167,7 @@ def _engine(given: Given) -> None:
     }
     if given.left.get(f"{ROLLOUT}name") == "vllm":
         args = {ours: given.take(f"{ROLLOUT}{name}") for name, ours in names.items()}
-        given.options("producers.engine_args", args | given.below(f"{ROLLOUT}engine_kwargs.vllm."))
+        given.options("producers.engine_args", args | given.take_table(f"{ROLLOUT}engine_kwargs.vllm."))
         return
     why = "an argument of vLLM"
     if given.left.get(f"{ROLLOUT}name") == "sglang":
