@@ -181,9 +181,9 @@ def split_words(text: str) -> Iterator[str]:
     r"""The words of a script; ends of lines are words "\n". Lines that cannot be split are left out.
 
     >>> list(split_words("A=(--use-x 1)\nrun ${A[@]}  # start"))
-    ['A=(', '--use-x', '1', ')', '\n', 'run', '${A[@]}', '\n']
+    ['A=(', '--use-x', '1', ')', '\n', 'run', '${A[@]}']
     """
-    text = re.sub(r"(?m)^\s*#.*$", "", text).replace("\\\n", " ").replace("${#", "${")
+    text = re.sub(r"""(?m)^\s*#.*$|(?<=\s)#[^\n"']*$""", "", text).replace("\\\n", " ").replace("${#", "${")
     text = re.sub(r"\$\(\(([^\n]*?)\)\)(?!\))", lambda found: f"$[{re.sub(chr(32), '', found[1])}]", text)
     for _ in range(NESTED):
         text = re.sub(r"\$\([^()\n]*\)", "$COMMAND", text)  # its output is not known
