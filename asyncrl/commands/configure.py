@@ -10,7 +10,7 @@ from asyncrl.commands.options import Commands, add_configs, command
 INIT_EXAMPLES = """examples:
   asyncrl init                                    asks five questions
   asyncrl init my.toml --model models/m --data rows.jsonl --reward my_rewards:exact
-  asyncrl init my.toml --from run_verl.sh         settings of verl, TRL, prime-rl or OpenRLHF, in our names
+  asyncrl init my.toml --from run_verl.sh         settings of verl, TRL and others, in our names
 """
 EXPLAIN_EXAMPLES = """examples:
   asyncrl explain                                 all error codes
@@ -84,7 +84,7 @@ def _add_init(commands: Commands) -> None:
         type=Path,
         metavar="FILE",
         help="take over a run of verl, TRL, "
-        "prime-rl or OpenRLHF: its launch script, TRL's Python file, prime-rl's TOML",
+        "prime-rl, OpenRLHF, AReaL or slime: its launch script, Python file, TOML or YAML",
     )
     one.add_argument("--answers", type=Path, metavar="FILE.toml", help="answers by these names, instead of questions")
     one.add_argument("--force", action="store_true", help="overwrite the file")

@@ -192,7 +192,9 @@ class _Look:
             self._doubt(found.key if found.elsewhere else format_path((*here[:-1], found.key.rpartition(".")[2])))
         self.doubtful.add(name)
         what = "section" if table else "setting"
-        hint += _translations(name, value) if table else ""
+        hint += _translations(name, value, self.root) if table else ""
+        if found is None and (why := config_names.reason_without(here, self.root)):
+            hint += f": {why}"
         self.errors.append(
             ConfigError(
                 "config.unknown_key",
@@ -208,10 +210,15 @@ class _Look:
         self.doubtful |= {key, *within}
 
 
-def _translations(name: str, value: Any) -> str:
-    """Our names of the settings in another trainer's table."""
+def _translations(name: str, value: Any, root: type[Section]) -> str:
+    """Our names of the settings in another trainer's table, or why there are none."""
     theirs = dict(config_names.flatten(value, f"{name}.")) if isinstance(value, dict) else {}
-    known = [f"{key} is {found}" for key in theirs if (found := config_names.our_name(key))]
+    known = [f"{key} is {found}" for key in theirs if (found := config_names.stands_for(key))]
+    known += [
+        f"{key} is not needed: {why}"
+        for key in theirs
+        if not config_names.stands_for(key) and (why := config_names.reason_without(key.split("."), root))
+    ]
     if not known:
         return ""
     more = f", and {len(known) - SHOWN} more" if len(known) > SHOWN else ""

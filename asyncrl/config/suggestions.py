@@ -11,6 +11,7 @@ Example: `[learner] max_stalenes` -> `buffer.max_staleness`; `[sampling] rollout
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import functools
 import tomllib
 import typing
@@ -28,9 +29,11 @@ LIKE_ELSEWHERE = 0.75
 
 
 @functools.cache
-def synonyms(kind: Literal["settings", "sections"]) -> dict[str, str]:
-    """Names in verl, TRL, prime-rl, AReaL, OpenRLHF, slime and others -> our names."""
+def synonyms(kind: Literal["settings", "sections", "nothing"]) -> dict[str, str]:
+    """Names in verl, TRL, prime-rl, AReaL, OpenRLHF, slime and others -> our names; nothing: -> why there is none."""
     ours = tomllib.loads((Path(__file__).parent / "synonyms.toml").read_text(encoding="utf-8"))[kind]
+    if kind == "nothing":
+        return dict(ours)
     return {theirs: key for key, names in ours.items() for theirs in names}
 
 
@@ -84,12 +87,16 @@ def suggest_key(path: Sequence[str], kind: type[Section]) -> Meant | None:
     if name in here or name in subsections:
         return Meant((here | subsections)[name], elsewhere=False)
     same = [key for key in keys if key.rpartition(".")[2] == name]
-    if theirs := our_name(name):  # before our own names: TRL's beta is not process_reward.beta
+    if theirs := synonyms("settings").get(".".join(path[-2:])) or our_name(
+        name
+    ):  # before our own names: TRL's beta is not process_reward.beta
         return Meant(theirs, elsewhere=theirs.rpartition(".")[0] != section)
     if same:
         return Meant(nearest(section, same), elsewhere=True)
     if known_as := synonyms("settings").get(name):
         return Meant(known_as, elsewhere=known_as.rpartition(".")[0] != section)
+    if reason_without(path, kind):
+        return None
     if near := _find_similar(name, here | subsections, LIKE_HERE):
         return Meant(near, elsewhere=False)
     known = {key.rpartition(".")[2]: nearest(section, (key,)) for key in keys}
@@ -139,12 +146,51 @@ def translation_table() -> dict[str, Any]:
 @functools.cache
 def known_trainers() -> tuple[str, ...]:
     """Trainers with known settings."""
-    return tuple(name for name in translation_table() if name != "values")
+    return tuple(name for name in translation_table() if name not in ("launchers", "values"))
 
 
 def our_name(key: str) -> str:
     """Our name of another trainer's full name, such as `trainer.optim.lr`; empty if it is unknown."""
-    return next((found for name in known_trainers() if (found := translation_table()[name]["settings"].get(key))), "")
+    for name in known_trainers():
+        table = translation_table()[name]
+        if found := table["settings"].get(table.get("older", {}).get(key, key)):
+            return str(found)
+    return ""
+
+
+def stands_for(key: str) -> str:
+    """Our name of another trainer's full name, by its table or by its last parts; empty if it is unknown."""
+    parts, names = key.split("."), synonyms("settings")
+    return our_name(key) or names.get(".".join(parts[-2:]), "") or names.get(parts[-1], "")
+
+
+def reason_left_out(key: str, trainer: str = "") -> str:
+    """Why another trainer's setting has no counterpart here; empty if that is unknown. Names may be patterns."""
+    for name in [*([trainer] if trainer else known_trainers()), "launchers"]:
+        nothing, older = translation_table()[name]["nothing"], translation_table()[name].get("older", {})
+        names = (older.get(key, key), key)
+        for called in names:
+            if reason := nothing.get(called):
+                return str(reason)
+        for pattern, reason in nothing.items():
+            if "*" in pattern and any(fnmatch.fnmatchcase(called, pattern) for called in names):
+                return str(reason)
+    return ""
+
+
+def reason_without(path: Sequence[str], kind: type[Section]) -> str:
+    """Why a name of another trainer, full or its last part alone, has no counterpart in `kind`; empty if unknown."""
+    ours = path[0] in {section.partition(".")[0] for section in list_sections(kind)}
+    full = "" if ours or len(path) == 1 else reason_left_out(".".join(path))
+    return full or _reasons().get(_plain(path[-1]), "")
+
+
+@functools.cache
+def _reasons() -> dict[str, str]:
+    """Last parts of the names that have no counterpart -> the reason."""
+    tables = [translation_table()[name]["nothing"] for name in known_trainers()]
+    found = {key.rpartition(".")[2]: reason for table in tables for key, reason in table.items() if "*" not in key}
+    return found | synonyms("nothing")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,8 @@ Guarantees:
 3. every written setting has its meaning as a comment, from the configuration's source;
 4. without a reward function, a file with one is written: an exact match with the answer;
 5. limits, batch and learning rate follow the model, the rows and this machine (`asyncrl.configure.proposal`);
-6. `--from` translates the settings of a run of verl, TRL, prime-rl or OpenRLHF, and names the rest.
+6. `--from` translates the settings of a run of another trainer, and names the rest (`asyncrl.configure.translate`).
+   A model or data set that is not on disk is no error: its name is written, and the check says what to put there.
 
 Example: `asyncrl init --model models/m --data rows.jsonl --reward my_rewards:exact --preset dapo --name first`
 """
@@ -15,13 +16,14 @@ Example: `asyncrl init --model models/m --data rows.jsonl --reward my_rewards:ex
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.config import Config, presets
+from asyncrl.config import Config, parse, presets
 from asyncrl.config.json_schema import meanings
 from asyncrl.config.suggestions import list_keys
 from asyncrl.configure.proposal import proposed_settings, read_facts
@@ -40,6 +42,15 @@ def exact(data_source, solution_str, ground_truth, extra_info=None):
 '''
 
 
+#: Settings that are answers.
+ANSWERED = ("model.path", "data.path", "reward.function", "run.name")
+#: Settings that others give way to.
+MAIN = (
+    "data.max_prompt_tokens", "learner.algorithm.advantage", "learner.backend", "learner.lora.rank", "learner.ranks",
+    "producers.engine", "sampling.group_size", "sampling.max_new_tokens", "sampling.temperature",
+)  # fmt: skip
+
+
 class Question(NamedTuple):
     """One of the five questions: its name (also the flag and the key of the answers), its text, and the default."""
 
@@ -56,6 +67,8 @@ QUESTIONS = (
     Question("name", "name of the run", "first"),
 )
 REQUIRED = ("model", "data")
+#: What `--from` writes if the other trainer's file names none.
+PLACEHOLDERS = {"model": "models/your-model", "data": "data/train.parquet"}
 
 
 def init_command(
@@ -74,18 +87,23 @@ def init_command(
     translation = translate(theirs) if theirs else Translation("", {}, [])
     flags = {name: value for name, value in given.items() if value}
     known = known_answers(translation) | read_answers(answers) | flags
+    if theirs and ask is None:
+        known = PLACEHOLDERS | known
     answered = complete(known, ask or (_ask if sys.stdin.isatty() and not answers else None))
     path = out or Path(f"{answered['name']}.toml")
     if path.exists() and not force:
         raise ConfigError("usage", "the file exists", where=str(path), remedy="give another name, or --force")
     if not answered["reward"]:
         answered["reward"] = _own_reward(Path(REWARD_FILE))
-    path.write_text(format_toml(answered, look_at_machine(Path.cwd()), translation.settings), encoding="utf-8")
+    path.write_text(fit_foreign(answered, look_at_machine(Path.cwd()), translation), encoding="utf-8")
     print(
         f"written: {path}" + (f", with {len(translation.settings)} settings of {translation.trainer}" if theirs else "")
     )
     for note in translation.notes:
         print(f"  left out: {note}")
+    for name, place in PLACEHOLDERS.items() if theirs else ():
+        if answered[name] == place:
+            print(f"  missing: {theirs} names no {name}: put it at {place}, or change {name}.path")
     checked = check_files(path)[1]
     if checked.errors:
         raise ConfigErrors(checked.errors)
@@ -93,6 +111,37 @@ def init_command(
         print(f"note: {what}")
     print(f"next: asyncrl check {path}, then asyncrl launch all {path}")
     return 0
+
+
+def fit_foreign(answers: Mapping[str, str], machine: Machine, translation: Translation) -> str:
+    """The text of the file. A translated setting that contradicts others is left out, with the reason as a note."""
+    settings = dict(translation.settings)
+    while True:  # bounded: each round leaves out a setting
+        text = format_toml(answers, machine, settings)
+        try:
+            fitted = parse(text)
+        except ConfigErrors as wrong:
+            key, why = find_contradiction(settings, [error.message for error in wrong.errors])
+        else:
+            asked = settings.get("learner.micro_batch_tokens", 0)
+            if asked and fitted.learner.micro_batch_tokens != asked:
+                translation.notes.append(f"learner.micro_batch_tokens = {asked}: raised to hold the longest sample")
+            return text
+        if not key:
+            return text  # the check says what is wrong
+        translation.notes.append(f"{key} = {settings.pop(key)!r}: {why}")
+
+
+def find_contradiction(settings: Mapping[str, object], said: Sequence[str]) -> tuple[str, str]:
+    """The setting that an error message names, and the message; one of the main settings only if it names no other."""
+    found = []
+    for why in said:
+        for key in settings:
+            parts = key.split(".")
+            names = "|".join(re.escape(".".join(parts[first:])) for first in range(len(parts) - 1))
+            if key not in ANSWERED and re.search(rf"(?<![\w.])(?:{names})(?![\w.])", why):
+                found.append((key, why))
+    return min(found, key=lambda one: one[0] in MAIN, default=("", ""))
 
 
 def known_answers(translation: Translation) -> dict[str, str]:
@@ -163,13 +212,11 @@ def _ask(text: str) -> str:
 
 def merge_foreign(settings: Mapping[str, object], theirs: Mapping[str, object]) -> dict[str, object]:
     """Merge translated settings with ours, in the order of the configuration. Flags override both."""
-    answered = ("model.path", "data.path", "reward.function", "run.name")
-    both = dict(settings) | {key: value for key, value in theirs.items() if key not in answered}
+    both = dict(settings) | {key: value for key, value in theirs.items() if key not in ANSWERED}
     if "data.epochs" in theirs:
         both.pop("learner.steps", None)
-    if "learner.micro_batch_tokens" not in theirs:
-        row = int(str(both["data.max_prompt_tokens"])) + int(str(both["sampling.max_new_tokens"]))
-        both["learner.micro_batch_tokens"] = max(int(str(both["learner.micro_batch_tokens"])), row)
+    row = int(str(both["data.max_prompt_tokens"])) + int(str(both["sampling.max_new_tokens"]))
+    both["learner.micro_batch_tokens"] = max(int(str(both["learner.micro_batch_tokens"])), row)
     order = {key: place for place, key in enumerate(list_keys(Config))}
     return dict(sorted(both.items(), key=lambda item: order[item[0]]))
 
@@ -200,5 +247,13 @@ def format_toml(answers: Mapping[str, str], machine: Machine, theirs: Mapping[st
 
 def _toml(value: object) -> str:
     if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{key} = {_toml(item)}' for key, item in value.items())} }}"
+        return (
+            f"{{ {', '.join(f'{_toml_key(key)} = {_toml(item)}' for key, item in value.items() if item is not None)} }}"
+        )
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key)

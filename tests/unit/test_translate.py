@@ -1,8 +1,9 @@
-"""`init --from`: what a run of verl, TRL, prime-rl or OpenRLHF comes to; nothing of it is dropped in silence."""
+"""`init --from`: what a run of another trainer comes to; nothing of it is dropped in silence."""
 
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.config import Config, parse
-from asyncrl.config.suggestions import known_trainers, list_keys, translation_table
+from asyncrl.config.suggestions import flatten, known_trainers, list_keys, translation_table
 from asyncrl.configure.translate import translate
+from asyncrl.configure.translate.reading import read_settings
+from asyncrl.configure.wizard import init_command
 from asyncrl.errors import ConfigError, ConfigErrors
 
 VERL = r"""
@@ -137,3 +140,188 @@ def test_a_table_of_theirs_in_our_file_names_our_settings() -> None:
     said = "\n".join(error.message for error in caught.value.errors)
     assert "did you mean [learner]?; trainer.optim.lr is learner.optim.lr" in said
     assert "orchestrator.sampling.max_tokens is sampling.max_new_tokens" in said and "asyncrl init --from" in said
+
+
+FOREIGN = sorted((Path(__file__).parent / "foreign").iterdir())
+#: What is computed from several of their settings: ours -> the ends of their names.
+COMPUTED = {
+    "buffer.batch_groups": (
+        "batch_size generation_batch_size global_batch_size gradient_accumulation_steps "
+        "per_device_train_batch_size ppo_mini_batch_size require_batches train.batch_size train_batch_size"
+    ),
+    "buffer.filters": "dynamic_filtering_enable dynamic_sampling_filter_path",
+    "environment.args": "args",
+    "environment.name": "env source",
+    "learner.algorithm.advantage": (
+        "adv_estimator advantage_estimator estimator no_advantage_std_norm norm_adv_by_std_in_grpo "
+        "recompute_logprob reward_norm.group_size reward_norm.mean_leave1out reward_norm.mean_level "
+        "reward_norm.std_level use_decoupled_loss"
+    ),
+    "learner.algorithm.advantage_options": "discount gae_lambda gamma lam lambd",
+    "learner.algorithm.aggregation": "calculate_per_token_loss loss_type",
+    "learner.algorithm.clip_high": "eps_clip_high eps_clip_higher eps_clip_low_high",
+    "learner.algorithm.clip_low": "clip_ratio eps_clip",
+    "learner.algorithm.correction": (
+        "is_correction_enable is_correction_type rollout_is use_tis vllm_importance_sampling_mode"
+    ),
+    "learner.algorithm.correction_options": (
+        "is_correction_threshold rollout_is_threshold vllm_importance_sampling_cap"
+    ),
+    "learner.algorithm.kl.coeff": "kl_coef kl_loss_coef",
+    "learner.algorithm.kl.where": "init_kl_coef use_kl_in_reward use_kl_loss use_loss",
+    "learner.algorithm.loss": "loss_mode loss_type use_sapo_loss",
+    "learner.algorithm.loss_options": (
+        "c_clip clip_ratio_c delta sapo_tau_neg sapo_tau_pos sapo_temperature_neg sapo_temperature_pos"
+    ),
+    "learner.algorithm.minibatches": "num_steps_per_rollout",
+    "learner.algorithm.shaping.overlong_buffer": (
+        "overlong_buffer_cfg.enable overlong_buffer_cfg.len overlong_reward_penalty overlong_tokens"
+    ),
+    "learner.algorithm.shaping.overlong_factor": "overlong_buffer_cfg.penalty_factor overlong_penalty_factor",
+    "learner.backend": "train_backend",
+    "learner.gradient_checkpointing": "freq recompute_granularity",
+    "learner.lora.rank": "use_lora",
+    "learner.optim.beta1": "betas",
+    "learner.optim.lr": "adam.lr",
+    "learner.optim.name": "type",
+    "learner.optim.warmup_steps": "lr_warmup_steps_ratio warmup_ratio warmup_steps_proportion",
+    "learner.ranks": "actor.backend",
+    "model.dtype": "bf16",
+    "model.path": "vllm.model",
+    "producers.engine": "allocation_mode rollout.backend use_vllm",
+    "producers.engine_args": (
+        "enable_chunked_prefill enable_lora enforce_eager engine_kwargs.vllm.swap_space "
+        "gpu_memory_utilization inference.parallel.tp max_lora_rank max_model_len tensor_model_parallel_size "
+        "tensor_parallel_size vllm_gpu_memory_utilization"
+    ),
+    "producers.url": "vllm_server_host vllm_server_port",
+    "reward.args": "factor",
+    "reward.function": (
+        "custom_reward_function.name custom_reward_function.path custom_rm_path remote_rm_url reward_funcs "
+        "rm_type rm_url"
+    ),
+    "trackers.use": "logger report_to use_wandb wandb.key wandb.mode",
+}
+
+
+def is_accounted(trainer: str, name: str, value: Any, settings: set[str], said: str) -> bool:
+    """Whether a setting of theirs is one of ours, or named in a note. What is switched off needs neither."""
+    table = translation_table()[trainer]
+    ours = {table["settings"].get(table.get("older", {}).get(name, name), "")}
+    ours |= {key for key, ends in COMPUTED.items() if any(f".{name}".endswith(f".{end}") for end in ends.split())}
+    noted = name in said or any(key and f"{key} = " in said for key in ours)
+    return bool(ours & settings) or noted or value in (None, False, 0, -1, [], {})
+
+
+@pytest.mark.parametrize("path", FOREIGN, ids=lambda path: path.stem)
+def test_every_setting_is_accounted_for_and_only_files_are_missing(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("DATA_HOME", "MODEL_PATH", "ROOT", "TRAIN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigErrors) as caught:  # folders and files that are not there
+        init_command(Path("my.toml"), {}, theirs=path)
+    said = capsys.readouterr().out
+    trainer = path.stem.rpartition("-")[0] if path.stem.count("-") == 1 else path.stem.partition("-")[0]
+    trainer = "prime-rl" if trainer.startswith("prime") else trainer
+    found = translate(path)
+    assert found.trainer == trainer
+    assert "not translated" not in said, said
+    config = tomllib.loads((tmp_path / "my.toml").read_text())
+    config["reward"] = config["reward"][0]
+    settings = set(dict(flatten(config))) | set(found.settings)
+    given, _ = read_settings(path)
+    left = [name for name, value in given.items() if not is_accounted(trainer, name, value, settings, said)]
+    assert left == []
+    for key in set(found.settings) - set(dict(flatten(config))):
+        assert key in said or any(f"{key}." in one for one in dict(flatten(config))), key
+    for error in caught.value.errors:
+        assert error.code in ("config.model", "config.data", "config.extra", "config.reward"), error
+        assert any(
+            word in error.message for word in ("no such", "there is no file", "needs the package", "No module named")
+        ), error
+
+
+def test_what_the_configurations_come_to() -> None:
+    """Values that are computed, references and arithmetic."""
+    found = {path.stem: translate(path) for path in FOREIGN}
+    wanted: dict[str, dict[str, Any]] = {
+        "verl-grpo": {
+            "data.max_prompt_tokens": 1024, "sampling.max_new_tokens": 2048, "learner.algorithm.minibatches": 2,
+            "learner.optim.warmup_steps": 10, "learner.optim.beta2": 0.95, "learner.optim.schedule": "cosine",
+            "learner.algorithm.correction_options": {"level": "token", "upper": 3.0},
+            "evaluation.path": "data/test.parquet",
+            "learner.algorithm.shaping.overlong_buffer": 256, "learner.algorithm.loss_options": {"dual_clip": 10.0},
+        },
+        "verl-ppo": {
+            "run.dir": "runs/e", "learner.critic.model": "models/tiny", "learner.algorithm.kl.where": "reward",
+            "learner.algorithm.kl.controller": "adaptive", "reward.args": {"factor": 2},
+            "learner.algorithm.advantage_options": {"gamma": 1.0, "lam": 0.95},
+            "reward.function": "my_score.py:score", "producers.engine_args": {"swap_space": 4},
+        },
+        "verl-fully-async": {
+            "buffer.batch_groups": 32, "learner.algorithm.minibatches": 2, "sampling.max_new_tokens": 4096,
+            "learner.ranks": 4, "learner.algorithm.loss": "gspo", "data.epochs": 2,
+        },
+        "trl-command": {
+            "data.path": "some/rows", "producers.url": ["http://127.0.0.1:8001"], "learner.lora.rank": 32,
+            "learner.lora.target_modules": ["q_proj", "v_proj"], "reward.function": "my_lib.rewards:score",
+            "learner.algorithm.loss": "sapo", "learner.gradient_checkpointing": True,
+        },
+        "trl-config": {"buffer.batch_groups": 4, "learner.algorithm.loss": "cispo"},
+        "prime-rl-older": {
+            "environment.name": "verifiers", "environment.args": {"id": "reverse-text", "min_length": 4},
+            "buffer.batch_groups": 32, "producers.engine_args": {"tensor_parallel_size": 2}, "buffer.max_staleness": 2,
+        },
+        "openrlhf-dots": {
+            "learner.algorithm.minibatches": 2, "learner.algorithm.correction": "icepop",
+            "buffer.filters": ["zero_variance"],
+            "learner.algorithm.clip_high": 0.27, "model.dtype": "bfloat16", "run.dir": "exp",
+        },
+        "areal-ppo": {
+            "producers.count": 2, "producers.engine": "vllm", "learner.ranks": 2, "learner.algorithm.advantage": "gae",
+            "learner.optim.lr": 1e-6, "trackers.use": ["wandb"],
+        },
+        "slime-grpo": {
+            "learner.backend": "megatron", "evaluation.path": "data/aime.jsonl", "learner.steps": 3000,
+            "learner.algorithm.kl.coeff": 0.01, "learner.gradient_checkpointing": True,
+        },
+        "slime-ppo": {"learner.backend": "fsdp2", "evaluation.path": "data/a.jsonl, data/b.jsonl"},
+    }  # fmt: skip
+    for name, settings in wanted.items():
+        assert {key: found[name].settings.get(key) for key in settings} == settings, name
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("[learner]\ntensor_model_parallel_size = 2", "did you mean learner.parallel.tensor?"),
+        ("[actor.lora]\nenabled = true", "actor.lora.enabled is learner.lora.rank"),
+        ("[learner.lora]\nenabled = true", "did you mean learner.lora.rank?"),
+        ("[weightsync]\nasync_weight_update = true", "is not a setting: new weights are sent while generation goes on"),
+        ("[model]\nenable_vision = true", "is not a setting: rows are text"),
+        ("[trainer]\nnnodes = 2", "trainer.nnodes is not needed: other hosts join with --connect"),
+        ("[rollout]\nmax_head_offpolicyness = 2", "rollout.max_head_offpolicyness is buffer.max_staleness"),
+    ],
+)
+def test_names_of_theirs_in_our_file_are_answered(text: str, answer: str) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        parse(text)
+    said = [error.message for error in caught.value.errors]
+    assert any(answer in message for message in said), said
+
+
+def test_a_setting_that_contradicts_others_is_left_out_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.sh").write_text(
+        "python -m verl.trainer.main_ppo actor_rollout_ref.actor.strategy=fsdp2 algorithm.adv_estimator=grpo "
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 trainer.test_freq=5"
+    )
+    assert main(["init", "my.toml", "--from", "run.sh"]) == 2  # config.model
+    said = capsys.readouterr().out
+    assert "left out: learner.parallel.pipeline = 2: " in said and "left out: evaluation.every = 5: " in said
+    assert "missing: run.sh names no model: put it at models/your-model, or change model.path" in said
+    assert "missing: run.sh names no data: put it at data/train.parquet, or change data.path" in said
