@@ -39,6 +39,7 @@ from producers.environments.multi_turn import make_environment
 from producers.rollout.capacity import make_capacity
 from producers.rollout.partial_samples import Trail
 from producers.rollout.rollout import Finished, roll_out, run_together, submit_fields
+from producers.support.progress_line import ProgressLine
 from producers.support.retry import Patience
 from weightsync.receiver.receiver import Receiver
 
@@ -86,6 +87,7 @@ class Producer:
         self.capacity = make_capacity(config, EngineCapabilities("unknown", config.producers.slots, 0))
         self.requests: dict[tuple[int, int], list[str]] = {}  # at the engine, by (group, token) of the lease
         self.samples = 0
+        self.progress = ProgressLine("samples")
         self.continued = self.saved_tokens = 0  # continued samples, tokens not generated again
         self.refused = 0
         self.cancelled = 0  # leases that the buffer cancelled
@@ -333,6 +335,8 @@ class Producer:
         try:
             while True:
                 sign.beat(self.waits())
+                state = f"version {self.engine.health().version}, {len(self.work)} groups in flight"
+                self.progress.tick(self.samples, self.waits() or state)
                 await asyncio.sleep(self.config.log.heartbeat_s)
         finally:
             sign.close()

@@ -39,6 +39,7 @@ from producers.rewards.build import make_scorer
 from producers.rewards.pipe import Result
 from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
+from producers.support.progress_line import ProgressLine
 from producers.support.retry import Bell, Patience
 
 T = TypeVar("T")
@@ -91,6 +92,7 @@ class Worker:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
         self.holding: tuple[RewardItem, ...] = ()
         self.scored = 0
+        self.progress = ProgressLine("scores")
         self.failed = 0
         self._busy_s = 0.0
         self._calls = 0
@@ -177,6 +179,7 @@ class Worker:
         seen = 0
         try:
             while True:
+                self.progress.tick(self.scored, f"{self.failed} failed; waits for {self.waiting_for or 'nothing'}")
                 batches, seen = self._batches - seen, self._batches
                 sign.beat(self.waiting_for and (self.patience.waits_for or self.waiting_for), worked=batches > 0)
                 await asyncio.sleep(self.config.log.heartbeat_s)
