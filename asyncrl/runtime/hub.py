@@ -29,7 +29,7 @@ FILES: dict[Kind, list[str]] = {
 }
 CODES: dict[Kind, str] = {"model": "config.model", "dataset": "config.data"}
 ABSENT: dict[Kind, str] = {"model": "no such folder", "dataset": "no such file"}
-ASK_S = 10.0  # for one answer of the hub
+ASK_S = 5.0  # for one answer of the hub
 
 
 class OnHub(NamedTuple):
@@ -60,9 +60,12 @@ def look_up(text: str, kind: Kind, splits: Sequence[str] = ()) -> OnHub:
     name, patterns = _split(text, kind)
     try:
         found: Any = _download(name, kind, patterns, dry_run=True)
-    except ConfigError:
+    except ConfigError as online:
         wanted = [f"*{split}*" for split in splits] or patterns
-        folder = Path(_download(name, kind, wanted, local_files_only=True))
+        try:
+            folder = Path(_download(name, kind, wanted, local_files_only=True))
+        except ConfigError:
+            raise online from None
         return OnHub(folder, dict.fromkeys(_files_in(folder, patterns), 0))
     if not found:
         raise ConfigError(CODES[kind], f"{text} on the hub has no such files", where=name)
@@ -113,15 +116,14 @@ def _split(text: str, kind: Kind) -> tuple[str, list[str]]:
 
 
 def _download(name: str, kind: Kind, patterns: Sequence[str], **options: Any) -> Any:
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # before the import
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.utils.tqdm import disable_progress_bars
+        from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
     except ImportError as error:
         remedy = "pip install huggingface_hub"
         raise ConfigError("config.extra", f"{name} is on the hub: {error}", where=name, remedy=remedy) from error
-    if options.get("dry_run"):
-        disable_progress_bars()
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    (disable_progress_bars if options else enable_progress_bars)()
     try:
         return snapshot_download(name, repo_type=kind, allow_patterns=list(patterns), etag_timeout=ASK_S, **options)
     except Exception as error:  # the package raises many kinds, of its own and of its HTTP client

@@ -150,6 +150,7 @@ def test_check_says_what_would_be_fetched_and_a_launch_fetches_it_once(hub: Hub)
     assert "will be fetched" in checked.stdout and hub.fetched == []
     done = hub.run("launch", "all", "my.toml", "--plain")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Fetching" in done.stderr and "Fetching" not in checked.stderr  # the progress bar
     assert "step 2/2" in done.stdout and "audit     OK" in done.stdout
     fetched = hub.fetched
     assert "model.safetensors" in fetched and "train.jsonl" in fetched
