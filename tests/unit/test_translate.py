@@ -13,9 +13,11 @@ from asyncrl.cli import main
 from asyncrl.config import Config, parse
 from asyncrl.config.suggestions import flatten, known_trainers, list_keys, translation_table
 from asyncrl.configure.translate import translate
+from asyncrl.configure.translate.given import NO_ENGINE_ARGS
 from asyncrl.configure.translate.reading import read_settings
 from asyncrl.configure.wizard import init_command
 from asyncrl.errors import ConfigError, ConfigErrors
+from producers.engines.vllm.args import OURS
 
 VERL = r"""
 MODEL=models/m
@@ -325,3 +327,7 @@ def test_a_setting_that_contradicts_others_is_left_out_with_the_reason(
     assert "left out: learner.parallel.pipeline = 2: " in said and "left out: evaluation.every = 5: " in said
     assert "missing: run.sh names no model: put it at models/your-model, or change model.path" in said
     assert "missing: run.sh names no data: put it at data/train.parquet, or change data.path" in said
+
+
+def test_arguments_that_the_engine_refuses_are_left_out() -> None:
+    assert set(OURS) <= set(NO_ENGINE_ARGS)

@@ -8,6 +8,23 @@ from typing import Any
 from asyncrl.config.suggestions import translation_table
 
 Values = dict[str, Any]
+ENGINE_ARGS = "producers.engine_args"
+#: Arguments of vLLM that are no engine_args here, and why.
+NO_ENGINE_ARGS = {
+    "model": "it is model.path",
+    "dtype": "see producers.dtype",
+    "max_num_seqs": "see producers.slots",
+    "max_model_len": "it follows from data.max_prompt_tokens and sampling.max_new_tokens",
+    "trust_remote_code": "see model.trust_remote_code",
+    "data_parallel_size": "see producers.count",
+    "enable_lora": "it follows from learner.lora.rank",
+    "weight_transfer_config": "see [weightsync]",
+    "worker_extension_cls": "the engine has its own",
+    "logprobs_mode": "the engine chooses it",
+    "max_logprobs": "the engine chooses it",
+    "generation_config": "sampling is set in [sampling]",
+    "swap_space": "vLLM has no such argument any more",
+}
 
 
 class Given:
@@ -107,6 +124,9 @@ class Given:
     def options(self, key: str, values: Mapping[str, Any]) -> None:
         """Add to a table of options, such as `producers.engine_args`; None: not set."""
         given = {name: value for name, value in values.items() if value is not None}
+        for name in NO_ENGINE_ARGS.keys() & given.keys() if key == ENGINE_ARGS else ():
+            theirs = next((one for one in self.called.values() if one.replace("-", "_").endswith(name)), name)
+            self.notes.append(f"{theirs} = {given.pop(name)!r}: {NO_ENGINE_ARGS[name]}")
         if given:
             self.settings[key] = {**self.settings.get(key, {}), **given}
 
