@@ -260,7 +260,7 @@ def test_what_the_configurations_come_to() -> None:
             "run.dir": "runs/e", "learner.critic.model": "models/tiny", "learner.algorithm.kl.where": "reward",
             "learner.algorithm.kl.controller": "adaptive", "reward.args": {"factor": 2},
             "learner.algorithm.advantage_options": {"gamma": 1.0, "lam": 0.95},
-            "reward.function": "my_score.py:score", "producers.engine_args": {"swap_space": 4},
+            "reward.function": "my_score.py:score", "producers.engine_args": {"seed": 4},
         },
         "verl-fully-async": {
             "buffer.batch_groups": 32, "learner.algorithm.minibatches": 2, "sampling.max_new_tokens": 4096,
