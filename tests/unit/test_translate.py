@@ -192,7 +192,7 @@ COMPUTED = {
     "model.path": "vllm.model",
     "producers.engine": "allocation_mode rollout.backend use_vllm",
     "producers.engine_args": (
-        "enable_chunked_prefill enable_lora enforce_eager engine_kwargs.vllm.swap_space "
+        "enable_chunked_prefill enable_lora enforce_eager engine_kwargs.vllm.seed "
         "gpu_memory_utilization inference.parallel.tp max_lora_rank max_model_len tensor_model_parallel_size "
         "tensor_parallel_size vllm_gpu_memory_utilization"
     ),
