@@ -90,8 +90,8 @@ def check(
         wrong, has, python = engine_env.look(config, env=environment())
         errors += engine_env.url_problems(config) + wrong
         findings += [Finding("engine", has, python)] if has else []
-    with ThreadPoolExecutor(1) as beside:  # the parts of roles are tried while the other checks run
-        tried = None if doubtful else beside.submit(ask_roles, config, roles, python=python, play=play)
+    with ThreadPoolExecutor(1) as pool:  # the parts of roles are tried while the other checks run
+        tried = None if doubtful else pool.submit(ask_roles, config, roles, python=python, play=play)
         for wanted_by, look in checks:
             if wanted_by & set(roles):
                 errors += look(config)
@@ -106,13 +106,10 @@ def check(
             findings += start.findings
             notes += start.notes
     errors = [error for error in errors if error.where.partition(" ")[0] not in pending]
-    accelerators = devices.find_devices()
-    wrong_places = devices.problems(config, roles, accelerators)
-    errors += [error_for(code, what, where=".".join(key)) for code, what, key in wrong_places]
-    taken = devices.assign_devices(config, roles, accelerators)
-    text = devices.format_assignment(taken, accelerators)
-    findings += [Finding("devices", text)] if text else []
-    notes += [f"processes share devices ({text}): their memory has to do for all of them"] if taken.shared else []
+    wrong_places, assigned, shared = check_devices(config, roles)
+    errors += wrong_places
+    findings += assigned
+    notes += shared
     notes += data_notes(config) if "producer" in roles else ()
     memory = estimate(config, model_json(config.model.path), roles, accelerator=bool(here.accelerator))
     return Checked(
@@ -123,6 +120,18 @@ def check(
         memory,
         list(find_missing(config, roles, here, memory)),
     )
+
+
+def check_devices(config: Config, roles: Sequence[str]) -> tuple[list[AsyncRLError], list[Finding], list[str]]:
+    """Errors of the assignment of accelerators, the assignment, and a note on processes that share one."""
+    accelerators = devices.find_devices()
+    errors = [
+        error_for(code, what, where=".".join(key)) for code, what, key in devices.problems(config, roles, accelerators)
+    ]
+    taken = devices.assign_devices(config, roles, accelerators)
+    text = devices.format_assignment(taken, accelerators)
+    notes = [f"processes share devices ({text}): their memory has to do for all of them"] if taken.shared else []
+    return errors, [Finding("devices", text)] if text else [], notes
 
 
 def check_requests(config: Config, roles: Sequence[str], machine: Machine) -> Iterator[AsyncRLError]:
