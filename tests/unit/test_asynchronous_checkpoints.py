@@ -101,7 +101,9 @@ def test_it_holds_its_own_step_however_long_it_takes(gang: Gang, model_dir: Path
     assert said[:6] == [("claim", 1), ("claim", 2), ("ledger", 2), ("claim", 3), ("claim", 4), ("checkpointed", 2)]
     assert [call for call in said[6:] if call[0] == "checkpointed"] == [("checkpointed", 4), ("checkpointed", 5)]
     lines = read_lines(RunDir(config.run_dir).metrics / "learner.jsonl")
-    assert [("checkpoint_write_s" in line) for line in lines] == [False, False, False, False, True]
+    # The write of step 2 ends after the claim of step 4: in the line of that step, or of the next.
+    noted = ["checkpoint_write_s" in line for line in lines]
+    assert noted[:3] == [False, False, False] and any(noted[3:])
 
 
 def test_a_restart_goes_on_bitwise_from_one(gang: Gang, model_dir: Path, tmp_path: Path) -> None:  # noqa: F811, RUF100
