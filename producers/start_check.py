@@ -217,6 +217,12 @@ class StartCheck:
         for judge in judges:
             if judge.name not in asked or judge.table.is_model:
                 continue
+            if judge.env:
+                say(
+                    "note",
+                    f"rewards of judge {judge.display_name} were not played: {', '.join(judge.env)} is theirs alone",
+                )
+                continue
             results: list[Result] = []
             scorer = make_scorer(self.config, judge)
             try:

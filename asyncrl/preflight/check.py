@@ -70,18 +70,6 @@ def check(
     `play`: also play the first row; `doubtful`: settings whose values are unknown, because of a mistake: parts of
     roles, which would get their defaults, are not tried then; `pending`: settings whose files are still on the hub.
     """
-    checks: list[tuple[set[str], Callable[[Config], Iterable[AsyncRLError]]]] = [
-        ({*ENGINES, "learner"}, check_model),
-        ({*ENGINES}, check_data),
-        ({"reward"}, check_rewards),
-        ({*ENGINES, "learner"}, check_plugins),
-        ({"buffer"}, check_store),
-        ({"buffer"}, check_filters),
-        ({"buffer", "learner"}, check_folders),
-        ({"buffer", "weightsync"}, lambda config: check_ports(config, roles)),
-        ({"learner"}, check_algorithm),
-        ({"learner"}, check_trackers),
-    ]
     errors: list[AsyncRLError] = []
     findings = derive_findings(config, roles)
     notes: list[str] = []
@@ -92,7 +80,7 @@ def check(
         findings += [Finding("engine", has, python)] if has else []
     with ThreadPoolExecutor(1) as pool:  # the parts of roles are tried while the other checks run
         tried = None if doubtful else pool.submit(ask_roles, config, roles, python=python, play=play)
-        for wanted_by, look in checks:
+        for wanted_by, look in list_checks(roles):
             if wanted_by & set(roles):
                 errors += look(config)
         errors += check_keys(config, joining=joining or "buffer" not in roles)
@@ -120,6 +108,22 @@ def check(
         memory,
         list(find_missing(config, roles, here, memory)),
     )
+
+
+def list_checks(roles: Sequence[str]) -> list[tuple[set[str], Callable[[Config], Iterable[AsyncRLError]]]]:
+    """The roles that want a check, and the check."""
+    return [
+        ({*ENGINES, "learner"}, check_model),
+        ({*ENGINES}, check_data),
+        ({"reward"}, check_rewards),
+        ({*ENGINES, "learner"}, check_plugins),
+        ({"buffer"}, check_store),
+        ({"buffer"}, check_filters),
+        ({"buffer", "learner"}, check_folders),
+        ({"buffer", "weightsync"}, lambda config: check_ports(config, roles)),
+        ({"learner"}, check_algorithm),
+        ({"learner"}, check_trackers),
+    ]
 
 
 def check_devices(config: Config, roles: Sequence[str]) -> tuple[list[AsyncRLError], list[Finding], list[str]]:

@@ -31,6 +31,7 @@ from asyncrl.runtime.model_folder import model_json
 from asyncrl.runtime.start_report import MARK
 
 LIMIT_S = 60.0
+KILLED_S = 5.0  # for the output of a killed process
 
 
 class StartReport(NamedTuple):
@@ -52,9 +53,8 @@ def ask_roles(config: Config, roles: Collection[str], *, python: str, play: bool
     """
     report = StartReport([], [], [])
     if ENGINES & {*roles}:
-        names = (*config.environment.env, *(name for one in config.reward for name in one.env))
         command = [python or sys.executable, "-m", "producers.start_check", *(["--play"] if play else [])]
-        _ask(command, config, names, report)
+        _ask(command, config, config.environment.env, report)
     if not model_json(config.model.path):  # another check says so
         return report._replace(errors=[error for error in report.errors if _setting(error) != "model.path"])
     if "learner" in roles and is_learner_asked(config):
@@ -108,12 +108,14 @@ def _run(command: Sequence[str], text: str, env: dict[str, str]) -> tuple[int | 
         start_new_session=True,
     ) as process:
         code: int | None = None
+        out = err = ""
         try:
             out, err = process.communicate(text, timeout=LIMIT_S)
             code = process.returncode
         except subprocess.TimeoutExpired:
             _kill(process)
-            out, err = process.communicate(timeout=LIMIT_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a process of user code that left the session
+                out, err = process.communicate(timeout=KILLED_S)
         finally:
             _kill(process)
         return code, out, err

@@ -9,7 +9,7 @@ arguments, and may have any of
 
 A function stands for `on_step`. Guarantees:
 1. what a callback raises is in the log of the process, with its traceback; the other callbacks and the run go on;
-2. every step and evaluation is passed on at least once, over restarts of this process too; a checkpoint once.
+2. every step, evaluation and checkpoint that it sees is passed on at least once, over restarts of this process too.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Callbacks:
         for manifest in sorted(self._checkpoints.glob("step_*/manifest.json")):
             mark = self._done / manifest.parent.name
             if not mark.exists():
-                mark.touch()
                 self._call("on_checkpoint", manifest.parent, int(manifest.parent.name.rpartition("_")[2]))
+                mark.touch()
 
     def _call(self, name: str, *arguments: Any) -> None:
         for callback in self._callbacks:

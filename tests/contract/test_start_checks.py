@@ -270,6 +270,16 @@ def test_a_reward_that_fails_is_a_note(place: Place) -> None:
     assert any("raised" in note and "not today" in note for note in checked.notes)
 
 
+def test_variables_of_rewards_are_not_seen_by_environments(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    spy = "import os, pathlib\npathlib.Path('seen').write_text(os.environ.get('JUDGE_KEY', 'nothing'))\n"
+    (place.root / "spy.py").write_text(spy + "async def play(chat, row):\n    await chat.say()\n    return 1.0\n")
+    reward = 'reward=[{function="mine.py:right", env=["JUDGE_KEY"]}]'
+    checked = place.check('environment.name="spy.py:play"', reward, play=True)
+    assert checked.errors == [] and (place.root / "seen").read_text() == "nothing"
+    assert any("were not played: JUDGE_KEY" in note for note in checked.notes)
+
+
 def test_a_launch_builds_the_parts_and_plays_nothing(place: Place) -> None:
     place.rows(*({"prompt": "1+1=", "answer": "2"} for _ in range(3)))
     names = {finding.name for finding in place.check().findings}

@@ -34,7 +34,7 @@ class TrackersConfig(Section, frozen=True):
     use: tuple[str, ...] = ()  # wandb, mlflow, swanlab, trackio, callbacks, or names of the group asyncrl.trackers
     project: str = "asyncrl"  # project or experiment there; the run has the name run.name
     offline: bool = False  # send nothing: the data to send is in RUN/trackers
-    every_s: Seconds = 2.0  # tracker -> file with its secret; else an environment variable
+    every_s: Seconds = 2.0  # between two looks at the metrics
     key_file: dict[str, str] = field(default_factory=dict)  # tracker -> file with its secret; else its variable
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # tracker -> arguments of its library
     prometheus_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # metrics at http://127.0.0.1:PORT/metrics; 0: off
