@@ -26,7 +26,8 @@ import msgspec
 from asyncrl.errors import ConfigError
 
 RewardFunction = Callable[..., Any]
-_PLACE = re.compile(r"(?:[\w.]+|[^:]*\.py):[A-Za-z_][\w.]*")
+#: 'module:name' or 'file.py:name'.
+PLACE = re.compile(r"(?:[\w.]+|[^:]*\.py):[A-Za-z_][\w.]*")
 
 
 class TrackerRun(msgspec.Struct, frozen=True):
@@ -110,7 +111,7 @@ def is_place(name: str) -> bool:
     >>> is_place("my_losses:mine"), is_place("losses/mine.py:mine"), is_place("gspo")
     (True, True, False)
     """
-    return _PLACE.fullmatch(name) is not None
+    return PLACE.fullmatch(name) is not None
 
 
 def find(group: str, name: str) -> Any:

@@ -55,7 +55,9 @@ def check_reward(
 
 
 def check_loss(name: str, *, kind: str = "loss", options: Mapping[str, Any] | None = None) -> list[Any]:
-    """The checks (`verdict`, `text`, `remedy`) of a loss, advantage or correction. Raises if it cannot be loaded."""
+    """The checks (`verdict`, `text`, `remedy`) of a loss, advantage, correction, aggregation or kl. Raises if it cannot
+    be loaded.
+    """
     check = load_object("learners.contract_test:check_part", code="config.extra")
     found: list[Any] = check(name, kind, options)
     return found

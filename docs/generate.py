@@ -11,6 +11,7 @@ import inspect
 import re
 import typing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from asyncrl import cli, config, errors, metrics, wire
 from asyncrl.config import capabilities, media, presets
 from asyncrl.config.json_schema import field_meanings
 from asyncrl.config.sections import algorithm_catalogue as algorithms
+from asyncrl.config.sections.base import names_in
 from asyncrl.configure import preset_pages
 from asyncrl.configure.explain import error_texts
 
@@ -35,7 +37,7 @@ def configuration() -> str:
         title = (kind.__doc__ or "").strip().splitlines()[0]
         parts += ["", f"## {title}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         comments = field_meanings(kind)
-        hints = typing.get_type_hints(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
         for item in msgspec.structs.fields(kind):
             if is_section(hints[item.name]):
                 continue
@@ -64,6 +66,10 @@ def is_section(hint: object) -> type | None:
 
 def type_name(hint: object) -> str:
     """A short name of a type."""
+    if names := names_in(hint):
+        return " / ".join(f"`{name}`" for name in (*names, "module:name"))
+    if typing.get_origin(hint) is typing.Annotated:
+        return type_name(typing.get_args(hint)[0])
     if typing.get_origin(hint) is typing.Literal:
         return " / ".join(f"`{option}`" for option in typing.get_args(hint))
     if typing.get_origin(hint) is dict:
@@ -349,13 +355,18 @@ def status_schema() -> str:
     return schema_text()
 
 
-def architecture_drawing() -> str:
-    """`docs/images/architecture-imports.svg`."""
-    spec = importlib.util.spec_from_file_location("draw_architecture", FOLDER / "draw_architecture.py")
+def load_script(name: str) -> Any:
+    """A module of this folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    drawing: str = module.draw()
+    return module
+
+
+def architecture_drawing() -> str:
+    """`docs/images/architecture-imports.svg`."""
+    drawing: str = load_script("draw_architecture").draw()
     return drawing
 
 
@@ -371,6 +382,8 @@ PAGES = {
     "capabilities.md": capability_tables,
     "cli.md": command_line,
     "images/architecture-imports.svg": architecture_drawing,
+    **{f"images/gallery-{name}.svg": draw for name, draw in load_script("draw_gallery").PICTURES.items()},
+    **{f"images/{name}.svg": draw for name, draw in load_script("draw_mechanisms").PICTURES.items()},
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The contract test for authors of losses, advantages and corrections: `asyncrl test-loss`.
+"""The contract test for authors of losses and the functions around them: `asyncrl test-loss`.
 
 Run as `python -m learners.contract_test NAME [--kind loss] [--options JSON]`, and by `asyncrl.testing.check_loss`. The
 function gets made batches of several responses in float64; the checks are those that the learner relies on
@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 import torch
@@ -19,13 +19,19 @@ from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import EXIT_FAILED, EXIT_OK, UNREADABLE, AsyncRLError, ConfigError
-from learners.algorithms.registry import Kind, choose, chooser_for
+from asyncrl.plugins import load_object
+from learners.algorithms.aggregation import count
+from learners.algorithms.registry import choose, chooser_for, divergence_for, reduction_for
 from learners.algorithms.types import LossInputs, Rollouts
 
 LENGTHS = (5, 3, 4)  # tokens of the responses of a batch
 GAP = 1e-9  # allowed between two ways to compute the same in float64
 NOT_A_NUMBER = float("nan")
 DETACHED = "right only if the loss detaches a factor on purpose, as REINFORCE with importance weights does"
+
+
+TestedKind = Literal["loss", "advantage", "correction", "aggregation", "kl"]
+KINDS: tuple[TestedKind, ...] = get_args(TestedKind)
 
 
 class Check(NamedTuple):
@@ -155,6 +161,54 @@ def check_correction(correction: Callable[..., Any]) -> list[Check]:
     ]
 
 
+def check_aggregation(name: str) -> list[Check]:
+    """All checks of an own aggregation: a piece of the batch must weigh its tokens as the whole batch does."""
+    inputs = make_inputs()
+    counts = count(inputs.mask, inputs.sequences)
+    reduce = reduction_for(AlgorithmConfig(aggregation=name), counts)
+    losses = inputs.advantages
+
+    def total(values: Tensor, rows: Sequence[int], siblings: Tensor) -> Tensor:
+        mine = torch.isin(inputs.sequences, torch.tensor(rows))
+        number = torch.unique(inputs.sequences[mine], return_inverse=True)[1]
+        return reduce(values[mine], inputs.mask[mine], number, siblings=siblings)
+
+    alone = torch.zeros(1, dtype=torch.int64)
+    whole = total(losses, (0, 1, 2), torch.zeros(3, dtype=torch.int64))
+    split = torch.stack([total(losses, (row,), alone) for row in range(len(LENGTHS))]).sum()
+    dirty = total(losses.masked_fill(~inputs.mask, NOT_A_NUMBER), (0, 1, 2), torch.zeros(3, dtype=torch.int64))
+    divide = "divide by the counts of the whole batch (`denominators`), never by those of the piece"
+    return [
+        _same("the sum over the pieces of a batch is the loss of the batch", split, whole, divide),
+        _same("values outside the mask have no effect", dirty, whole, "give finite weights"),
+        _finite("it is finite", [whole], "give finite weights"),
+    ]
+
+
+def check_kl(name: str) -> list[Check]:
+    """All checks of an own estimator of the divergence, as a term of the loss."""
+    inputs = make_inputs()
+    estimate = divergence_for(name)
+    shaped = _shapes(
+        "estimator", inputs.mask, divergence=load_object(name, code="config.extra")(inputs.current, inputs.proximal)
+    )
+    if shaped.verdict != "ok":
+        return [shaped]
+    found = estimate(inputs.current, inputs.proximal, inputs.mask)
+    near, far = inputs.current.float(), inputs.proximal.float() * 300
+    extremes = [estimate(near, far, inputs.mask), estimate(far, near, inputs.mask)]
+    same = estimate(inputs.proximal, inputs.proximal, inputs.mask)
+    moves = found.requires_grad and bool(torch.autograd.grad(found.sum(), inputs.current)[0].any())
+    return [
+        shaped,
+        _same("it is 0 if both policies are the same", same, same * 0, "compare the two log-probs"),
+        Check("ok", "it has a gradient")
+        if moves
+        else Check("note", "it has no gradient: it can only be used with kl.where = 'reward'"),
+        _finite("it is finite in float32 for log-ratios of 300", extremes, "clamp the log-ratio before exp"),
+    ]
+
+
 # ---------------------------------------------------------------- single checks
 
 
@@ -232,10 +286,12 @@ def _empty(loss: Callable[[LossInputs], Any]) -> Check:
 # ---------------------------------------------------------------- command line
 
 
-def check_part(name: str, kind: Kind = "loss", options: Mapping[str, Any] | None = None) -> list[Check]:
-    """All checks of a loss, advantage or correction by its name. Raises `config.extra` and others if it cannot be
-    loaded with these options.
-    """
+def check_part(name: str, kind: TestedKind = "loss", options: Mapping[str, Any] | None = None) -> list[Check]:
+    """All checks of a part by its name. Raises `config.extra` and others if it cannot be loaded with these options."""
+    if kind == "aggregation":
+        return check_aggregation(name)
+    if kind == "kl":
+        return check_kl(name)
     algorithm = msgspec.convert({kind: name, f"{kind}_options": dict(options or {})}, AlgorithmConfig)
     call = choose(algorithm, kind).call
     if kind == "loss":
@@ -247,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 if nothing fails, 1 if something does, 2 if it could not be tested."""
     parser = argparse.ArgumentParser(prog="learners.contract_test", description=__doc__)
     parser.add_argument("name")
-    parser.add_argument("--kind", choices=("loss", "advantage", "correction"), default="loss")
+    parser.add_argument("--kind", choices=KINDS, default="loss")
     parser.add_argument("--options", default="{}")
     args = parser.parse_args(argv)
     try:

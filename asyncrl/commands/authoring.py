@@ -37,11 +37,12 @@ def add(commands: Commands) -> None:
     one = command(
         commands,
         "test-loss",
-        "try a loss, advantage or correction: shapes, gradient, packed rows, masks, extreme values",
+        "try a loss, advantage, correction, aggregation or KL: shapes, gradient, packed rows, masks, extreme values",
         example="asyncrl test-loss my_loss.py:mine --options '{\"clip\": 0.1}'",
     )
     one.add_argument("function", metavar="NAME", help="module:name, path/file.py:name or a known name")
-    one.add_argument("--kind", choices=("loss", "advantage", "correction"), default="loss", help="(default loss)")
+    kinds = ("loss", "advantage", "correction", "aggregation", "kl")
+    one.add_argument("--kind", choices=kinds, default="loss", help="(default loss)")
     one.add_argument("--options", default="{}", metavar="JSON", help="its options, an object")
     one.set_defaults(run=_test_loss)
     one = command(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncrl.config.sections.base import Section
+from asyncrl.config.sections.base import Section, names_in
 from asyncrl.config.suggestions import section_type
 
 
@@ -63,6 +63,8 @@ def describe(kind: type[Section], key: str) -> Setting:
 def type_name(hint: Any) -> str:
     """`int >= 1`, `float or "max" / "auto"`, `list of str`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if names := names_in(hint):
+        return " / ".join(f'"{name}"' for name in (*names, "module:name"))
     if origin is typing.Literal:
         return " / ".join(f'"{option}"' for option in args)
     if origin is typing.Annotated:

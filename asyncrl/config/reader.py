@@ -22,7 +22,7 @@ import msgspec
 from asyncrl.config import presets
 from asyncrl.config import suggestions as config_names
 from asyncrl.config.locations import Places, format_path
-from asyncrl.config.sections.base import Section
+from asyncrl.config.sections.base import Section, names_in
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 
 #: Common other spellings of values.
@@ -161,7 +161,8 @@ class _Look:
         try:
             msgspec.convert(value, hint)
         except msgspec.ValidationError as error:
-            return self._wrong(hint, value, here, str(error))
+            told = isinstance(value, str) and names_in(hint)
+            return self._wrong(hint, value, here, f"Invalid value {value!r}" if told else str(error))
         return True
 
     def _wrong(self, hint: Any, value: Any, here: tuple[str, ...], said: str = "") -> Literal[False]:
@@ -234,14 +235,19 @@ def _suggest_choice(hint: Any, value: Any) -> str:
 
 
 def _choices(hint: Any, value: Any, near: str) -> str:
-    options = [option for option in _literals(hint) if isinstance(option, str)]
+    options = [option for option in _literals(hint) if isinstance(option, str) and option]
+    if names_in(hint) and not options:
+        return "; give 'module:name' or 'file.py:name'"
     if not options or not isinstance(value, str):
         return ""
-    return f"; one of {', '.join(options)}" + (f"; did you mean {near!r}?" if near else "")
+    own = ", or your own as 'module:name' or 'file.py:name'" if names_in(hint) else ""
+    return f"; one of {', '.join(options)}{own}" + (f"; did you mean {near!r}?" if near else "")
 
 
 def _literals(hint: Any) -> Iterable[Any]:
-    if get_origin(hint) is Literal:
+    if names := names_in(hint):
+        yield from names
+    elif get_origin(hint) is Literal:
         yield from get_args(hint)
     elif get_origin(hint) in (typing.Union, types.UnionType, typing.Annotated):
         for option in get_args(hint):

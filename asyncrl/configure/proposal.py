@@ -3,8 +3,8 @@
 Guarantees:
 1. prompts and answers fit into the model's positions; the longest of up to `ROWS` prompts fits with a quarter to spare;
 2. the learning rate follows the size of the model and whether adapters are trained (`learning_rate`);
-3. on a machine without an accelerator slots, tokens per pass and the batch are halved until the estimated memory of all
-   processes is within `SHARE` of what there is. The memory of accelerators is not known before the start.
+3. slots, tokens per pass and, without an accelerator, the batch are halved until the estimated memory is within `SHARE`
+   of what there is: of all processes in the host, or of the fullest accelerator, if its driver tells its size.
 What cannot be read leaves the defaults: the check that follows names it.
 """
 
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from asyncrl.config import parse
 from asyncrl.errors import AsyncRLError
 from asyncrl.preflight.files import data_paths, has_template, has_texts, prompt_column
-from asyncrl.preflight.machine import REDIS_SERVERS, Machine
+from asyncrl.preflight.machine import REDIS_SERVERS, Machine, device_memory
 from asyncrl.preflight.memory import estimate, model_shape
 from asyncrl.process_plan.plan import TARGETS
 from asyncrl.runtime.data_files import read_table
@@ -147,15 +147,20 @@ def proposed_settings(
         "learner.optim.warmup_steps": 5,
         "log.archive": False,
     }
-    return settings if kind else fit_memory(settings, machine.memory_bytes)
+    if not kind:
+        return fit_memory(settings, machine.memory_bytes)
+    size = device_memory(kind)
+    return fit_memory(settings, size, devices=machine.devices[kind]) if size else settings
 
 
-def fit_memory(settings: Mapping[str, object], memory_bytes: int) -> dict[str, object]:
-    """The settings with smaller slots, passes and batches, if the host's memory asks for it."""
+def fit_memory(settings: Mapping[str, object], memory_bytes: int, *, devices: int = 0) -> dict[str, object]:
+    """The settings with smaller slots and passes, if the memory asks for it: of a device, or without any of the host,
+    which also takes smaller batches.
+    """
     fitted = dict(settings)
     row = int(str(fitted["data.max_prompt_tokens"])) + int(str(fitted["sampling.max_new_tokens"]))
-    least = {"producers.slots": 8, "learner.micro_batch_tokens": row, "buffer.batch_groups": 2}
-    while host_bytes(fitted) > SHARE * memory_bytes:
+    least = {"producers.slots": 8, "learner.micro_batch_tokens": row} | ({} if devices else {"buffer.batch_groups": 2})
+    while used_bytes(fitted, devices) > SHARE * memory_bytes:
         large = [key for key, low in least.items() if int(str(fitted[key])) // 2 >= low]
         if not large:
             break
@@ -163,16 +168,20 @@ def fit_memory(settings: Mapping[str, object], memory_bytes: int) -> dict[str, o
     return fitted
 
 
-def host_bytes(settings: Mapping[str, object]) -> int:
-    """Estimated memory of all processes of the host; 0 if it cannot be estimated."""
+def used_bytes(settings: Mapping[str, object], devices: int = 0) -> int:
+    """Estimated memory of all processes in the host, or on the fullest device; 0 if it cannot be estimated."""
     plain = {key: value for key, value in settings.items() if not key.startswith("reward.")}
     words = [f"{key}={json.dumps(value)}" for key, value in plain.items()]
     try:
         config = parse("", overrides=[*words, 'reward=[{function="a:b"}]'])
     except AsyncRLError:  # the check reports it
         return 0
-    found = estimate(config, model_json(config.model.path), TARGETS["all"], accelerator=False)
-    return sum(one.total_bytes * one.count for one in found if one.place == "host")
+    found = estimate(config, model_json(config.model.path), TARGETS["all"], accelerator=devices > 0)
+    place = "device" if devices else "host"
+    sizes = [one.total_bytes for one in found if one.place == place for _ in range(one.count)]
+    if devices and len(sizes) <= devices:
+        return max(sizes, default=0)
+    return sum(sizes) // max(1, devices)  # processes share the devices, or the host
 
 
 def wants_chat(answers: Mapping[str, str]) -> bool:

@@ -174,18 +174,21 @@ def check_extras(config: Config) -> Iterator[AsyncRLError]:
 
 
 def check_algorithm(config: Config) -> Iterator[AsyncRLError]:
-    """Estimators, losses and corrections of plugins can be imported and have the configured options.
+    """Estimators, losses, corrections and other functions of the user can be imported and have the configured options.
 
     Runs in a separate process with torch; built-in ones are known without it
     (`asyncrl.config.sections.algorithm_catalogue`).
     """
-    algorithm = config.learner.algorithm
-    names = {kind: algorithms.effective_name(algorithm, kind) for kind in algorithms.TABLES}
-    if config.learner.mode != "rl" or all(name in algorithms.TABLES[kind] for kind, name in names.items()):
+    learner, algorithm = config.learner, config.learner.algorithm
+    rl = learner.mode == "rl"
+    names = {kind: algorithms.effective_name(algorithm, kind) for kind in algorithms.TABLES} if rl else {}
+    others = [learner.optim.schedule, learner.critic.schedule, learner.process_reward.schedule]
+    others += [algorithm.aggregation, algorithm.kl.kind] if rl else []
+    if all(name in algorithms.TABLES[kind] for kind, name in names.items()) and not any(map(is_place, others)):
         return
     if any(name not in algorithms.known_names(kind) and not is_place(name) for kind, name in names.items()):
         return  # `asyncrl.config` reports it
-    code, out, err = _run([sys.executable, "-m", "learners.algorithms.registry"], dump(config))
+    code, out, err = _run([sys.executable, "-m", "learners.own_parts"], dump(config))
     for line in out.splitlines():
         if line.startswith("["):
             kind, message, where = json.loads(line)

@@ -3,7 +3,7 @@
 Guarantees:
 1. ports are bound only during the check; Redis is asked with plain sockets within seconds;
 2. the machine is described by /proc, /sys, /dev and the file system: no driver and no torch is loaded (`asyncrl doctor`
-   does more);
+   does more). Only `device_memory`, for proposals, asks a program of the driver, within `MEMORY_TOOL_S`;
 3. resources that another machine may have (cores, memory, devices) are reported as missing, not as mistakes.
 """
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from asyncrl.config.redis_url import restore_password
 from asyncrl.config.sections.tracker import ONLINE
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
 from asyncrl.net.probe import bind_problem, redis_problem
-from asyncrl.plugins import known_plugins
+from asyncrl.plugins import is_place, known_plugins
 from asyncrl.preflight.code import import_problem
 from asyncrl.preflight.memory import RoleMemory, format_bytes
 from asyncrl.runtime.device import device_nodes
@@ -30,6 +32,13 @@ from asyncrl.runtime.run_dir import RunDir
 
 REDIS_SERVERS = ("redis-server", "valkey-server")
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+#: By type of accelerator: the program of its driver that tells memory in MiB, and where that stands in the output.
+MEMORY_TOOLS = {
+    "cuda": (("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"), r"^\s*(\d+)\s*$"),
+    "npu": (("npu-smi", "info", "-t", "usages", "-i", "0"), r"HBM Capacity\(MB\)\s*:\s*(\d+)"),
+}
+MEMORY_TOOL_S = 10.0
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -51,6 +60,16 @@ def look_at_machine(run_dir: Path, *, dev: Path = Path("/dev"), meminfo: Path = 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     devices = {kind: len(nodes) for kind, nodes in device_nodes(dev).items()}
     return Machine(cores, _memory(meminfo), devices, _free(run_dir), _free(dev / "shm"))
+
+
+def device_memory(kind: str) -> int:
+    """Bytes of the smallest accelerator of a type, as its driver's program tells; 0 if it does not."""
+    command, pattern = MEMORY_TOOLS[kind]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=MEMORY_TOOL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return min((int(size) << 20 for size in re.findall(pattern, done.stdout, re.MULTILINE)), default=0)
 
 
 def _memory(meminfo: Path) -> int:
@@ -159,7 +178,10 @@ def check_trackers(config: Config) -> Iterator[AsyncRLError]:
     known = known_plugins("asyncrl.trackers").keys() - {"tensorboard"}
     for name in trackers.use:
         package = ONLINE.get(name, ("", ""))[0]
-        if name not in known:
+        if is_place(name):
+            if what := import_problem(name):
+                yield ConfigError("config.extra", what, where=f"trackers.use = {name!r}")
+        elif name not in known:
             what = f"{name!r} is not known: one of {', '.join(sorted(known - {'callbacks'}))}, callbacks"
             yield ConfigError("config.type", what, where="trackers.use")
         elif package and importlib.util.find_spec(package) is None:

@@ -23,6 +23,7 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.config.judges import find_judge, list_judges
 from asyncrl.config.sections.reward import DEFAULT
+from asyncrl.config.sections.tracker import tracker_label
 from asyncrl.net.addresses import LOOPBACK
 from asyncrl.process_plan.device_assignment import Devices, assign_devices, device_environment
 from asyncrl.process_plan.interpreters import ENGINE_TOKEN, SERVED
@@ -128,7 +129,7 @@ def onlookers(
     config: Config, *, config_path: Path, python: str = sys.executable, python_path: Sequence[str] = ()
 ) -> list[ProcessPlan]:
     """Online trackers and the Prometheus exporter, one process each."""
-    modules = {f"tracker-{name}": "learners.trackers.main" for name in config.trackers.use}
+    modules = {f"tracker-{tracker_label(name)}": "learners.trackers.main" for name in config.trackers.use}
     if config.trackers.prometheus_port:
         modules["tracker-prometheus"] = "asyncrl.monitor.prometheus"
     return [

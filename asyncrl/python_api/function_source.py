@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import hashlib
 import inspect
 import json
@@ -82,11 +83,15 @@ class Source:
         self.parts[name] = ""  # a function may name itself
         inside = inspect.unwrap(function)
         known = {**getattr(inside, "__globals__", vars(sys.modules[function.__module__])), **closure_of(inside)}
-        for used in sorted(names_in(text) - {name}):
+        code, annotations = names_in(text)
+        for used in sorted(code - {name}):
             if used in known:
                 self._add(used, known[used], of=name)
             elif not hasattr(builtins, used):
                 raise refusal(name, f"it names {used}, which is not defined")
+        for used in sorted(annotations & known.keys() - {name}):  # who reads the types needs them, a call does not
+            with contextlib.suppress(ConfigError):
+                self._add(used, known[used], of=name)
         del self.parts[name]
         self.parts[name] = text.rstrip()
 
@@ -115,17 +120,18 @@ def closure_of(function: Any) -> dict[str, Any]:
     return dict(zip(names.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if names else {}
 
 
-def names_in(text: str) -> set[str]:
-    """Names that the source takes from outside: read somewhere and bound nowhere in it.
+def names_in(text: str) -> tuple[set[str], set[str]]:
+    """Names that the source takes from outside, read somewhere and bound nowhere in it: in code, in annotations alone.
 
-    >>> sorted(names_in("def f(x: str, k=K):\\n    y = len(x)\\n    return re.sub('a', y, k)"))
+    >>> sorted(names_in("def f(x: T, k=K):\\n    y = len(x)\\n    return re.sub('a', y, k)")[0])
     ['K', 'len', 're']
     """
     tree = ast.parse(text)
-    bound, read = set[str](), set[str]()
+    bound, read, types = set[str](), set[str](), set[str]()
     for node in ast.walk(tree):
         for field in ("annotation", "returns"):  # texts, by the file's first line
-            if hasattr(node, field):
+            if isinstance(hint := getattr(node, field, None), ast.AST):
+                types |= {one.id for one in ast.walk(hint) if isinstance(one, ast.Name)}
                 setattr(node, field, None)
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -138,7 +144,7 @@ def names_in(text: str) -> set[str]:
             bound.add((node.asname or node.name).partition(".")[0])
         elif isinstance(node, ast.ExceptHandler) and node.name:
             bound.add(node.name)
-    return read - bound
+    return read - bound, types - read - bound
 
 
 def is_literal(value: Any) -> bool:

@@ -24,11 +24,17 @@ from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
+import torch
+from torch import Tensor
 
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import ConfigError
 from asyncrl.plugins import is_place, load_object
+from learners.algorithms.aggregation import Denominators, aggregate
+from learners.algorithms.kl import Kind as KLKind
+from learners.algorithms.kl import kl_estimate
+from learners.algorithms.tensors import masked, sequence_lengths
 from learners.algorithms.types import Correction, Estimate, LossInputs, Rollouts, TokenLoss
 
 Kind = Literal["advantage", "loss", "correction"]
@@ -135,6 +141,42 @@ def aggregation_for(algorithm: AlgorithmConfig) -> str:
     return str(getattr(find_function("loss", algorithm.loss), "aggregation", "") or algorithm.aggregation)
 
 
+def reduction_for(algorithm: AlgorithmConfig, denominators: Denominators) -> Callable[..., Tensor]:
+    """Return `(loss, mask, sequences, *, siblings) -> scalar`: a piece's share of the loss, as `aggregate` has it.
+
+    A user's own aggregation is a function `(mask, sequences, lengths, denominators) -> weights`: bool `[N]`, the row of
+    each token `[N]`, trained tokens of each row's sample `[S]`, counts of the whole mini-batch. Its weights `[N]`
+    multiply the token losses, whose sum over all pieces is the loss.
+    """
+    mode = aggregation_for(algorithm)
+    if not is_place(mode):
+        factor = algorithm.loss_scale_factor or None
+        return functools.partial(aggregate, mode=mode, denominators=denominators, loss_scale_factor=factor)
+    weigh = load_object(mode, code="config.extra", where="learner.algorithm.aggregation")
+
+    def reduce(loss: Tensor, mask: Tensor, sequences: Tensor, *, siblings: Tensor) -> Tensor:
+        lengths = sequence_lengths(mask, sequences, siblings.numel()) + siblings
+        weights = torch.as_tensor(weigh(mask, sequences, lengths, denominators), device=loss.device)
+        return (masked(loss, mask) * masked(weights, mask)).sum()
+
+    return reduce
+
+
+def divergence_for(kind: str, *, auto: KLKind = "k3") -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return `(log_probs, reference, mask) -> nats per token` of a kind of `learners.algorithms.kl`, or of a user's own
+    function `(log_probs, reference) -> value`, which gets 0 for both outside the mask. Any shape. `auto`: the kind that
+    this word stands for.
+    """
+    if not is_place(kind):
+        return functools.partial(kl_estimate, kind=auto if kind == "auto" else typing.cast("KLKind", kind))
+    own = load_object(kind, code="config.extra", where="learner.algorithm.kl.kind")
+
+    def estimate(log_probs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+        return masked(own(masked(log_probs, mask), masked(reference.detach(), mask)), mask)
+
+    return estimate
+
+
 def needs_for(algorithm: AlgorithmConfig) -> tuple[str, ...]:
     """Return the fields that the estimator needs in addition to rewards, mask and groups."""
     found = algorithms.entry("advantage", algorithm.advantage)
@@ -178,21 +220,3 @@ def toml_value(default: Any) -> Any:
     if default is None:
         return "off"
     return "required" if default is inspect.Parameter.empty else msgspec.to_builtins(default)
-
-
-def main() -> int:
-    """Check the algorithms of the configuration on standard input, with plugins; print errors as JSON lines."""
-    from asyncrl.config import parse
-
-    algorithm = parse(sys.stdin.read()).learner.algorithm
-    kinds: tuple[Kind, ...] = ("advantage", "loss", "correction")
-    for kind in kinds:
-        try:
-            choose(algorithm, kind)
-        except ConfigError as error:
-            print(msgspec.json.encode([error.code, error.message, f"learner.algorithm.{kind}"]).decode())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,6 +10,7 @@ Example: with max_len 100 and buffer_len 20, the lengths 80, 81, 90, 100 get 0, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch import Tensor
 from asyncrl.errors import ConfigError
 from learners.algorithms.kl import Kind, kl_estimate
 from learners.algorithms.tensors import masked, masked_mean
+
+Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Penalised(NamedTuple):
@@ -43,14 +46,16 @@ def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int, factor: 
 
 
 def kl_penalty(
-    rewards: Tensor, proximal: Tensor, reference: Tensor, mask: Tensor, *, coeff: float, kind: Kind = "k1"
+    rewards: Tensor, proximal: Tensor, reference: Tensor, mask: Tensor, *, coeff: float, kind: Kind | Divergence = "k1"
 ) -> Penalised:
     """KL penalty in the reward (arXiv 1909.08593, eq. 2): `r - coeff k(proximal - reference)` at trained tokens.
 
-    All tensors are `[S, T]`; `kind`: an estimator of `learners.algorithms.kl`. Pass the result's `kl` to
+    All tensors are `[S, T]`; `kind`: an estimator of `learners.algorithms.kl`, or a function of both log-probs and the
+    mask. Pass the result's `kl` to
     `next_kl_coeff`.
     """
-    found = kl_estimate(proximal.detach(), reference.detach(), mask, kind=kind)
+    given = (proximal.detach(), reference.detach(), mask)
+    found = kind(*given) if callable(kind) else kl_estimate(*given, kind=kind)
     current = masked_mean(found, mask, -1)
     shaped = masked(masked(rewards.detach(), mask) - coeff * found, mask)
     return Penalised(shaped, current.sum() / max(current.numel(), 1))

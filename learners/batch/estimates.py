@@ -323,6 +323,8 @@ def estimate_late(
     """Return advantages, critic targets and (`correct`) the weights of a correction over all rows. `scoring`: how
     log-probs of the process reward model become rewards.
     """
+    from learners.algorithms.registry import advantage_for, divergence_for
+
     mask = whole.rollouts.mask
     proximal, reference, values = (_pad(found, mask) for found in numbers[:3])
     squares = _pad(numbers.square_sums, mask)
@@ -342,13 +344,11 @@ def estimate_late(
         from learners.algorithms.rewards import kl_penalty
 
         assert proximal is not None and reference is not None
-        kind: Any = "k1" if algorithm.kl.kind == "auto" else algorithm.kl.kind
+        kind = divergence_for(algorithm.kl.kind, auto="k1")
         shaped = kl_penalty(rollouts.rewards, proximal, reference, mask, coeff=kl_coeff, kind=kind)
         rollouts, kl = rollouts._replace(rewards=shaped.rewards), float(shaped.kl)
     late = Late(kl=kl)
     if needs_model(algorithm):
-        from learners.algorithms.registry import advantage_for
-
         estimate: Estimate = advantage_for(algorithm)(rollouts)
         returns = None if estimate.returns is None else _floats(whole, estimate.returns)
         late = late._replace(

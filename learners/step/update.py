@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,12 +26,12 @@ from torch import Tensor
 
 from asyncrl.config import AlgorithmConfig, LearnerConfig
 from asyncrl.config.sections.algorithm_catalogue import ROW_RATIOS
-from learners.algorithms.aggregation import Denominators, aggregate
+from learners.algorithms.aggregation import Denominators
 from learners.algorithms.corrections import prox_loglinear
-from learners.algorithms.kl import kl_estimate, kl_importance_weighted
+from learners.algorithms.kl import kl_importance_weighted
 from learners.algorithms.loss_terms import measure_from_behaviour
 from learners.algorithms.metrics import step_scale
-from learners.algorithms.registry import aggregation_for, chooser_for, correction_for, loss_for
+from learners.algorithms.registry import chooser_for, correction_for, divergence_for, loss_for, reduction_for
 from learners.algorithms.rejection import sequence_mask
 from learners.algorithms.supervised import positive_lm
 from learners.algorithms.tensors import masked, sequence_lengths
@@ -91,10 +90,8 @@ def loss_function(
     algorithm: AlgorithmConfig, denominators: Denominators, terms: Terms = NO_TERMS, log: StepLog | None = None
 ) -> LossFunction:
     """Return the loss of a micro-batch for a backend, built from registry functions."""
-    token_loss, correct, mode = loss_for(algorithm), correction_for(algorithm), aggregation_for(algorithm)
-    reduce = partial(
-        aggregate, mode=mode, denominators=denominators, loss_scale_factor=algorithm.loss_scale_factor or None
-    )
+    token_loss, correct = loss_for(algorithm), correction_for(algorithm)
+    reduce = reduction_for(algorithm, denominators)
     bonus = algorithm.entropy_coeff if terms.entropy_coeff is None else terms.entropy_coeff
 
     def loss(logprobs: Tensor, entropy: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -163,8 +160,7 @@ def proximal_logprobs(algorithm: AlgorithmConfig, current: Tensor, micro: Micro,
 def kl_term(algorithm: AlgorithmConfig, current: Tensor, proximal: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
     if algorithm.kl.importance_weighted:
         return kl_importance_weighted(current, proximal, reference, mask)
-    kind: Any = "k3" if algorithm.kl.kind == "auto" else algorithm.kl.kind
-    return kl_estimate(current, reference, mask, kind=kind)
+    return divergence_for(algorithm.kl.kind)(current, reference, mask)
 
 
 def train_step(

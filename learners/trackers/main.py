@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.sections.tracker import secret_of
+from asyncrl.config.sections.tracker import secret_of, tracker_label
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.metrics import Position
 from asyncrl.plugins import Tracker, TrackerRun, find
@@ -174,7 +174,7 @@ def tracker_run(config: Config, name: str, folder: Path) -> TrackerRun:
         secret = secret_of(trackers, name)
     except OSError as error:
         raise ConfigError("config.type", error.strerror or str(error), where=f"trackers.key_file.{name}") from None
-    own = folder / name
+    own = folder / tracker_label(name)
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
     return TrackerRun(
         project=trackers.project,
@@ -190,13 +190,14 @@ def tracker_run(config: Config, name: str, folder: Path) -> TrackerRun:
 
 def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     os.nice(NICE)
-    name = args.name.removeprefix(PREFIX)
+    label = args.name.removeprefix(PREFIX)
+    name = next((one for one in config.trackers.use if tracker_label(one) == label), label)
     run = RunDir(config.run_dir)
     folder = run.trackers
     folder.mkdir(mode=0o700, exist_ok=True)
     made: Any = find("asyncrl.trackers", name)  # an unknown name fails before anything is read
     given = tracker_run(config, name, folder)
-    state = folder / f"{name}.json"
+    state = folder / f"{label}.json"
     tracking = Tracking(
         Following(run, positions=read_positions(state)),
         make=lambda: _make_tracker(made, given, name),

@@ -2,7 +2,8 @@
 
 The buffer counts groups 0, 1, 2, ...; a producer maps them to rows. Guarantees:
 1. `row_for(group)` is a function of (data, run.seed, group): `epoch, position = divmod(group, rows)`, and the row is
-   the epoch's permutation at that position (the position itself without `data.shuffle`), so every producer agrees;
+   the epoch's permutation at that position (the position itself without `data.shuffle`, that of the user's order with
+   `data.sampler`), so every producer agrees;
 2. an iterable without a length is read as far as the group requires and kept in memory; its first epoch is in its own
    order, because a permutation needs the length; later epochs are permuted like any other;
 3. an error of the data as a whole is `config.data` with file, row and column; an error of one row is a `BadPrompt` with
@@ -28,6 +29,7 @@ from asyncrl.config.media import MEDIA_COLUMNS, MEDIA_REMEDY, find_media
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.plugins import load_object
 from asyncrl.runtime.data_files import data_files, read_table, unknown_kind
+from producers.data.sampler import AllRows, Sampler
 from producers.data.tokenizer import Tokenizer
 
 Row = dict[str, Any]
@@ -48,7 +50,7 @@ class Prompts:
     def __init__(self, data: DataConfig, *, seed: int) -> None:
         self._data = data
         self._seed = seed
-        self._shuffle = data.shuffle
+        self._shuffle = data.shuffle or bool(data.sampler)
         self._rows = _load_source(data.source) if data.source else _load_files(data.path)
         self._order: dict[int, npt.NDArray[np.int64]] = {}
         first = self._rows.get(0)
@@ -64,6 +66,7 @@ class Prompts:
                 f"{', '.join(sorted(first)) or 'none'}",
                 where=data.source or data.path,
             )
+        self._sampler = self._make_sampler(data.sampler) if data.sampler else None
 
     def row_for(self, group: int) -> Row:
         """The row of a group, with its prompt as `[data]` requires. Raises `config.data` if a source has no rows."""
@@ -102,8 +105,18 @@ class Prompts:
             if len(self._order) > 1:  # at a border groups of at most two epochs are in flight
                 self._order.pop(min(self._order))
             key = np.array([self._seed & _MASK, epoch], dtype=np.uint64)
-            self._order[epoch] = np.random.Generator(np.random.Philox(key=key)).permutation(length)
+            self._order[epoch] = (
+                np.random.Generator(np.random.Philox(key=key)).permutation(length)
+                if self._sampler is None
+                else self._sampler.order(epoch)
+            )
         return self._order[epoch]
+
+    def _make_sampler(self, name: str) -> Sampler:
+        if self._rows.length is None or self._rows.unsized:
+            what = "it orders rows by number, and data.source gives no sequence"
+            raise ConfigError("config.data", what, where=f"data.sampler = {name!r}")
+        return Sampler(name, AllRows(self._rows.get, self._rows.length), seed=self._seed)
 
 
 class _Rows:

@@ -15,12 +15,12 @@ from asyncrl.configure.proposal import (
     Facts,
     fit_lengths,
     fit_memory,
-    host_bytes,
     learning_rate,
     proposed_settings,
     read_facts,
+    used_bytes,
 )
-from asyncrl.preflight.machine import Machine
+from asyncrl.preflight.machine import Machine, device_memory
 
 GIB = 1 << 30
 HOST = Machine(cores=2, memory_bytes=16 * GIB, devices={}, disk_free_bytes=GIB, shm_free_bytes=GIB)
@@ -100,13 +100,38 @@ def test_answers_get_what_the_prompts_leave() -> None:
         assert prompt > 0 and answer > 0 and prompt + answer <= 512
 
 
+def test_sizes_follow_the_memory_of_the_accelerators(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's program tells MiB; the smallest device counts, and two processes may share one."""
+    write_folder(place / "model", **HALF_BILLION, max_position_embeddings=32768)
+    tool = place / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho $MEMORY_MIB\necho 81559\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{place}:/usr/bin:/bin")
+
+    def slots(mib: int, devices: int) -> tuple[int, float]:
+        monkeypatch.setenv("MEMORY_MIB", str(mib))
+        made = proposed_settings(answers(), Machine(16, 1 << 40, {"cuda": devices}, GIB, GIB))
+        return int(str(made["producers.slots"])), used_bytes(made, devices) / (mib << 20)
+
+    monkeypatch.setenv("MEMORY_MIB", "16384")
+    assert device_memory("cuda") == 16384 << 20
+    roomy, share = slots(81559, 2)
+    assert roomy == 128 and share <= SHARE
+    for mib, devices in ((16384, 2), (18432, 1)):
+        fewer, share = slots(mib, devices)
+        assert 8 <= fewer < 128 and share <= SHARE, (mib, devices, fewer, share)
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert device_memory("cuda") == 0 and slots(16384, 2)[0] == 128
+    assert device_memory("npu") == 0  # there is no program
+
+
 def test_sizes_follow_the_memory(place: Path) -> None:
     write_folder(place / "model", **HALF_BILLION)
     large = proposed_settings(answers(), Machine(2, 1 << 50, {}, GIB, GIB))
-    small = proposed_settings(answers(), Machine(2, host_bytes(large), {}, GIB, GIB))
+    small = proposed_settings(answers(), Machine(2, used_bytes(large), {}, GIB, GIB))
     assert large["producers.slots"] == 32
-    assert host_bytes(small) <= SHARE * host_bytes(large) or small["producers.slots"] == 8
-    assert host_bytes(small) < host_bytes(large)
+    assert used_bytes(small) <= SHARE * used_bytes(large) or small["producers.slots"] == 8
+    assert used_bytes(small) < used_bytes(large)
     least = fit_memory(large, 1)
     assert (least["producers.slots"], least["buffer.batch_groups"]) == (8, 2)
     row = int(str(least["data.max_prompt_tokens"])) + int(str(least["sampling.max_new_tokens"]))

@@ -105,6 +105,28 @@ def test_what_has_no_text_is_refused_with_the_reason(code: str, says: str, tmp_p
     assert not (tmp_path / "code").exists()
 
 
+def test_the_types_of_a_function_travel_if_they_can(tmp_path: Path) -> None:
+    """Whoever reads the types of a loss finds them; those without a text are no reason to refuse it."""
+    done = in_main(
+        tmp_path,
+        """
+        import types
+        from fractions import Fraction
+        Secret = types.SimpleNamespace(kind=open)
+
+        def loss(inputs: Fraction, secret: Secret, *, most: float = 2.0) -> "Fraction":
+            return inputs
+
+        print(written(loss))
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    code = f"import typing, asyncrl.plugins as p; f = p.load_object('{tmp_path}/code/functions.py:loss', code='x'); "
+    code += "f.__annotations__.pop('secret'); print(typing.get_type_hints(f)['inputs'])"
+    out = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert out.strip() == "<class 'fractions.Fraction'>"
+
+
 def test_a_function_of_a_module_keeps_its_name(tmp_path: Path) -> None:
     assert write_functions(tmp_path / "code", [textwrap.dedent]) == ["textwrap:dedent"]
     assert not (tmp_path / "code").exists()

@@ -45,6 +45,8 @@ MODELS: dict[str, dict[str, Any]] = {
                  "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "model_type": "qwen3"},
     "Qwen3-14B": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
                   "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "model_type": "qwen3"},
+    "Qwen3-32B": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+                  "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "model_type": "qwen3"},
 }  # fmt: skip
 MODELS["Qwen2.5-7B-Instruct"] = MODELS["Qwen2.5-Coder-7B-Instruct"] = MODELS["Qwen2.5-7B"]
 SMALL = {
@@ -117,7 +119,18 @@ def stand_ins(config: Config) -> None:
 
 
 def test_all_kinds_of_use_have_an_example() -> None:
-    wanted = {"grpo-gsm8k", "dapo", "ppo-critic", "lora", "megatron", "ascend", "multi-turn", "math-gspo", "code"}
+    wanted = {
+        "grpo-gsm8k",
+        "dapo",
+        "ppo-critic",
+        "lora",
+        "megatron",
+        "ascend",
+        "multi-turn",
+        "math-gspo",
+        "code",
+        "qwen3-32b",
+    }
     assert wanted <= {path.stem for path in EXAMPLES} and len(SHIPPED) >= 17
 
 
@@ -144,11 +157,11 @@ def test_an_example_fits_its_devices_by_the_estimate(path: Path) -> None:
     memory = estimate(config, MODELS[Path(config.model.path).name], TARGETS["all"], accelerator=True)
     room = (64 if config.learner.device == "npu" else 80) * 10**9
     used = {one.role: one.total_bytes for one in memory if one.place == "device"}
-    assert set(used) == {"learner", "producer"}
+    assert set(used) == {"learner"} | ({"producer"} if config.producers.engine in ("hf", "vllm") else set())
     assert used["learner"] <= 0.95 * room, f"{used['learner'] / GIB:.1f} GiB"
-    [producer] = [one for one in memory if one.role == "producer" and one.place == "device"]
-    weights = sum(part.bytes for part in producer.parts if part.name.startswith("weights"))
-    assert weights <= 0.7 * room, f"{weights / GIB:.1f} GiB of weights leave no room for K/V"
+    for producer in [one for one in memory if one.role == "producer" and one.place == "device"]:
+        weights = sum(part.bytes for part in producer.parts if part.name.startswith("weights"))
+        assert weights <= 0.7 * room, f"{weights / GIB:.1f} GiB of weights leave no room for K/V"
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=names)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ import torch
 from step_lab import Ended, lab_batch, lab_config, required_options, run_steps, shuffled
 
 from asyncrl.config import CriticConfig, LearnerConfig, PreferenceConfig
-from asyncrl.config.sections.algorithm import Aggregation
+from asyncrl.config.sections.algorithm import AGGREGATIONS
 from asyncrl.config.sections.algorithm_catalogue import ADVANTAGES, CORRECTIONS, LOSSES
 
 A = "learner.algorithm."
@@ -31,6 +32,7 @@ TELLING = {
     "correction rejection": ["correction_options.thresholds=[3.0]", "denominator=kept"],
     "correction mis": ["correction_options.level=geometric"],
 }
+OWN = Path(__file__).with_name("own_functions.py")
 #: Beside the names by themselves: settings that look at the whole batch.
 MORE = {
     "weights over their mean": ["correction=tis", "correction_options.batch_normalize=true"],
@@ -41,6 +43,7 @@ MORE = {
     "loglinear": ["proximal=loglinear"],
     "bypass": ["proximal=behaviour", "loss=ppo"],
     "shaping": ["shaping.overlong_buffer=5", "shaping.overlong_filter=true", "entropy_coeff=0.01"],
+    "own KL": ["advantage=reinforce_plus_plus", "kl.where=reward", "kl.coeff=0.1", f"kl.kind={OWN}:huber"],
     "length limit": ["advantage=gae", "/learner.critic.bootstrap=true"],
 }  # fmt: skip
 #: On samples of several rows.
@@ -52,6 +55,7 @@ SESSIONS = {
         "correction_options.options=['token_k2']", "correction_options.thresholds=[0.3]",
     ],
     "rows, critic": ["advantage=gae", "/learner.critic.aggregation=seq-mean-token-mean", "lag.step_scale=sqrt_ess"],
+    "rows, own weights": [f"aggregation={OWN}:root_length", "kl.where=loss", "kl.coeff=0.5", f"kl.kind={OWN}:huber"],
     "rows, each counts": ["aggregation=seq-mean-token-mean", "sequence=row"],
 }  # fmt: skip
 
@@ -80,7 +84,7 @@ CASES: dict[str, list[str]] = {
     for name, entry in table.items()
     if "process" not in entry.needs  # a second language model: tests/distributed/test_process_ranks.py
 }
-CASES |= {f"aggregation {way}": [f"aggregation={way}"] for way in typing.get_args(Aggregation)}
+CASES |= {f"aggregation {way}": [f"aggregation={way}"] for way in AGGREGATIONS}
 CASES |= {
     f"value aggregation {way}": ["advantage=gae", f"/learner.critic.aggregation={way}"]
     for way in literals(CriticConfig, "aggregation")

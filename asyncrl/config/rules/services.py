@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.config.mode import streams
 from asyncrl.config.rules import Conflict, conflict
 from asyncrl.config.sections.environment import AGENT
-from asyncrl.config.sections.tracker import ONLINE
+from asyncrl.config.sections.tracker import ONLINE, tracker_label
 from asyncrl.config.tree import Config
 from asyncrl.plugins import is_place
 
@@ -52,10 +52,10 @@ SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 
 def _tracker_problems(config: Config) -> Iterator[Conflict]:
     trackers = config.trackers
-    if len(set(trackers.use)) < len(trackers.use):
+    if len({tracker_label(name) for name in trackers.use}) < len(trackers.use):
         yield conflict("trackers.use", f"trackers.use names one twice: {', '.join(trackers.use)}")
     for name in trackers.use:
-        if not re.fullmatch(r"[\w-]+", name) or name in ("tensorboard", "prometheus"):
+        if not (is_place(name) or re.fullmatch(r"[\w-]+", name)) or name in ("tensorboard", "prometheus"):
             other = {"tensorboard": "log.tensorboard", "prometheus": "trackers.prometheus_port"}.get(name)
             what = f"{name} is not one of trackers.use" + (f": set {other}" if other else "")
             yield conflict("trackers.use", what, code="config.type")

@@ -13,37 +13,22 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
-from asyncrl.config.sections.base import Count, Positive, Section, Share
+from asyncrl.config.sections.base import Count, Positive, Section, Share, one_of_or_place
 
 Above0 = Annotated[float, Meta(gt=0)]
 From0 = Annotated[float, Meta(ge=0)]
 Kept = Annotated[float, Meta(gt=0, le=1)]
-KLKind = Literal[
-    "auto",
-    "k1",
-    "kl",
-    "abs",
-    "k2",
-    "mse",
-    "k3",
-    "low_var_kl",
-    "k1+",
-    "kl+",
-    "abs+",
-    "k2+",
-    "mse+",
-    "k3+",
-    "low_var_kl+",
-]
-
-Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+KL_KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
+KLKind = Annotated[str, one_of_or_place("auto", *KL_KINDS, *(f"{kind}+" for kind in KL_KINDS))]
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+Aggregation = Annotated[str, one_of_or_place(*AGGREGATIONS)]
 
 
 class KLConfig(Section, frozen=True):
     """`[learner.algorithm.kl]`: divergence from a frozen reference model, in the loss or in the reward."""
 
     where: Literal["off", "loss", "reward"] = "off"  # only one of them: both would penalize the same distance twice
-    kind: KLKind = "auto"  # estimator; auto: k3 in the loss, k1 in the reward
+    kind: KLKind = "auto"  # estimator; auto: k3 in the loss, k1 in the reward; or your own, as 'file.py:name'
     coeff: From0 = 0.001  # weight; the start value with controller = adaptive
     importance_weighted: bool = False  # in the loss: k3 times the ratio current / proximal, unbiased off policy
     controller: Literal["fixed", "adaptive"] = "fixed"  # adaptive: in the reward, towards `target`
@@ -90,7 +75,7 @@ class AlgorithmConfig(Section, frozen=True):
     clip_low: Above0 = 0.2  # PPO losses: lowest ratio is 1 - clip_low
     clip_high: Above0 = 0.28  # PPO losses: highest ratio is 1 + clip_high
     tis_cap: Above0 | Literal["off"] = 2.0  # correction = tis: largest exp(proximal - behaviour)
-    aggregation: Aggregation = "token-mean"  # how the loss is averaged over the batch
+    aggregation: Aggregation = "token-mean"  # how the loss is averaged over the batch; or 'file.py:name'
     sequence: Literal["sample", "row"] = "sample"  # what counts once in seq-mean: a sample with all rows, or each row
     loss_scale_factor: From0 = 0.0  # divisor of seq-mean-token-sum-norm; 0: sampling.max_new_tokens
     denominator: Literal["original", "kept"] = "original"  # whether rejected tokens count in the denominator

@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from asyncrl.config.sections.base import Count, Positive, Section
+from asyncrl.config.sections.base import Count, Positive, Section, one_of_or_place
+
+Sampler = Annotated[str, one_of_or_place("")]
 
 
 class DataConfig(Section, frozen=True):
@@ -16,6 +18,7 @@ class DataConfig(Section, frozen=True):
     source: str = ""  # instead of path: 'module:name' or 'file.py:name' that returns an iterable of rows
     prompt_key: str = "prompt"  # text, or a list of chat messages
     shuffle: bool = True  # a new order in every epoch, by run.seed
+    sampler: Sampler = ""  # instead of shuffle: 'module:name' or 'file.py:name' that orders the rows of each epoch
     max_prompt_tokens: Positive = 1024  # skip longer prompts and record the reason
     response_key: str = "response"  # engine = dataset, mode sft: the answer (or the last message of the prompt)
     chosen_key: str = "chosen"  # engine = dataset, modes dpo and reward_model: the better answer

@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 from msgspec import Meta, field
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.config.sections.base import Count, Positive, Seconds, Section, Share
+from asyncrl.config.sections.base import Count, Positive, Seconds, Section, Share, one_of_or_place
 from asyncrl.config.sections.lora import LoraConfig
 from asyncrl.config.sections.profile import ProfileConfig
+
+Schedule = Annotated[str, one_of_or_place("constant", "linear", "cosine")]
 
 
 class OptimConfig(Section, frozen=True):
@@ -23,7 +25,7 @@ class OptimConfig(Section, frozen=True):
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0  # decoupled weight decay
     momentum: Share = 0.95  # Muon
     warmup_steps: Count = 0  # linear warm-up from 0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; decays to 0 at learner.steps
+    schedule: Schedule = "constant"  # after the warm-up; decays to 0 at learner.steps; or your own, as 'file.py:name'
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0  # clip the global gradient norm to this
 
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from msgspec import Meta, field
 
 from asyncrl.config.sections.base import Seconds, Section
+from asyncrl.plugins import is_place
 
 #: Built-in trackers: name -> their package, and the environment variable of their secret.
 ONLINE: dict[str, tuple[str, str]] = {
@@ -31,13 +32,22 @@ ONLINE: dict[str, tuple[str, str]] = {
 class TrackersConfig(Section, frozen=True):
     """`[trackers]`: destinations of metrics in addition to the JSONL files; TensorBoard is `log.tensorboard`."""
 
-    use: tuple[str, ...] = ()  # wandb, mlflow, swanlab, trackio, callbacks, or names of the group asyncrl.trackers
+    use: tuple[str, ...] = ()  # wandb, mlflow, swanlab, trackio, callbacks, or your own: 'file.py:name'
     project: str = "asyncrl"  # project or experiment there; the run has the name run.name
     offline: bool = False  # send nothing: the data to send is in RUN/trackers
     every_s: Seconds = 2.0  # between two looks at the metrics
     key_file: dict[str, str] = field(default_factory=dict)  # tracker -> file with its secret; else its variable
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # tracker -> arguments of its library
     prometheus_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # metrics at http://127.0.0.1:PORT/metrics; 0: off
+
+
+def tracker_label(name: str) -> str:
+    """The name of a tracker's process and files: of a place its last part.
+
+    >>> tracker_label("wandb"), tracker_label("a/own_tracker.py:Lines")
+    ('wandb', 'Lines')
+    """
+    return name.rpartition(":")[2].replace(".", "-") if is_place(name) else name
 
 
 def secret_of(config: TrackersConfig, name: str) -> str:
