@@ -1,10 +1,15 @@
-"""The files of docker/: linted, and nothing of a run or a key in an image. Building needs a daemon and a network."""
+"""The files of docker/: linted, and nothing of a run or a key in an image. Building needs a daemon and a network.
+
+`make check-docker` also resolves the lines of pip.
+"""
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -37,6 +42,43 @@ def test_extras_exist_and_versions_are_those_of_the_constraints(path: Path) -> N
         assert set(extras.split(",")) <= known
     torch = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert torch and set(re.findall(r"torch==([\d.]+)", path.read_text())) == {torch[1]}
+
+
+def pip_lines() -> list[tuple[str, str]]:
+    """The file, and the words after `pip install`, of every line that installs."""
+    found = []
+    for path in FILES:
+        text = path.read_text().replace("\\\n", " ")
+        found += [(path.name, words.strip()) for words in re.findall(r"-m pip install ([^&\n]+)", text)]
+    return found
+
+
+def test_every_line_of_pip_is_found() -> None:
+    lines = pip_lines()
+    assert {name for name, _ in lines} == {path.name for path in FILES} and len(lines) == 8
+    assert sum(path.read_text().count("pip install") for path in FILES) == len(lines)
+
+
+def answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=20).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not os.environ.get("RESOLVE_PIP_LINES"), reason="make check-docker: asks the package index")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("name", "words"), pip_lines())
+def test_lines_of_pip_resolve(name: str, words: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--disable-pip-version-check"]
+    given = [word for word in shlex.split(words) if word != "--no-cache-dir"]
+    if "--index-url" in given and not answers(index := given[given.index("--index-url") + 1]):
+        pytest.skip(f"{index} does not answer")
+    # Packages that build with the image's own torch find that of this environment.
+    command += [] if "--no-build-isolation" in given else ["--ignore-installed"]
+    done = subprocess.run([*command, *given], cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, f"{name}: pip install {words}\n{done.stdout}{done.stderr}"
 
 
 def test_an_image_gets_the_sources_and_no_more() -> None:
