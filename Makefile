@@ -68,7 +68,8 @@ test-node: $(STAMP)
 
 # The files of docker/: the linter, and what pip would install for each of their lines (asks the package index).
 check-docker: $(STAMP)
-	RESOLVE_PIP_LINES=1 timeout --foreground -s INT -k 60 1800 $(BIN)/python -m pytest -n 0 tests/unit/test_docker.py
+	$(BIN)/pip install -q --disable-pip-version-check uv
+	RESOLVE_PIP_LINES=1 timeout --foreground -s INT -k 60 600 $(BIN)/python -m pytest -n 0 tests/unit/test_docker.py
 
 # The long forms: more schedules, more faults, more kill points (about half an hour).
 chaos: redis
