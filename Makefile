@@ -13,7 +13,7 @@ RUN_TESTS = PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo recipe-reasoning test test-long test-node check unit chaos mutation fuzz install clean redis bwrap bench bench-learner docs screenshots docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
+.PHONY: demo recipe-reasoning test test-long test-node check check-docker unit chaos mutation fuzz install clean redis bwrap bench bench-learner docs screenshots docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
 
 install: $(STAMP)
 
@@ -65,6 +65,11 @@ NODE_EXAMPLE = examples/reward-worker-js
 test-node: $(STAMP)
 	cd $(NODE_EXAMPLE) && timeout 300 npm ci --ignore-scripts --no-audit --no-fund
 	timeout --foreground -s INT -k 60 300 $(BIN)/python -m pytest -n 0 tests/contract/test_reward_worker_js.py
+
+# The files of docker/: the linter, and what pip would install for each of their lines (asks the package index).
+check-docker: $(STAMP)
+	$(BIN)/pip install -q --disable-pip-version-check uv
+	RESOLVE_PIP_LINES=1 timeout --foreground -s INT -k 60 600 $(BIN)/python -m pytest -n 0 tests/unit/test_docker.py
 
 # The long forms: more schedules, more faults, more kill points (about half an hour).
 chaos: redis

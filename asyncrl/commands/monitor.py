@@ -113,7 +113,10 @@ def add_metrics(commands: Commands) -> None:
         example="asyncrl metrics runs/my --port 9464",
     )
     add_folder(one)
-    one.add_argument("--port", type=_port, metavar="N", help="serve http://127.0.0.1:N/metrics until Ctrl-C")
+    one.add_argument("--port", type=_port, metavar="N", help="serve http://HOST:N/metrics until Ctrl-C")
+    one.add_argument("--host", default="127.0.0.1", help="address to serve at; beyond loopback --key-file is required")
+    one.add_argument("--key-file", default="", metavar="FILE", help="file with the key that each request must have")
+    one.add_argument("--cert-file", default="", metavar="FILE", help="serve https with this certificate and key (PEM)")
     one.set_defaults(run=_metrics)
 
 
@@ -127,4 +130,6 @@ def _port(text: str) -> int:
 def _metrics(args: argparse.Namespace) -> int:
     from asyncrl.monitor.prometheus import metrics_command
 
-    return metrics_command(args.folder, port=args.port)
+    return metrics_command(
+        args.folder, port=args.port, host=args.host, key_file=args.key_file, cert_file=args.cert_file
+    )

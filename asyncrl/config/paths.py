@@ -32,6 +32,8 @@ READ = (
     "judge.model",
     "judge.api_key_file",
     "sandbox.paths",
+    "trackers.prometheus_key_file",
+    "trackers.prometheus_cert_file",
 )
 #: Settings that name files or folders that are written, or that may not exist yet.
 WRITTEN = ("run.dir", "network.key_file", "weightsync.disk_dir", "producers.python", "cluster.folder")

@@ -3,16 +3,19 @@
 Guarantees:
 1. names are `asyncrl_` and the catalogue's, with its meaning and unit as help, and the labels run, role and name;
    members of open families have the part after the slash as a label (`asyncrl_reward{part="exact"}`);
-2. it listens only on loopback and answers only GET /metrics. Another Host than loopback is refused (a web page that
-   resolves its name to 127.0.0.1), and no page of another origin may read the answer;
+2. it answers only GET /metrics, and listens on loopback unless there is a key that every request must have
+   (`Authorization: Bearer KEY`, else 401). On loopback another Host is refused (a web page that resolves its name to
+   127.0.0.1), and no page of another origin may read the answer;
 3. it only reads files of the run, so no role notices a scrape. Workers without a line for `STALE_S` are left out;
    `asyncrl_line_age_s` is the age of each newest line.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -21,20 +24,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from asyncrl.config import Config, load
-from asyncrl.errors import error_for
+from asyncrl.config.sections.tracker import read_prometheus_access
+from asyncrl.errors import ConfigError, error_for
 from asyncrl.metrics import CATALOGUE, OPEN, Metric
 from asyncrl.metrics.log import TAIL_BYTES
+from asyncrl.net.http_access import LOCAL, Access, read_access
 from asyncrl.net.http_server import LimitedHandler, LimitedHTTPServer
 from asyncrl.runtime import role
 from asyncrl.runtime.liveness import Sign, Ticker
 from asyncrl.runtime.metrics_tail import Following, Heard
 from asyncrl.runtime.run_dir import RunDir
 
-HOST = "127.0.0.1"
 HOSTS = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
 STALE_S = 60.0
 LOOK_S = 0.5
 CONTENT = "text/plain; version=0.0.4; charset=utf-8"
+HEADERS = {401: ("WWW-Authenticate", "Bearer"), 405: ("Allow", "GET")}  # headers that a refusal must have
 SINCE_START = "since the start"  # words of the catalogue for numbers that only grow while their process lives
 WORKERS = frozenset({"producer", "reward"})
 #: Open family -> its name here, and the name of its label.
@@ -149,16 +154,19 @@ class Newest:
 
 
 class Handler(LimitedHandler):
-    """GET /metrics, for loopback's own names."""
+    """GET /metrics: on loopback for its own names, with the key if there is one."""
 
     server_version = "asyncrl"
     sys_version = ""
     newest: Newest
+    access: Access
 
     def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
         """Send the metrics, or the reason of a refusal."""
-        if not HOSTS.fullmatch(self.headers.get("Host", "")):
+        if self.access.is_local and not HOSTS.fullmatch(self.headers.get("Host", "")):
             self._answer(403, "this answers to 127.0.0.1, localhost and [::1] alone\n")
+        elif not self.access.admits(self.headers.get("Authorization", "")):
+            self._answer(401, "Authorization: Bearer KEY\n")
         elif self.path.partition("?")[0] != "/metrics":
             self._answer(404, "GET /metrics\n")
         else:
@@ -178,8 +186,8 @@ class Handler(LimitedHandler):
         self.send_header("Content-Type", content)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Connection", "close")
-        if code == 405:
-            self.send_header("Allow", "GET")
+        if code in HEADERS:
+            self.send_header(*HEADERS[code])
         self.end_headers()
         self.wfile.write(data)
 
@@ -188,25 +196,29 @@ class Handler(LimitedHandler):
 
 
 class Server(LimitedHTTPServer):
-    """On loopback; port 0 takes a free one (`server_port`). Raises `net.port_in_use`."""
+    """Port 0 takes a free one (`server_port`). Raises `net.port_in_use`, or `config.network` for a foreign address."""
 
     allow_reuse_address = True
 
-    def __init__(self, run: RunDir, port: int) -> None:
-        handler = type("RunHandler", (Handler,), {"newest": Newest(run)})
+    def __init__(self, run: RunDir, port: int, access: Access = LOCAL) -> None:
+        self.access = access
+        self.address_family = socket.AF_INET6 if ":" in access.host else socket.AF_INET
+        handler = type("RunHandler", (Handler,), {"newest": Newest(run), "access": access})
         try:
-            super().__init__((HOST, port), handler)
+            super().__init__((access.host, port), handler, tls=access.tls)
         except OSError as error:
-            raise error_for("net.port_in_use", f"{HOST}:{port}: {error.strerror}", where="prometheus") from None
+            code = "net.port_in_use" if error.errno == errno.EADDRINUSE else "config.network"
+            what = f"{access.join_port(port)}: {error.strerror}"
+            raise error_for(code, what, where="prometheus", remedy="choose another address or port") from None
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.server_port}/metrics"
+        return f"http{'s' * bool(self.access.tls)}://{self.access.join_port(self.server_port)}/metrics"
 
 
-def serve(run: RunDir, port: int, stop: role.Stop, *, say: Callable[[str], None]) -> None:
+def serve(run: RunDir, port: int, access: Access, stop: role.Stop, *, say: Callable[[str], None]) -> None:
     """Answer until the end is requested."""
-    server = Server(run, port)
+    server = Server(run, port, access)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True)
     thread.start()
     say(f"metrics of {run.root} at {server.url}")
@@ -219,24 +231,30 @@ def serve(run: RunDir, port: int, stop: role.Stop, *, say: Callable[[str], None]
         thread.join(timeout=5.0)
 
 
-def metrics_command(folder: Path, *, port: int | None) -> int:
+def metrics_command(
+    folder: Path, *, port: int | None, host: str = LOCAL.host, key_file: str = "", cert_file: str = ""
+) -> int:
     """`asyncrl metrics RUN`: print them once, or serve them until Ctrl-C."""
     run = RunDir(folder).require()
+    access = read_access(host, key_file=key_file, cert_file=cert_file)
     if port is None:
+        if access != LOCAL:
+            raise ConfigError("usage", "--host, --key-file and --cert-file are for --port")
         sys.stdout.write(Newest(run).text())
         return 0
     stop = role.Stop()
     role.install_signals(stop)
-    serve(run, port, stop, say=lambda text: print(text, flush=True))
+    serve(run, port, access, stop, say=lambda text: print(text, flush=True))
     return 0
 
 
 def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     """The body of the exporter process."""
     os.nice(10)
-    run = RunDir(config.run_dir)
+    run, trackers = RunDir(config.run_dir), config.trackers
+    access = read_prometheus_access(trackers)
     with Ticker(Sign(run.alive, role="tracker", name=args.name), every_s=config.log.heartbeat_s):
-        serve(run, config.trackers.prometheus_port, stop, say=lambda text: print(text, flush=True))
+        serve(run, trackers.prometheus_port, access, stop, say=lambda text: print(text, flush=True))
 
 
 def main() -> int:

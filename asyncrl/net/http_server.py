@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import socket
+import ssl
 import sys
 import threading
 from contextlib import suppress
@@ -16,17 +17,27 @@ MOST_CONNECTIONS = 256  # one thread each
 
 class LimitedHTTPServer(http.server.ThreadingHTTPServer):
     """A thread for each connection. Beyond `MOST_CONNECTIONS` the oldest one without a request is closed; if there is
-    none, the new one.
+    none, the new one. With `tls` it speaks HTTPS alone.
     """
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], handler: type[LimitedHandler]) -> None:
+    def __init__(
+        self, address: tuple[str, int], handler: type[LimitedHandler], *, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._tls = tls
         self._idle: dict[socket.socket, None] = {}  # connections without a complete request, oldest first
         self._count = 0
         self._lock = threading.Lock()
         super().__init__(address, handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection. The handshake of TLS is part of its first read, in its own thread and time limit."""
+        connection, address = super().get_request()
+        if self._tls is not None:
+            connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Make room for the connection, and serve it in a thread."""
@@ -60,8 +71,8 @@ class LimitedHTTPServer(http.server.ThreadingHTTPServer):
                 self._count -= 1
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print the error, unless the client went away or was closed to make room."""
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+        """Print the error, unless the client went away, was closed to make room or failed in the handshake of TLS."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError | ssl.SSLError):
             super().handle_error(request, client_address)
 
 

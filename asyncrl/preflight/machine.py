@@ -21,8 +21,9 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.redis_url import restore_password
-from asyncrl.config.sections.tracker import ONLINE
+from asyncrl.config.sections.tracker import ONLINE, read_prometheus_access
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
+from asyncrl.net.http_access import read_secret
 from asyncrl.net.probe import bind_problem, redis_problem
 from asyncrl.plugins import is_place, known_plugins
 from asyncrl.preflight.code import import_problem
@@ -196,22 +197,16 @@ def check_trackers(config: Config) -> Iterator[AsyncRLError]:
         else:
             problems = {str(name): import_problem(str(name)) for name in names}
             yield from (ConfigError("config.extra", what, where=where) for what in problems.values() if what)
-    yield from _check_secrets(config)
-    port = trackers.prometheus_port
-    if port and (problem := bind_problem(f"tcp://127.0.0.1:{port}")):
-        yield ConfigError(problem[0], problem[1], where=f"trackers.prometheus_port = {port}")
-
-
-def _check_secrets(config: Config) -> Iterator[AsyncRLError]:
-    for name, text in config.trackers.key_file.items():
-        path, where = Path(text).expanduser(), f"trackers.key_file.{name}"
+    for name, text in trackers.key_file.items():
         try:
-            secret, mode = path.read_text(encoding="utf-8").strip(), path.stat().st_mode
-        except (OSError, UnicodeDecodeError) as error:
-            yield ConfigError("config.type", f"{text}: {getattr(error, 'strerror', None) or error}", where=where)
-            continue
-        if not secret:
-            yield ConfigError("config.type", f"{text} is empty", where=where)
-        elif mode & 0o077:
-            what = f"{text} holds a secret and others may read it"
-            yield ConfigError("config.type", what, where=where, remedy=f"chmod 600 {text}")
+            read_secret(text, where=f"trackers.key_file.{name}")
+        except ConfigError as error:
+            yield error
+    if port := trackers.prometheus_port:
+        try:
+            access = read_prometheus_access(trackers)
+        except ConfigError as error:
+            yield error
+        else:
+            if problem := bind_problem(f"tcp://{access.join_port(port)}"):
+                yield ConfigError(problem[0], problem[1], where=f"trackers.prometheus_port = {port}")

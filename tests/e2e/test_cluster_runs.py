@@ -25,7 +25,7 @@ def cluster(run: Any, tmp_path: Path) -> Iterator[dict[str, str]]:
     for name in ("sbatch", "srun", "squeue", "scancel", "scontrol"):
         shutil.copy(STANDINS / "slurm.py", programs / name)
         (programs / name).chmod(0o755)
-    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(programs), os.environ["PATH"]])
     env = {**run.environment(), "PATH": path, "SLURM_STANDIN": str(state)}
     yield env
     for number in state.glob("*.json"):
@@ -41,7 +41,7 @@ def free_ports() -> int:
 
 
 def render(run: Any, backend: str, *settings: str) -> Path:
-    jobs: Path = run.folder / "jobs"
+    jobs: Path = run.folder / "my jobs"
     words = [word for setting in settings for word in ("--set", setting)]
     words += ["--set", f"cluster.port={free_ports()}", "--set", "cluster.wait_s=120"]
     done = run.command("launch", "all", str(run.config), "--backend", backend, "--render", str(jobs), *words)
@@ -112,6 +112,7 @@ def test_the_driver_of_ray_places_the_same_commands(run: Any, cluster: dict[str,
     (tmp_path / "fake").mkdir()
     (tmp_path / "fake" / "ray.py").write_text(FAKE_RAY)
     env = {**cluster, "PYTHONPATH": f"{tmp_path / 'fake'}{os.pathsep}{cluster['PYTHONPATH']}"}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{cluster['PATH']}"
     done = subprocess.run(
         [sys.executable, jobs / "driver.py"], env=env, capture_output=True, text=True, timeout=300, check=False
     )

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from e2e_run import Run
+from made_certificate import make_certificate
 
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.trace.history import history_events
@@ -30,6 +31,7 @@ RULES = ROOT / "configs" / "prometheus" / "asyncrl.rules.yml"
 LOOPBACK = "127.0.0.1"
 #: An interpreter with viztracer and playwright.
 PYTHON = os.environ.get("WATCHING_PYTHON", "")
+KEY = "correct-horse-battery"
 #: A CPU has no peak that is known (docs/profiling.md).
 WITHOUT_A_GPU = {"asyncrl_mfu", "asyncrl_mfu_step"}
 #: Names are the catalogue's, everywhere (docs/trackers.md).
@@ -51,9 +53,13 @@ def metrics_port() -> int:
 
 @pytest.fixture(scope="module")
 def going(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, metrics_port: int) -> Iterator[Run]:
-    """A run that goes on until somebody stops it."""
+    """A run that goes on until somebody stops it; every host may read its metrics, with the key."""
     run = Run(tmp_path_factory.mktemp("watched"), tiny_model)
-    settings = ("learner.steps=100000", f"trackers.prometheus_port={metrics_port}")
+    key = run.folder / "metrics.key"
+    key.write_text(f"{KEY}\n")
+    key.chmod(0o600)
+    settings = ["learner.steps=100000", f"trackers.prometheus_port={metrics_port}"]
+    settings += ["trackers.prometheus_host=0.0.0.0", f"trackers.prometheus_key_file={key}"]
     try:
         child = run.start("launch", "all", str(run.config), *(word for one in settings for word in ("--set", one)))
         run.wait("four steps", lambda: len(run.steps()) >= 4 or child.poll() is not None, timeout=120)
@@ -66,14 +72,24 @@ def going(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, metrics_po
 
 
 class Prometheus:
-    """A server that scrapes the run every second."""
+    """A server that scrapes the run every second: with the key, without it, and by https."""
 
-    def __init__(self, folder: Path, metrics_port: int) -> None:
+    def __init__(self, folder: Path, metrics_port: int, https_port: int, trusted: Path) -> None:
         self._url = f"http://{LOOPBACK}:{free_port()}"
         config = folder / "prometheus.yml"
+        key = f"authorization: {{credentials_file: '{folder / 'metrics.key'}'}}"
+        https = f"scheme: https, tls_config: {{ca_file: '{trusted}'}}"
+        jobs = {
+            "asyncrl": (metrics_port, f", {key}"),
+            "without": (metrics_port, ""),
+            "https": (https_port, f", {key}, {https}"),
+        }
         config.write_text(
             f"global: {{scrape_interval: 1s}}\nrule_files: ['{RULES}']\nscrape_configs:\n"
-            f"  - {{job_name: asyncrl, static_configs: [{{targets: ['{LOOPBACK}:{metrics_port}']}}]}}\n"
+            + "".join(
+                f"  - {{job_name: {name}, static_configs: [{{targets: ['{LOOPBACK}:{port}']}}]{more}}}\n"
+                for name, (port, more) in jobs.items()
+            )
         )
         with (folder / "prometheus.log").open("wb") as log:
             self.process = subprocess.Popen(
@@ -114,9 +130,13 @@ class Prometheus:
 def prometheus(going: Run, metrics_port: int) -> Iterator[Prometheus]:
     if not (shutil.which("prometheus") and shutil.which("promtool")):
         pytest.skip("prometheus and promtool are not installed (Debian: apt-get install prometheus)")
-    server = Prometheus(going.folder, metrics_port)
+    trusted, pem = make_certificate(going.folder)
+    https_port = free_port()
+    key = going.folder / "metrics.key"
+    going.start("metrics", str(going.dir), "--port", str(https_port), "--key-file", str(key), "--cert-file", str(pem))
+    server = Prometheus(going.folder, metrics_port, https_port, trusted)
     try:
-        server.until("a scrape of steps", lambda: server.query("asyncrl_step"))
+        server.until("a scrape of steps", lambda: server.query("asyncrl_step{job='asyncrl'}"))
         yield server
     finally:
         server.process.terminate()
@@ -138,6 +158,11 @@ def test_every_expression_of_the_dashboard_has_data(prometheus: Prometheus) -> N
         prometheus.until("data of every expression", all_there)
     except AssertionError:
         pytest.fail(f"no data: {sorted(missing)}")
+    now = time.time()
+    span = {"start": str(now - 30), "end": str(now), "step": "1"}  # as a panel asks
+    for expression in wanted:
+        if expression.partition("{")[0] not in WITHOUT_A_GPU:
+            assert prometheus.get("/api/v1/query_range", query=expression, **span)["result"], expression
     [variable] = [one for one in board["templating"]["list"] if one["type"] == "query"]
     assert variable["query"] == "label_values(asyncrl_step, run)"
     assert prometheus.get("/api/v1/label/run/values", **{"match[]": "asyncrl_step"}) == ["test"]
@@ -145,8 +170,18 @@ def test_every_expression_of_the_dashboard_has_data(prometheus: Prometheus) -> N
     assert names >= {"buffer", "learner", "producer-0", "producer-1", "reward-0", "weightsync"}
 
 
+def test_it_reads_the_metrics_with_the_key_alone(prometheus: Prometheus) -> None:
+    prometheus.until("a scrape by https", lambda: prometheus.query("asyncrl_step{job='https'}"))
+    targets = {one["labels"]["job"]: one for one in prometheus.get("/api/v1/targets")["activeTargets"]}
+    assert {name: one["health"] for name, one in targets.items()} == {"asyncrl": "up", "https": "up", "without": "down"}
+    assert "401" in targets["without"]["lastError"], targets["without"]
+
+
 def test_the_text_is_what_promtool_takes(prometheus: Prometheus, metrics_port: int) -> None:
-    with urllib.request.urlopen(f"http://{LOOPBACK}:{metrics_port}/metrics", timeout=60) as answer:
+    request = urllib.request.Request(
+        f"http://{LOOPBACK}:{metrics_port}/metrics", headers={"Authorization": f"Bearer {KEY}"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
         text = answer.read()
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60, check=False)
     said = (done.stdout + done.stderr).decode().splitlines()

@@ -18,7 +18,15 @@ from asyncrl.net.keys import write_keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HERE, THERE = "10.231.77.1", "10.231.77.2"
-BUFFER, SYNC = 15555, 15556
+BUFFER, SYNC, METRICS = 15555, 15556, 15557
+SCRAPE = """
+import sys, urllib.error, urllib.request
+request = urllib.request.Request(sys.argv[1], headers={"Authorization": f"Bearer {sys.argv[2]}"})
+try:
+    print(urllib.request.urlopen(request, timeout=30).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
 
 
 def ip(*words: str) -> subprocess.CompletedProcess[str]:
@@ -62,6 +70,21 @@ def status_from(there: list[str], run: Any, *words: str) -> subprocess.Completed
     )
 
 
+def scrapes_from(there: list[str], run: Any) -> list[str]:
+    """Answers of the metrics page to the other host: with the key of the page, and with another one."""
+    key = run.folder / "metrics.key"
+    key.touch(mode=0o600)
+    key.write_text("correct-horse-battery")
+    words = ("--port", str(METRICS), "--host", HERE, "--key-file", str(key))
+    url = run.start("metrics", str(run.dir), *words).stdout.readline().split()[-1]
+    assert url == f"http://{HERE}:{METRICS}/metrics"
+    commands = [[*there, sys.executable, "-c", SCRAPE, url, word] for word in (key.read_text(), "another-long-key")]
+    return [
+        subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+        for command in commands
+    ]
+
+
 def producers_of(run: Any) -> set[str]:
     return {line["producer"] for line in run.lines("history.jsonl") if line.get("e") == "sample"}
 
@@ -92,6 +115,7 @@ def test_another_host_is_answered_with_a_key_of_the_run_alone(run: Any, there: l
     refused = [status_from(there, run), status_from(there, run, "--key", str(stranger))]
     assert with_key.returncode == 0, with_key.stdout + with_key.stderr + run.logs()
     assert [one.returncode for one in refused] == [69, 69], refused
+    assert scrapes_from(there, run) == ["200", "401"]
     main.terminate()
     main.communicate(timeout=60)
 

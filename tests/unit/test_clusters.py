@@ -1,10 +1,13 @@
 """The rendered jobs: whole, readable by those who run them, and without a secret in them."""
 
 import ast
+import functools
 import json
+import operator
 import os
 import shlex
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,9 @@ dir = "/data/my runs/it's"
 redis_url = "redis://u:topsecret@host"
 store = "redis"
 """
-SITE = Site(folder="/shared/my jobs", work="/shared/it's work", keys="/shared/my jobs/keys")
+SITE = Site(
+    folder="/shared/my jobs", work="/shared/it's work", keys="/shared/my jobs/keys", programs="/shared/it's env/bin"
+)
 
 
 def config(**settings: Any) -> Config:
@@ -69,7 +74,8 @@ def test_the_same_configuration_gives_the_same_files_without_a_secret(backend: s
 
 
 def directives(text: str) -> dict[str, str]:
-    lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    lines = [word for line in text.splitlines() if line.startswith("#SBATCH ") for word in shlex.split(line)[1:]]
+    lines = [line.removeprefix("--") for line in lines]
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
@@ -95,6 +101,7 @@ def test_slurm_scripts_are_shell_and_say_what_they_need() -> None:
             assert "| head" not in text and "exit}" not in text
             assert "module load cuda" in text and f"cd {shlex.quote(SITE.work)}" in text
     producers, learner = directives(files["producers.sbatch"]), directives(files["learner.sbatch"])
+    assert learner["output"] == "/shared/my jobs/logs/learner-%j.out", "one word, spaces and all"
     assert producers["array"] == "0-6" and producers["gpus-per-node"] == "2" and "requeue" in producers
     assert learner["gpus-per-node"] == "4" and learner["nodes"] == "1" and "array" not in learner
     for one in (producers, learner, directives(files["services.sbatch"])):
@@ -105,6 +112,32 @@ def test_slurm_scripts_are_shell_and_say_what_they_need() -> None:
     assert "producer.key" in files["producers.sbatch"] and "server.key" not in files["producers.sbatch"]
     assert "server.key" in files["learner.sbatch"]
     assert "gpus-per-node" not in directives(files["services.sbatch"])
+
+
+PYTHON = '#!/bin/sh\n[ "$1" = -c ] && exec true\necho "$0" "$@"\n'
+
+
+@pytest.mark.parametrize("chosen", ["rendered", "setup", "nowhere"])
+def test_slurm_scripts_use_the_environment_that_rendered_them(tmp_path: Path, chosen: str) -> None:
+    """Or the one that `cluster.setup` activates; without either a message names both the host and the environment."""
+    site = Site(str(tmp_path), str(tmp_path), str(tmp_path / "keys"), programs=str(tmp_path / "my env" / "bin"))
+    places = {"rendered": site.programs, "setup": str(tmp_path / "other"), "bare": str(tmp_path / "bare")}
+    for name, place in places.items():
+        Path(place).mkdir(parents=True)
+        if name in (chosen, "bare"):
+            (Path(place) / "python").write_text(PYTHON if name == chosen else "#!/bin/sh\nexit 1\n")
+            (Path(place) / "python").chmod(0o755)
+    setup = [f"export PATH={places['setup']}:$PATH"] if chosen == "setup" else []
+    rendered = cluster_config(parse(TEXT, overrides=[f"cluster.setup={json.dumps(setup)}"]), site)
+    script = render(rendered, site, backend="slurm")["services.sbatch"]
+    env = {"PATH": f"{places['bare']}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60, check=False)
+    if chosen == "nowhere":
+        assert done.returncode == 2 and site.programs in done.stderr and places["bare"] in done.stderr, done.stderr
+        assert "cluster.setup" in done.stderr and not (tmp_path / "address").exists(), "nothing was started"
+    else:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"{places[chosen]}/python -m asyncrl launch services"), done.stdout
 
 
 def test_a_gang_on_several_hosts_meets_at_the_first() -> None:
@@ -130,25 +163,56 @@ def objects(backend: str, name: str, **settings: Any) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(made(backend, **settings)[name]))
 
 
-@pytest.mark.parametrize("prometheus", [0, 9100])
-@pytest.mark.parametrize("setup", [[], ["source /data/venv/bin/activate", 'echo "it\'s: on"']])
-def test_kubernetes_manifests_fit_their_schemas(setup: list[str], prometheus: int) -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="the schemas come with kubernetes-validate")
-    settings: dict[str, Any] = {
-        "cluster__setup": setup,
+#: Every kind of manifest that settings can make.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gang of two hosts": {
         "cluster__producers": 3,
         "cluster__producer_gpus": 1,
         "cluster__learner_gpus": 8,
+        "cluster__learner_hosts": 2,
         "cluster__preemptible_class": "spot",
         "learner__ranks": 8,
-        "cluster__learner_hosts": 2,
-        "trackers__prometheus_port": prometheus,
-    }
-    files = made("k8s", **settings)
+    },
+    "root with lines of set-up": {
+        "cluster__user": 0,
+        "cluster__folder": "/data/work",
+        "cluster__setup": ["source /data/venv/bin/activate", 'echo "it\'s: on"'],
+    },
+    "judges on NPUs": {
+        "cluster__reward_gpus": 2,
+        "cluster__gpu_resource": "huawei.com/Ascend910",
+        "cluster__memory": "16000",
+        "cluster__namespace": "team",
+    },
+    "open networks": {
+        "trackers__prometheus_port": 9100,
+        "trackers__prometheus_host": "0.0.0.0",
+        "trackers__prometheus_key_file": "/data/metrics.key",
+        "weightsync__transport": "collective",
+    },
+}
+OLDEST = "1.29"  # older schemas require both onPodConditions and onExitCodes of a rule; the servers refuse both
+#: Maps of Kubernetes whose keys are free.
+FREE = {"labels", "matchLabels", "data", "limits", "requests"}
+
+
+@pytest.fixture
+def validate(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any], str], None]:
+    """Refuses what the schema of a version of Kubernetes does not know, or knows of another type."""
+    package = pytest.importorskip("kubernetes_validate", reason="the schemas come with kubernetes-validate")
+    monkeypatch.setattr(package.utils, "schema_contents", functools.cache(package.utils.schema_contents))
+    return lambda document, version: package.validate(document, version or package.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kubernetes_manifests_fit_their_schemas(validate: Callable[[dict[str, Any], str], None], variant: str) -> None:
+    files = made("k8s", **VARIANTS[variant])
     seen = []
     for name in (name for name in files if name.endswith(".yaml")):
         for one in yaml.safe_load_all(files[name]):
-            validate.validate(one, "1.31", strict=True)
+            for version in (OLDEST, "1.31", ""):
+                validate(one, version)
             seen.append((one["kind"], one["metadata"]["name"]))
     assert sorted(seen) == [
         ("ConfigMap", "my-run-3-config"),
@@ -160,9 +224,33 @@ def test_kubernetes_manifests_fit_their_schemas(setup: list[str], prometheus: in
         ("Service", "my-run-3-learner"),
         ("Service", "my-run-3-services"),
     ]
-    broken = yaml.safe_load(files["config.yaml"]) | {"dat": {}}
-    with pytest.raises(Exception, match="dat"):  # its own class of error, which is not exported by a stable name
-        validate.validate(broken, "1.31", strict=True)
+
+
+def tables(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all maps in a document whose keys Kubernetes names."""
+    if isinstance(value, dict):
+        if not FREE & {*path[-1:]}:
+            yield path
+            for key, inner in value.items():
+                yield from tables(inner, (*path, key))
+    elif isinstance(value, list):
+        for place, inner in enumerate(value):
+            yield from tables(inner, (*path, place))
+
+
+def test_a_wrong_field_anywhere_does_not_fit(validate: Callable[[dict[str, Any], str], None]) -> None:
+    files, tried = made("k8s", **VARIANTS["gang of two hosts"]), 0
+    for name in (name for name in files if name.endswith(".yaml")):
+        for document in yaml.safe_load_all(files[name]):
+            for path in tables(document):
+                if document["kind"] == "Service" and path[-1:] == ("selector",):
+                    continue  # there a map of labels
+                wrong = yaml.safe_load(yaml.safe_dump(document))
+                functools.reduce(operator.getitem, path, wrong)["wrongField"] = "x"
+                with pytest.raises(Exception, match="wrongField"):
+                    validate(wrong, "1.31")
+                tried += 1
+    assert tried > 150, tried
 
 
 def test_pods_get_what_their_role_needs_and_no_more() -> None:
@@ -280,11 +368,13 @@ def test_pods_find_their_files_on_the_volume(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.toml").write_text(TEXT.replace("/data/my runs/it's", "runs/mine"))
     target = tmp_path / "jobs"
-    settings = ["cluster.claim=shared", "buffer.redis_url=redis://host"]
+    settings = ["cluster.claim=shared", "buffer.redis_url=redis://host", "trackers.prometheus_port=9464"]
+    settings += ["trackers.prometheus_host=0.0.0.0", "trackers.prometheus_key_file=/data/metrics.key"]
     assert render_command(Path("my.toml"), settings, backend="k8s", folder=target) == 0
     inside = parse(yaml.safe_load((target / "config.yaml").read_text())["data"]["config.toml"])
     assert (inside.run.dir, inside.model.path) == ("runs/mine", "/data/model"), "from where the pods begin"
-    for setting in ("run.dir=/home/me/run", "model.path=/models/x", "data.path=/data/a.jsonl,/b.jsonl"):
+    key = "trackers.prometheus_key_file=/etc/metrics.key"
+    for setting in ("run.dir=/home/me/run", "model.path=/models/x", "data.path=/data/a.jsonl,/b.jsonl", key):
         with pytest.raises(ConfigErrors, match="volume"):
             render_command(Path("my.toml"), [*settings, setting], backend="k8s", folder=target)
     with pytest.raises(ConfigErrors, match="max_staleness"):  # what can be known here is still said here

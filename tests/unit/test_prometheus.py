@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: the text format, what is refused, and that the dashboard names what exists."""
+"""Metrics for Prometheus: the text format, who is refused, and that the dashboard names what exists."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import http.client
 import json
 import re
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
+from made_certificate import make_certificate
 from synthetic_run import START, write_run
 
+from asyncrl.errors import ConfigError
 from asyncrl.metrics import CATALOGUE
-from asyncrl.monitor.prometheus import CONTENT, Newest, Server, series_of, shown_names, text_of
+from asyncrl.monitor.prometheus import CONTENT, Newest, Server, metrics_command, series_of, shown_names, text_of
+from asyncrl.net.http_access import LOCAL, Access, read_access
 from asyncrl.process_plan.plan import TARGETS, plan
 from asyncrl.runtime.metrics_tail import Following, Heard
 from asyncrl.runtime.run_dir import RunDir
@@ -142,20 +148,40 @@ def test_the_alerts_name_metrics_that_exist() -> None:
 # ---------------------------------------------------------------- the server
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(write_run(tmp_path / "run", steps=3), 0)
+@contextmanager
+def serving(folder: Path, access: Access = LOCAL) -> Iterator[Server]:
+    made = Server(write_run(folder / "run", steps=3), 0, access)
     thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
-    thread.join(timeout=60)
+    try:
+        yield made
+    finally:
+        made.shutdown()
+        made.server_close()
+        thread.join(timeout=60)
 
 
-def ask(server: Server, method: str, path: str, *, host: str = "") -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    connection.request(method, path, headers={"Host": host} if host else {})
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with serving(tmp_path) as made:
+        yield made
+
+
+def ask(
+    server: Server,
+    method: str,
+    path: str,
+    *,
+    host: str = "",
+    authorization: str = "",
+    tls: ssl.SSLContext | None = None,
+) -> http.client.HTTPResponse:
+    if tls is None:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    else:
+        connection = http.client.HTTPSConnection("localhost", server.server_port, timeout=30, context=tls)
+    given = {"Host": host, "Authorization": authorization}
+    connection.request(method, path, headers={name: value for name, value in given.items() if value})
     answer = connection.getresponse()
     answer.body = answer.read().decode()  # type: ignore[attr-defined]
     connection.close()
@@ -195,6 +221,104 @@ def test_everything_else_is_refused(server: Server, method: str, path: str, code
 
 def test_it_listens_on_loopback_alone(server: Server) -> None:
     assert server.server_address[0] == "127.0.0.1"
+
+
+KEY = "correct-horse-battery"
+
+
+def secret(path: Path, text: str = f"{KEY}\n", mode: int = 0o600) -> str:
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_with_a_key_every_request_needs_it(tmp_path: Path, host: str) -> None:
+    with serving(tmp_path, read_access(host, key_file=secret(tmp_path / "key"))) as server:
+        wrong = (
+            "",
+            KEY,
+            f"Basic {KEY}",
+            "Bearer",
+            "Bearer ",
+            f"Bearer {KEY}x",
+            f"Bearer {KEY[:-1]}",
+            f"Bearer \xe4{KEY}",
+        )
+        for authorization in wrong:
+            answer = ask(server, "GET", "/metrics", authorization=authorization)
+            assert (answer.status, answer.getheader("WWW-Authenticate")) == (401, "Bearer"), authorization
+            assert "asyncrl_" not in answer.body  # type: ignore[attr-defined]
+        for authorization in (f"Bearer {KEY}", f"bearer {KEY}"):
+            assert ask(server, "GET", "/metrics", authorization=authorization).status == 200
+        assert ask(server, "GET", "/", authorization=f"Bearer {KEY}").status == 404
+        assert ask(server, "GET", "/").status == 401, "without the key nothing is told"
+        other = ask(server, "GET", "/metrics", authorization=f"Bearer {KEY}", host="gpu-1:9464").status
+        assert other == (403 if host == "127.0.0.1" else 200), "its own name beyond loopback is any"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "::", "10.0.0.1", "gpu-1"])
+def test_nothing_beyond_loopback_without_a_key(host: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_access(host, where="trackers.prometheus_")
+    error = refused.value
+    assert error.code == "config.network" and error.where.startswith("trackers.prometheus_host")
+    assert "openssl rand" in error.remedy and "trackers.prometheus_key_file" in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "code", "words"),
+    [
+        (None, 0o600, "config.file", "No such file"),
+        ("\n", 0o600, "config.type", "is empty"),
+        (KEY, 0o640, "config.type", "others may read it"),
+        ("too-short-a-key", 0o600, "config.type", "at least 16"),
+        ("two words of a key that is long", 0o600, "config.type", "one word"),
+    ],
+)
+def test_a_key_that_protects_nothing_is_refused(
+    tmp_path: Path, text: str | None, mode: int, code: str, words: str
+) -> None:
+    path = tmp_path / "key"
+    if text is not None:
+        secret(path, text, mode)
+    with pytest.raises(ConfigError, match=words) as refused:
+        read_access("0.0.0.0", key_file=str(path))
+    assert refused.value.code == code and refused.value.remedy and KEY not in refused.value.render()
+
+
+def test_with_a_certificate_it_speaks_https_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trusted, pem = make_certificate(tmp_path)
+    access = read_access("127.0.0.1", key_file=secret(tmp_path / "key"), cert_file=str(pem))
+    client = ssl.create_default_context(cafile=str(trusted))
+    with serving(tmp_path, access) as server:
+        assert server.url == f"https://127.0.0.1:{server.server_port}/metrics"
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=30):  # shakes no hands
+            answer = ask(server, "GET", "/metrics", authorization=f"Bearer {KEY}", tls=client)
+        assert answer.status == 200 and "asyncrl_step" in answer.body  # type: ignore[attr-defined]
+        assert ask(server, "GET", "/metrics", tls=client).status == 401
+        with pytest.raises((http.client.HTTPException, OSError)):
+            ask(server, "GET", "/metrics", authorization=f"Bearer {KEY}")
+        with pytest.raises(ssl.SSLCertVerificationError):
+            ask(server, "GET", "/metrics", tls=ssl.create_default_context())
+        assert ask(server, "GET", "/metrics", authorization=f"Bearer {KEY}", tls=client).status == 200
+    assert "Traceback" not in capfd.readouterr().err, "a client of another kind is no bug"
+
+
+def test_a_certificate_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="PEM") as refused:
+        read_access("127.0.0.1", cert_file=secret(tmp_path / "metrics.pem", "no certificate"))
+    assert refused.value.code == "config.type"
+
+
+def test_the_command_refuses_what_the_configuration_refuses(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=3)
+    with pytest.raises(ConfigError) as refused:
+        metrics_command(run.root, port=0, host="0.0.0.0")
+    assert refused.value.code == "config.network"
+    with pytest.raises(ConfigError, match="for --port") as refused:
+        metrics_command(run.root, port=None, key_file=secret(tmp_path / "key"))
+    assert refused.value.code == "usage"
 
 
 def test_the_command_prints_and_serves(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ def config(text: str) -> Config:
         ('use = ["wandb"]\noptions = {wandb = {api_key = "x"}}', "wandb.api_key looks like a secret"),
         ('use = ["mlflow"]\noptions = {mlflow = {deep = {Password = "x"}}}', "set MLFLOW_TRACKING_TOKEN or"),
         ("prometheus_port = 70000", "65535"),
+        ('prometheus_host = "0.0.0.0"', "trackers.prometheus_port = 0"),
+        ('prometheus_key_file = "f"', "trackers.prometheus_port = 0"),
         ("every_s = 0", "0"),
     ],
 )
@@ -66,6 +68,22 @@ def test_what_is_missing_is_said_before_the_start(tmp_path: Path) -> None:
     assert any("others may read it" in text for text in wrong("wandb", open_to_all))
     assert not [text for text in wrong("wandb", good) if "file" in text]
     assert secret_of(config(f'use = ["wandb"]\nkey_file = {{wandb = "{good}"}}').trackers, "wandb") == "key"
+
+
+def test_a_metrics_page_beyond_loopback_needs_a_key_before_the_start(tmp_path: Path) -> None:
+    def errors(text: str) -> list[tuple[str, str]]:
+        found = check_trackers(config(f'prometheus_port = 9464\nprometheus_host = "0.0.0.0"\n{text}'))
+        return [(error.code, error.where.partition(" ")[0]) for error in found if error.code != "net.port_in_use"]
+
+    assert errors("") == [("config.network", "trackers.prometheus_host")]
+    key = tmp_path / "key"
+    line = f'prometheus_key_file = "{key}"'
+    assert errors(line) == [("config.file", "trackers.prometheus_key_file")]
+    key.write_text("correct-horse-battery\n")
+    key.chmod(0o600)
+    assert errors(line) == []
+    pem = f'prometheus_cert_file = "{key}"'
+    assert errors(f"{line}\n{pem}") == [("config.type", "trackers.prometheus_cert_file")]
 
 
 def test_pages_and_the_layout_agree() -> None:

@@ -59,6 +59,9 @@ def _tracker_problems(config: Config) -> Iterator[Conflict]:
             other = {"tensorboard": "log.tensorboard", "prometheus": "trackers.prometheus_port"}.get(name)
             what = f"{name} is not one of trackers.use" + (f": set {other}" if other else "")
             yield conflict("trackers.use", what, code="config.type")
+    for key in ("prometheus_host", "prometheus_key_file", "prometheus_cert_file"):
+        if getattr(trackers, key) not in ("", "127.0.0.1") and not trackers.prometheus_port:
+            yield conflict(f"trackers.{key}", f"trackers.{key} is set and trackers.prometheus_port = 0")
     for key in ("key_file", "options"):
         for name in getattr(trackers, key):
             if name not in trackers.use:

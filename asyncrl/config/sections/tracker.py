@@ -13,12 +13,15 @@ Example: `use = ["wandb"]`, `project = "my-model"`, `key_file = {wandb = "/home/
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, field
 
 from asyncrl.config.sections.base import Seconds, Section
 from asyncrl.plugins import is_place
+
+if TYPE_CHECKING:
+    from asyncrl.net.http_access import Access
 
 #: Built-in trackers: name -> their package, and the environment variable of their secret.
 ONLINE: dict[str, tuple[str, str]] = {
@@ -38,7 +41,10 @@ class TrackersConfig(Section, frozen=True):
     every_s: Seconds = 2.0  # between two looks at the metrics
     key_file: dict[str, str] = field(default_factory=dict)  # tracker -> file with its secret; else its variable
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # tracker -> arguments of its library
-    prometheus_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # metrics at http://127.0.0.1:PORT/metrics; 0: off
+    prometheus_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # metrics at http://HOST:PORT/metrics; 0: off
+    prometheus_host: str = "127.0.0.1"  # beyond loopback (0.0.0.0: every interface) it needs prometheus_key_file
+    prometheus_key_file: str = ""  # file with the key that Prometheus must send (its credentials_file); mode 600
+    prometheus_cert_file: str = ""  # https: PEM file with a certificate and its private key; mode 600
 
 
 def tracker_label(name: str) -> str:
@@ -54,3 +60,15 @@ def secret_of(config: TrackersConfig, name: str) -> str:
     """The secret of `trackers.key_file`; empty without one. Raises OSError if the file cannot be read."""
     path = config.key_file.get(name, "")
     return Path(path).expanduser().read_text(encoding="utf-8").strip() if path else ""
+
+
+def read_prometheus_access(config: TrackersConfig) -> Access:
+    """The access to the metrics page. Raises `config.network`, `config.file` and `config.type`."""
+    from asyncrl.net.http_access import read_access
+
+    return read_access(
+        config.prometheus_host,
+        key_file=config.prometheus_key_file,
+        cert_file=config.prometheus_cert_file,
+        where="trackers.prometheus_",
+    )

@@ -12,6 +12,7 @@ with the address of the buffer and a key joins the run. Guarantees:
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -23,7 +24,7 @@ CONFIG_NAME = "config.toml"
 #: Mistakes about files on the pods' volume, which may not be mounted here. Each role checks again when it
 #: starts; a mistake ends its Job at once.
 OF_THE_VOLUME = frozenset(
-    f"config.{what}" for what in ("model", "tokenizer", "data", "reward", "environment", "template", "filter")
+    f"config.{what}" for what in ("model", "tokenizer", "data", "reward", "environment", "template", "filter", "file")
 )
 
 
@@ -64,7 +65,12 @@ def render_command(paths: Sequence[Path], overrides: Sequence[str], *, backend: 
     if errors:
         raise ConfigErrors(errors)
     target = folder.resolve()
-    site = Site(folder=str(target), work=given.cluster.folder or str(Path.cwd()), keys=str(target / "keys"))
+    site = Site(
+        folder=str(target),
+        work=given.cluster.folder or str(Path.cwd()),
+        keys=str(target / "keys"),
+        programs=str(Path(sys.executable).parent),
+    )
     config = cluster_config(given, site)
     target.mkdir(parents=True, exist_ok=True)
     for name, text in render(config, site, backend=backend).items():
@@ -80,6 +86,9 @@ def not_on_volume(config: Config) -> list[ConfigError]:
     """Absolute paths of the run, the model and the prompts that are not on the pods' volume."""
     volume = config.cluster.claim_path
     paths = {"run.dir": config.run.dir, "model.path": config.model.path}
+    paths |= {
+        f"trackers.{key}": getattr(config.trackers, key) for key in ("prometheus_key_file", "prometheus_cert_file")
+    }
     rows = {"data.path": config.data.path, "evaluation.path": config.evaluation.path}
     places = [*paths.items(), *((key, path.strip()) for key, given in rows.items() for path in given.split(","))]
     return [

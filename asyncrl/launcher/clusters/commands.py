@@ -22,11 +22,14 @@ WORKER_KEYS = {"producers": "producer", "rewards": "reward"}  # role -> name of 
 
 
 class Site(NamedTuple):
-    """Places of files on all hosts: the rendered folder, the working directory, the folder of the key files."""
+    """Places of files on all hosts: the rendered folder, the working directory, the folder of the key files, and the
+    programs of the environment that renders.
+    """
 
     folder: str
     work: str
     keys: str
+    programs: str
 
 
 class Shell(str):

@@ -201,8 +201,7 @@ class _Pods:
         """Ranks, and weights by `collective`, have connections without authentication: only pods of this run may
         connect.
 
-        The services accept all pods, because they require a key. So does the Prometheus exporter, which serves no
-        secrets.
+        The services accept all pods, because they require a key. So does the metrics page beyond loopback.
         """
         others = {"key": "app.kubernetes.io/component", "operator": "NotIn", "values": ["services"]}
         run = {"app.kubernetes.io/instance": self.name}

@@ -6,7 +6,8 @@
     learner.sbatch     the gang, on `cluster.learner_hosts` hosts; ends the others when the run is complete
     submit.sh          makes the keys if there are none, submits all four, prints their numbers
 
-Pure. DIR lies on storage that all hosts share.
+Each script uses the environment that rendered it, unless a line of `cluster.setup` chooses another, and ends with a
+message on a host that has neither. Pure. DIR and the environment lie on storage that all hosts share.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shlex
 from collections.abc import Sequence
 
 from asyncrl.config import Config
+from asyncrl.errors import EXIT_CONFIG
 from asyncrl.launcher.clusters.commands import (
     WORKER_KEYS,
     Files,
@@ -29,6 +31,10 @@ from asyncrl.launcher.clusters.commands import (
 
 ADDRESS = Shell('"$ADDRESS"')
 HOST = '"$HOST"'
+OWN_ADDRESS = (
+    "HOST=$(getent ahostsv4 \"$(hostname)\" | awk '$1 !~ /^127\\./ && !found++ {print $1}' || true)",
+    "HOST=${HOST:-127.0.0.1}",
+)
 
 
 def render(config: Config, site: Site) -> Files:
@@ -46,7 +52,8 @@ def _header(config: Config, site: Site, role: str, *, gpus: int = 0, nodes: int 
     cluster = config.cluster
     logs = f"{site.folder}/logs/{role}-%{'A_%a' if role == 'producers' else 'j'}.out"
     options = [
-        f"--job-name={config.cluster_name}-{role}", f"--output={logs}", f"--nodes={nodes}", "--ntasks-per-node=1",
+        f"--job-name={config.cluster_name}-{role}", f"--output={shlex.quote(logs)}", f"--nodes={nodes}",
+        "--ntasks-per-node=1",
         f"--cpus-per-task={cluster.cpus}", f"--mem={cluster.memory}",
         "--open-mode=append",
         *more,
@@ -60,13 +67,25 @@ def _header(config: Config, site: Site, role: str, *, gpus: int = 0, nodes: int 
         options += [f"--{option}={value}"] if value else []
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in (*options, *cluster.options))]
     lines += ["set -eo pipefail", *(f"export {name}={value}" for name, value in environment(config).items())]
-    lines += [f"cd {shlex.quote(site.work)}", *setup_lines(cluster.setup)]
-    lines += [
-        "# The address of this host as others reach it.",
-        "HOST=$(getent ahostsv4 \"$(hostname)\" | awk '$1 !~ /^127\\./ && !found++ {print $1}')",
-        "HOST=${HOST:-127.0.0.1}",
-    ]
+    lines += [*_activate(config, site), "# The address of this host as others reach it.", *OWN_ADDRESS]
     return "\n".join(lines) + "\n"
+
+
+def _activate(config: Config, site: Site) -> list[str]:
+    """The working directory, and a Python that has asyncrl."""
+    programs = shlex.quote(site.programs)
+    return [
+        f"cd {shlex.quote(site.work)}",
+        "# The environment that rendered this; cluster.setup, which follows, may choose another.",
+        f'export PATH={programs}:"$PATH"',
+        *setup_lines(config.cluster.setup),
+        "python -c 'import asyncrl' || {",
+        "    printf '%s: its python (%s) has no asyncrl. Put %s, which rendered this, on storage that all hosts '\\",
+        "'share, or activate another environment in cluster.setup.\\n' \\",
+        f'        "$(hostname)" "$(command -v python || echo none)" {programs} >&2',
+        f"    exit {EXIT_CONFIG}",
+        "}",
+    ]
 
 
 def _services(config: Config, site: Site) -> str:
@@ -139,8 +158,7 @@ def _learner(config: Config, site: Site) -> str:
             "export ADDRESS HEAD",
             "# Each host has an address of its own, which it finds out itself.",
             "run_on_each_host() {",
-            "    HOST=$(getent ahostsv4 \"$(hostname)\" | awk '$1 !~ /^127\\./ && !found++ {print $1}')",
-            "    HOST=${HOST:-127.0.0.1}",
+            *(f"    {line}" for line in OWN_ADDRESS),
             f"    exec {command}",
             "}",
             "export -f run_on_each_host",
@@ -172,8 +190,7 @@ def _submit(config: Config, site: Site) -> str:
         "#!/bin/bash",
         f"# {summary(config)}",
         "set -eo pipefail",
-        f"cd {shlex.quote(site.work)}",
-        *setup_lines(config.cluster.setup),
+        *_activate(config, site),
         f"mkdir -p {folder}/logs",
         f"rm -f {folder}/address",
         f"[ -e {keys}/server.key ] || python -m asyncrl keys {keys}",

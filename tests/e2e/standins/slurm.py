@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ def options_of(script: Path) -> dict[str, str]:
     found = {}
     for line in script.read_text().splitlines():
         if match := re.match(r"#SBATCH --([\w-]+)(?:=(.*))?$", line):
-            found[match[1]] = match[2] or ""
+            found[match[1]] = " ".join(shlex.split(match[2] or ""))
     return found
 
 
