@@ -197,6 +197,12 @@ def check_trackers(config: Config) -> Iterator[AsyncRLError]:
         else:
             problems = {str(name): import_problem(str(name)) for name in names}
             yield from (ConfigError("config.extra", what, where=where) for what in problems.values() if what)
+    yield from _check_secrets(config)
+
+
+def _check_secrets(config: Config) -> Iterator[AsyncRLError]:
+    """Files with keys of trackers and of the metrics page, and the port of that."""
+    trackers = config.trackers
     for name, text in trackers.key_file.items():
         try:
             read_secret(text, where=f"trackers.key_file.{name}")

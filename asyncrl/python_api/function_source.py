@@ -89,7 +89,7 @@ class Source:
                 self._add(used, known[used], of=name)
             elif not hasattr(builtins, used):
                 raise refusal(name, f"it names {used}, which is not defined")
-        for used in sorted(annotations & known.keys() - {name}):  # who reads the types needs them, a call does not
+        for used in sorted(annotations & known.keys() - {name}):  # needed to read the types, not to call it
             with contextlib.suppress(ConfigError):
                 self._add(used, known[used], of=name)
         del self.parts[name]

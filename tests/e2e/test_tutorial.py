@@ -128,12 +128,12 @@ def test_part_2_a_notebook(place: Path) -> None:
     assert len(cells) > 7
     (place / "own_task.py").write_text("\n\n".join(cells))
     said = shell("python own_task.py", place)
-    rewards = [line["reward_mean"] for line in read_lines(place / "runs/marks/metrics/learner.jsonl")]
+    rewards = [line["reward_mean"] for line in read_lines(place / "runs/sums/metrics/learner.jsonl")]
     print(f"reward {rewards[0]:.2f} -> {rewards[-1]:.2f}")
-    assert len(rewards) == 30 and sum(rewards[-5:]) > sum(rewards[:5])
+    assert len(rewards) == 30 and sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
     assert "error[" not in said and "lost 0" in said and "step  30" in said
-    assert "def truncated(" in (place / "runs/marks-truncated/code/functions.py").read_text()
-    assert (place / "marks-model/model.safetensors").exists()
+    assert "def truncated(" in (place / "runs/sums-truncated/code/functions.py").read_text()
+    assert (place / "sums-model/model.safetensors").exists()
 
 
 @pytest.mark.long
