@@ -53,10 +53,17 @@ def write_files(page: Path, folder: Path) -> list[str]:
     return commands
 
 
-def wait_for_steps(run: Path, steps: int) -> None:
+def find_producers(run: Path) -> set[str]:
+    """Producers that have had work of a run."""
+    lines = read_lines(run / "history.jsonl") if (run / "history.jsonl").exists() else []
+    return {line["producer"] for line in lines if line["e"] == "lease"}
+
+
+def wait_for_work(run: Path, producers: int) -> None:
+    """Until the run has a step, and so many producers have had work."""
     until = time.monotonic() + LIMIT_S
-    while len(list(read_lines(run / "metrics" / "learner.jsonl"))) < steps:
-        assert time.monotonic() < until, f"{run} did not come to step {steps}"
+    while not list(read_lines(run / "metrics" / "learner.jsonl")) or len(find_producers(run)) < producers:
+        assert time.monotonic() < until, f"{run}: no step, or less than {producers} producers"
         time.sleep(0.2)
 
 
@@ -74,7 +81,7 @@ def follow(page: Path, folder: Path, *, run: str, failing: tuple[str, ...] = ())
                         ["bash", "-c", command[:-2]], cwd=folder, env=environment(), start_new_session=True
                     )
                 )
-                wait_for_steps(folder / run, 1)
+                wait_for_work(folder / run, len(behind))
             elif command.startswith("sleep"):
                 time.sleep(min(float(command.split()[1]), 8.0))
             elif command == "wait":
@@ -144,10 +151,9 @@ def test_part_3_two_hosts_a_crash_and_a_backup(place: Path) -> None:
     audits = [text for command, text in said.items() if command.startswith("asyncrl audit")]
     assert len(audits) == 2 and all("lost 0" in text and "doubled 0" in text for text in audits), audits
     result = json.loads((place / "runs/two/result.json").read_text())
-    assert result["done"] and result["steps"] == 60 and result["restarts"] >= 1
+    assert result["done"] and result["steps"] == 60 and sum(result["restarts"].values()) >= 1
     assert json.loads((place / "backup/result.json").read_text())["steps"] == 80
-    trained = {line["producer"] for line in read_lines(place / "runs/two/history.jsonl") if line.get("producer")}
-    assert len(trained) >= 2, trained
+    assert len(find_producers(place / "runs/two")) >= 2
 
 
 @pytest.mark.long
