@@ -79,7 +79,7 @@ def _activate(config: Config, site: Site) -> list[str]:
         "# The environment that rendered this; cluster.setup, which follows, may choose another.",
         f'export PATH={programs}:"$PATH"',
         *setup_lines(config.cluster.setup),
-        "python -c 'import asyncrl' || {",
+        "python -c 'import asyncrl, msgspec, zmq' || {",
         "    printf '%s: its python (%s) has no asyncrl. Put %s, which rendered this, on storage that all hosts '\\",
         "'share, or activate another environment in cluster.setup.\\n' \\",
         f'        "$(hostname)" "$(command -v python || echo none)" {programs} >&2',
