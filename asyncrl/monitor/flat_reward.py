@@ -21,18 +21,21 @@ MOVES = 2.0  # standard errors
 
 
 def flat_reward(lines: Sequence[Mapping[str, Any]], config: Config) -> str:
-    """The likely cause, with a remedy; empty while the reward moves, or before `STEPS` steps.
+    """The likely cause, with a remedy; empty while the reward moves or after it has moved, or before `STEPS` steps.
 
     Args:
-        lines: lines of the learner's metrics, one per step, oldest first; the last `STEPS` count.
+        lines: lines of the learner's metrics, one per step, oldest first. The last `STEPS` must be flat, and no other
+            than the first ones.
         config: of the run.
     """
     if config.learner.mode != "rl":
         return ""
-    lines = list(lines)[-STEPS:]
-    rewards = _values(lines, "reward_mean")
+    earlier, lines = list(lines)[:-STEPS], list(lines)[-STEPS:]
+    rewards, first = _values(lines, "reward_mean"), _values(earlier, "reward_mean")[: STEPS // 2]
     if len(rewards) < STEPS or not is_flat(rewards):
         return ""
+    if len(first) > 1 and not is_flat([*first, *rewards[-len(first) :]]):
+        return ""  # a plateau, after the reward has moved
     return f"the reward has not moved in {STEPS} steps ({statistics.fmean(rewards):.3g}): {_cause(lines, config)}"
 
 

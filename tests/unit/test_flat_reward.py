@@ -40,10 +40,22 @@ def test_the_likely_cause_is_named(made: list[dict[str, Any]], changes: dict[str
 
 
 @pytest.mark.parametrize(
-    "made", [lines(STEPS - 1), lines(slope=0.02), lines(slope=-0.02), lines(reward=0.97), [{"step": 1}] * STEPS]
+    "made",
+    [
+        lines(STEPS - 1),
+        lines(slope=0.02),
+        lines(slope=-0.02),
+        lines(reward=0.97),
+        lines(10, slope=0.05) + lines(reward=0.7),
+        [{"step": 1}] * STEPS,
+    ],
 )
 def test_there_is_no_hint_without_a_reason(made: list[dict[str, Any]]) -> None:
     assert flat_reward(made, config()) == ""
+
+
+def test_steps_before_that_were_no_other_do_not_hide_it() -> None:
+    assert flat_reward(lines(STEPS + 15), config()).startswith("the reward has not moved in 20 steps")
 
 
 def test_only_rl_has_a_reward() -> None:
