@@ -27,7 +27,14 @@ from asyncrl.config.mode import present_roles
 from asyncrl.config.paths import name_candidates
 from asyncrl.config.reader import independent_errors
 from asyncrl.errors import AsyncRLError, ConfigErrors, error_for
-from asyncrl.preflight.code import check_algorithm, check_filters, check_plugins, check_rewards, environment
+from asyncrl.preflight.code import (
+    check_algorithm,
+    check_filters,
+    check_plugins,
+    check_rewards,
+    check_torch,
+    environment,
+)
 from asyncrl.preflight.derived import Finding, Starting, derive_findings, list_processes, notes_on
 from asyncrl.preflight.files import check_data, check_folders, check_keys, check_model, data_notes, settle_steps
 from asyncrl.preflight.hub import Settled, settle_hub
@@ -117,6 +124,7 @@ def list_checks(roles: Sequence[str]) -> list[tuple[set[str], Callable[[Config],
         ({*ENGINES}, check_data),
         ({"reward"}, check_rewards),
         ({*ENGINES, "learner"}, check_plugins),
+        ({*ENGINES, "learner"}, lambda config: check_torch(config, roles)),
         ({"buffer"}, check_store),
         ({"buffer"}, check_filters),
         ({"buffer", "learner"}, check_folders),

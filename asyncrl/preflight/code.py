@@ -27,6 +27,7 @@ from asyncrl.config import Config, dump
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.errors import AsyncRLError, ConfigError, error_for, near_miss
 from asyncrl.plugins import is_place, known_plugins
+from asyncrl.process_plan.plan import ENGINES
 from asyncrl.runtime.child_environment import child_environment
 from asyncrl.runtime.model_folder import model_json
 
@@ -137,6 +138,19 @@ def check_plugins(config: Config) -> Iterator[AsyncRLError]:
     python = config.producers.python
     if python and not shutil.which(python):
         yield ConfigError("config.type", f"no interpreter {python!r}", where="producers.python")
+
+
+def check_torch(config: Config, roles: Collection[str]) -> Iterator[AsyncRLError]:
+    """torch and transformers are there for the roles of this host that use them, in the environment of this command."""
+    lacking = " and ".join(name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None)
+    uses = []
+    if "learner" in roles:
+        uses.append(("learner.backend", config.learner.backend, "learner"))
+    if ENGINES & {*roles} and config.producers.engine == "hf" and not config.producers.python:
+        uses.append(("producers.engine", "hf", "hf"))
+    for key, name, extra in uses if lacking else ():
+        what = f"{name!r} needs {lacking}, which this environment lacks"
+        yield ConfigError("config.extra", what, where=key, remedy=f"pip install 'asyncrl[{extra}]'")
 
 
 def check_filters(config: Config) -> Iterator[AsyncRLError]:

@@ -19,7 +19,15 @@ from asyncrl.config.rules.notes import notes
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.evaluation.ids import MAX_ROWS
 from asyncrl.preflight.files import count_rows, data_paths
-from asyncrl.process_plan.plan import MODULES, SERVICES, TARGETS, process_names, role_restarts, role_threads
+from asyncrl.process_plan.plan import (
+    MODULES,
+    SERVICES,
+    TARGETS,
+    is_gang,
+    process_names,
+    role_restarts,
+    role_threads,
+)
 from asyncrl.runtime.run_dir import endpoint
 
 
@@ -144,7 +152,7 @@ def list_processes(config: Config, roles: Sequence[str]) -> list[Starting]:
     where = {
         **{role: f"listens on {endpoint(config, role)}" for role in sorted(SERVICES)},
         "producer": servers or (f"in {producers.python}" if producers.python else ""),
-        "learner": f"torchrun, backend {config.learner.backend}",
+        "learner": f"{'torchrun, ' * is_gang('learner', config)}backend {config.learner.backend}",
     }
     for role in (role for role in present_roles(TARGETS["all"], config) if role in roles):
         count = config.learner.ranks if role == "learner" else len(process_names(role, config))

@@ -1,4 +1,4 @@
-"""Replaces names on the hub by folders and files: `model.path`, `data.path`, `evaluation.path`.
+"""Replaces names on the hub (`model.hub`) by folders and files: `model.path`, `data.path`, `evaluation.path`.
 
 `asyncrl check` asks the hub and says what a launch would fetch; a launch fetches it before any role starts.
 """
@@ -12,7 +12,7 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
 from asyncrl.preflight.memory import format_bytes
-from asyncrl.runtime import hub
+from asyncrl.runtime import hub, modelscope
 from asyncrl.runtime.data_files import split_paths
 
 #: Section -> names of its split, the likeliest first.
@@ -31,14 +31,16 @@ class Settled(NamedTuple):
 def settle_hub(config: Config, *, fetch: bool) -> Settled:
     """`fetch`: also get what is not in the cache."""
     notes, errors, pending = list[str](), list[AsyncRLError](), set[str]()
+    look_up, fetch_files = (
+        (modelscope.look_up, modelscope.fetch) if config.model.hub == "modelscope" else (hub.look_up, hub.fetch)
+    )
 
     def find(text: str, kind: hub.Kind, key: str, splits: tuple[str, ...] = ()) -> hub.OnHub | None:
         """Its files, on this machine; None if they are not here."""
         try:
-            found = hub.look_up(text, kind, splits)
-            found = found.only(hub.split_files(found, text, splits)) if splits else found
+            found = look_up(text, kind, splits)
             missing = sum(found.files.values())
-            found = hub.fetch(found, text, kind) if fetch and missing else found
+            found = fetch_files(found, text, kind) if fetch and missing else found
         except ConfigError as error:
             errors.append(error_for(error.code, error.message, where=f"{key} = {text!r}", remedy=error.remedy))
             pending.add(key)

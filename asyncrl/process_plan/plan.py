@@ -7,7 +7,7 @@ Guarantees:
 4. observers (trackers) come last and belong to the learner: a target without a learner has none.
 
 Example: two producers, one reward worker and one rank are 6 processes: buffer, weightsync, producer-0, producer-1,
-reward-0, learner (and torchrun around the learner's rank). Workers of a `[[judge]]` slow are reward-slow-0 and so on.
+reward-0, learner (with several ranks, torchrun around them). Workers of a `[[judge]]` slow are reward-slow-0 and so on.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ MODULES = {
     "reward": "producers.rewards.main",
     "learner": "learners.main",
 }
+#: What torchrun would set for a single rank: schedulers may have set other values for the launcher.
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 #: Processes that only observe: a run continues without them (`asyncrl.launcher.supervisor`).
 ONLOOKER = "tracker"
 
@@ -104,6 +106,7 @@ def plan(
         for number, (name, judge) in enumerate(_members(role, config, how)):
             own = device_environment(number, places.numbers_for(role), devices)
             own |= {MAY_RENAME: "1"} if role in WORKERS else {}
+            own |= ONE_RANK if role == "learner" and not is_gang(role, config) else {}
             interpreter = config.producers.python if role in ENGINES and config.producers.python else python
             plans.append(
                 ProcessPlan(
@@ -114,7 +117,7 @@ def plan(
                     ),
                     env=environment(role_threads(role, config), python_path) | interfaces(config) | own,
                     restarts=role_restarts(role, config, judge=judge),
-                    gang=role == "learner",
+                    gang=is_gang(role, config),
                     ready=endpoint(config, role) if role in SERVICES else "",
                     judge=judge,
                     inherits=inherited_names(role, config, judge=judge),
@@ -163,6 +166,11 @@ def _members(role: str, config: Config, how: Joining) -> list[tuple[str, str]]:
         if how.judge in (None, judge.name)
         for number in range(judge.count)
     ]
+
+
+def is_gang(role: str, config: Config) -> bool:
+    """Whether torchrun starts the role. One rank needs none, and would begin to import torch after torchrun has."""
+    return role == "learner" and (config.learner.ranks > 1 or config.cluster.learner_hosts > 1)
 
 
 def role_threads(role: str, config: Config) -> int:
@@ -241,10 +249,10 @@ def _command(
     key = how.worker_keys.get(role, how.key)
     if key:
         words += ["--key", key]
-    if role != "learner":
-        return tuple(words)
-    if how.takeover:
+    if role == "learner" and how.takeover:
         words.append("--takeover")
+    if not is_gang(role, config):
+        return tuple(words)
     gang = [python, "-m", *_meeting(config, how), "--max-restarts", "0"]
     gang += ["--monitor-interval", "0.2", "--nproc-per-node", str(config.learner.ranks)]
     return (*gang, "--no-python", python, "-m", "asyncrl.launcher.parent_guard", "--parent", "0", "--", *words)

@@ -1,4 +1,5 @@
 """Models and data sets by their names on the Hugging Face hub, fetched once into the hub's own cache.
+`asyncrl.runtime.modelscope` does the same with ModelScope.
 
 Guarantees:
 1. a name is `owner/name`; a path that exists, or whose first folder exists here, is never taken for one;
@@ -42,10 +43,6 @@ class OnHub(NamedTuple):
     def revision(self) -> str:
         return self.folder.name
 
-    def only(self, names: Sequence[str]) -> OnHub:
-        """With these files alone."""
-        return self._replace(files={name: self.files[name] for name in names})
-
 
 def is_hub_name(text: str) -> bool:
     """Whether a path can only be a name on the hub."""
@@ -54,10 +51,10 @@ def is_hub_name(text: str) -> bool:
 
 
 def look_up(text: str, kind: Kind, splits: Sequence[str] = ()) -> OnHub:
-    """What the hub has under a name; nothing is fetched. Without an answer, what the cache has, if that is whole: all
-    files of a model, or of these splits of a data set. Raises `config.model` or `config.data`.
+    """What the hub has under a name, of a data set the files of one of these splits; nothing is fetched. Without an
+    answer, what the cache has, if that is whole. Raises `config.model` or `config.data`.
     """
-    name, patterns = _split(text, kind)
+    name, patterns = split_name(text, kind)
     try:
         found: Any = _download(name, kind, patterns, dry_run=True)
     except ConfigError as online:
@@ -66,20 +63,27 @@ def look_up(text: str, kind: Kind, splits: Sequence[str] = ()) -> OnHub:
             folder = Path(_download(name, kind, wanted, local_files_only=True))
         except ConfigError:
             raise online from None
-        return OnHub(folder, dict.fromkeys(_files_in(folder, patterns), 0))
-    if not found:
-        raise ConfigError(CODES[kind], f"{text} on the hub has no such files", where=name)
-    folder = Path(found[0].local_path)
-    for _ in PurePosixPath(found[0].filename).parts:
+        return narrow(OnHub(folder, dict.fromkeys(_files_in(folder, patterns), 0)), text, kind, splits)
+    folder = Path(found[0].local_path) if found else Path()
+    for _ in PurePosixPath(found[0].filename).parts if found else ():
         folder = folder.parent
-    return OnHub(folder, {one.filename: one.file_size * one.will_download for one in found})
+    files = {one.filename: one.file_size * one.will_download for one in found}
+    return narrow(OnHub(folder, files), text, kind, splits)
 
 
 def fetch(found: OnHub, text: str, kind: Kind) -> OnHub:
     """Get the files that were found, with a progress bar. Raises `config.model` or `config.data`."""
-    name, _ = _split(text, kind)
+    name, _ = split_name(text, kind)
     folder = _download(name, kind, list(found.files))
     return OnHub(Path(folder), dict.fromkeys(found.files, 0))
+
+
+def narrow(found: OnHub, text: str, kind: Kind, splits: Sequence[str]) -> OnHub:
+    """With the files of one of these splits alone; no splits: with all. Raises `config.model` or `config.data`."""
+    if not found.files:
+        raise ConfigError(CODES[kind], f"{text} on the hub has no such files", where=text)
+    names = split_files(found, text, splits) if splits else found.files
+    return found._replace(files={name: found.files[name] for name in names})
 
 
 def split_files(found: OnHub, text: str, splits: Sequence[str]) -> list[str]:
@@ -105,7 +109,7 @@ def split_files(found: OnHub, text: str, splits: Sequence[str]) -> list[str]:
     )
 
 
-def _split(text: str, kind: Kind) -> tuple[str, list[str]]:
+def split_name(text: str, kind: Kind) -> tuple[str, list[str]]:
     """The name, and the patterns of its files."""
     found = NAME.fullmatch(text)
     assert found is not None, text  # `is_hub_name` was asked
@@ -127,13 +131,15 @@ def _download(name: str, kind: Kind, patterns: Sequence[str], **options: Any) ->
     try:
         return snapshot_download(name, repo_type=kind, allow_patterns=list(patterns), etag_timeout=ASK_S, **options)
     except Exception as error:  # the package raises many kinds, of its own and of its HTTP client
-        said = str(error).split("\n")[0]
-        raise ConfigError(
-            CODES[kind],
-            f"{ABSENT[kind]}, and not on the hub: {said}",
-            where=name,
-            remedy="correct the name; for a private one set HF_TOKEN; without a network name a folder",
-        ) from error
+        raise not_there(name, kind, error, token="HF_TOKEN") from error
+
+
+def not_there(name: str, kind: Kind, error: Exception, *, token: str) -> ConfigError:
+    """`token`: the variable that opens private names."""
+    said = str(error).split("\n")[0]
+    what = f"{ABSENT[kind]}, and not on the hub: {said}"
+    remedy = f"correct the name; for a private one set {token}; without a network name a folder"
+    return ConfigError(CODES[kind], what, where=name, remedy=remedy)
 
 
 def _files_in(folder: Path, patterns: Sequence[str]) -> list[str]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import time
-import zipfile
 from pathlib import Path
 
 import msgspec
@@ -283,28 +281,6 @@ def test_prepare_only_makes_what_is_missing_and_starts_nothing(
     assert (tmp_path / "runs" / "data" / "add.jsonl").exists() and "ready" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(300)
-def test_the_quickstart_is_in_the_wheel(tmp_path: Path) -> None:
-    """From a copy, so that no build folder stays in the checkout; without network."""
-    pytest.importorskip("setuptools", minversion="77")
-    source = tmp_path / "source"
-    left_out = shutil.ignore_patterns(".*", "runs", "*.egg-info", "build", "__pycache__")
-    shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
-    done = subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        packed = wheel.read("asyncrl/configs/quickstart.toml")
-        wheel.extractall(tmp_path / "site")
-    assert packed == (ROOT / "configs" / "quickstart.toml").read_bytes()
-    code = "from asyncrl.demo.demo import quickstart; print(quickstart())"
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30, check=True
-    )
-    assert Path(found.stdout.strip()) == tmp_path / "site" / "asyncrl" / "configs" / "quickstart.toml"
-
-
 # ---------------------------------------------------------------- progress
 
 
@@ -372,17 +348,11 @@ if {role!r} in ("buffer", "weightsync"):
 print("up", flush=True)
 time.sleep({seconds})
 """
-TORCHRUN = """
-import runpy, sys
-cut = sys.argv.index("--")
-sys.argv = sys.argv[cut + 3:]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
 
 
 @pytest.fixture
 def stand_ins(tmp_path: Path) -> Path:
-    """A folder whose modules take the place of the roles, and of torchrun, in child processes."""
+    """A folder whose modules take the place of the roles in child processes."""
     modules = {
         "buffers.main": ("buffer", 60),
         "weightsync.main": ("weightsync", 60),
@@ -394,20 +364,7 @@ def stand_ins(tmp_path: Path) -> Path:
         path = tmp_path / Path(*dotted.split(".")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(ROLE.format(role=role, seconds=seconds))
-    (tmp_path / "torch" / "distributed").mkdir(parents=True)
-    (tmp_path / "learners" / "gang").mkdir()
-    (tmp_path / "torch" / "distributed" / "run.py").write_text(TORCHRUN)
-    (tmp_path / "learners" / "gang" / "local_gang.py").write_text(TORCHRUN)
-    for folder in (
-        "buffers",
-        "weightsync",
-        "producers",
-        "producers/rewards",
-        "learners",
-        "learners/gang",
-        "torch",
-        "torch/distributed",
-    ):
+    for folder in ("buffers", "weightsync", "producers", "producers/rewards", "learners"):
         (tmp_path / folder / "__init__.py").write_text("")
     (tmp_path / "model").mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json"):

@@ -226,7 +226,7 @@ def test_a_dry_run_shows_commands_and_writes_nothing(place: Path, capsys: pytest
     before = sorted(place.rglob("*"))
     assert main(["launch", "all", "a.toml", "--dry-run", "--set", "producers.count=2", "--set", "run.dir=out"]) == 0
     said = capsys.readouterr().out
-    parts = ("-m buffers.main", "--name producer-1", "--nproc-per-node 1", "export OMP_NUM_THREADS=1")
+    parts = ("-m buffers.main", "--name producer-1", "-m learners.main", "export OMP_NUM_THREADS=1")
     assert [part for part in parts if part not in said] == []
     assert "6 processes would start; nothing was started or written" in said
     assert str(place / "out" / "config.toml") in said

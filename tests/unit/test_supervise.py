@@ -105,6 +105,17 @@ def test_plan_is_in_order_and_complete() -> None:
     assert learner.env["OMP_NUM_THREADS"] == "1"
 
 
+def test_one_rank_starts_without_torchrun() -> None:
+    """Which would import torch first, and then start a rank that imports it again."""
+    one = SMALL.replace("ranks = 2", "ranks = 1")
+    [learner] = plan(parse(one), ("learner",), config_path=Path("c"), joining=Joining(takeover=True), python="py")
+    assert learner.argv == ("py", "-m", "learners.main", "--config", "c", "--name", "learner", "--takeover")
+    assert not learner.gang and learner.env["WORLD_SIZE"] == "1"  # whatever a scheduler has set
+    several = parse(f"{one}[cluster]\nlearner_hosts = 2\n")
+    [learner] = plan(several, ("learner",), config_path=Path("c"), joining=Joining(head="h:1"))
+    assert learner.gang and "torch.distributed.run" in learner.argv
+
+
 def test_plan_of_a_joining_launch() -> None:
     joining = Joining(connect="tcp://host:1", key="/k", takeover=True, tag="a1")
     plans = plan(config(), ("producer", "learner", "buffer"), config_path=Path("c"), joining=joining)
