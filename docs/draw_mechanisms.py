@@ -197,6 +197,81 @@ def recovery() -> str:
     return draw_lanes("A learner that was killed trains the recorded batches again", lanes, units=6, axis="steps")
 
 
+def trajectory() -> str:
+    return draw_sequence(
+        "A prompt from its lease to the gradient",
+        ("producer", "buffer", "reward worker", "learner"),
+        (
+            Message("producer", "buffer", "lease: groups to sample"),
+            Message("producer", "producer", "row, prompt, samples"),
+            Message("producer", "buffer", "samples, log-probs"),
+            Message("buffer", "buffer", "segment, then the row"),
+            Message("reward worker", "buffer", "lease, then scores"),
+            Message("learner", "buffer", "claim step N"),
+            Message("buffer", "learner", "the recorded batch"),
+            Message("learner", "learner", "forward, loss, update"),
+            Message("learner", "buffer", "commit step N"),
+        ),
+    )
+
+
+def replay() -> str:
+    lanes = (
+        ("run", [Span(step, step + 1, f"step {step + 1}") for step in range(6)]),
+        ("archive", [Span(step, step + 1, f"batch {step + 1}", "idle") for step in range(6)]),
+        ("replay", [Span(step, step + 1, f"step {step + 1}") for step in range(6)]),
+        ("fork at 3", [Span(0, 3, "checkpoint of step 3", "idle"), Span(3, 6, "new prompts, new settings")]),
+    )
+    return draw_lanes("A replay trains the recorded batches again; a fork goes on from a checkpoint", lanes, units=6)
+
+
+def ranks() -> str:
+    lanes = (
+        (
+            "rank 0",
+            [
+                Span(0, 1, "claim"),
+                Span(1, 2, "cut, pack"),
+                Span(2, 4.4, "micro-batches"),
+                Span(4.4, 5, "step"),
+                Span(5, 6, "publish"),
+            ],
+        ),
+        ("rank 1", [Span(0, 2, "waits", "idle"), Span(2, 4.4, "micro-batches"), Span(4.4, 5, "step")]),
+        ("rank 2", [Span(0, 2, "waits", "idle"), Span(2, 4.4, "micro-batches"), Span(4.4, 5, "step")]),
+    )
+    return draw_lanes("A step of a learner with three ranks: rank 0 alone speaks to the services", lanes, units=6)
+
+
+def sandbox() -> str:
+    return draw_sequence(
+        "A program of the model runs in a sandbox, never in the process of a role",
+        ("reward worker", "child", "sandbox", "program"),
+        (
+            Message("reward worker", "child", "sample, time limit"),
+            Message("child", "sandbox", "program, limits"),
+            Message("sandbox", "program", "no network, no files"),
+            Message("program", "sandbox", "output, exit code"),
+            Message("sandbox", "child", "result, or the limit"),
+            Message("child", "reward worker", "score, or the reason"),
+        ),
+    )
+
+
+def joining() -> str:
+    return draw_sequence(
+        "A process of any host joins a run with an address and a key",
+        ("host d: learner", "host a: services", "host b: producers", "host c: rewards"),
+        (
+            Message("host b: producers", "host a: services", "hello, key, fingerprint"),
+            Message("host a: services", "host b: producers", "leases"),
+            Message("host c: rewards", "host a: services", "samples to score"),
+            Message("host d: learner", "host a: services", "claims and commits"),
+            Message("host d: learner", "host b: producers", "weights: stream or collective"),
+        ),
+    )
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "lag": lag,
     "weights-round": weights,
@@ -205,4 +280,9 @@ PICTURES: dict[str, Callable[[], str]] = {
     "rewards-lease": rewards,
     "environment-turns": turns,
     "recovery": recovery,
+    "trajectory": trajectory,
+    "replay": replay,
+    "ranks": ranks,
+    "sandbox": sandbox,
+    "joining": joining,
 }
