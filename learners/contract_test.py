@@ -288,6 +288,8 @@ def _empty(loss: Callable[[LossInputs], Any]) -> Check:
 
 def check_part(name: str, kind: TestedKind = "loss", options: Mapping[str, Any] | None = None) -> list[Check]:
     """All checks of a part by its name. Raises `config.extra` and others if it cannot be loaded with these options."""
+    if kind in ("aggregation", "kl") and options:
+        raise ConfigError("usage", f"an own {kind} has no options", where="--options", remedy="leave them out")
     if kind == "aggregation":
         return check_aggregation(name)
     if kind == "kl":

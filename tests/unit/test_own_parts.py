@@ -193,6 +193,12 @@ def test_a_tracker_of_a_file_has_a_process_and_a_folder(place: Path) -> None:
         parse(LEAST + '[trackers]\nuse = ["own_tracker.py:Lines", "other.py:Lines"]\n')
 
 
+@pytest.mark.parametrize("kind", ["aggregation", "kl"])
+def test_options_that_would_do_nothing_are_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match="no options"):
+        check_loss("own_kl.py:huber", kind=kind, options={"delta": 2.0})
+
+
 def test_a_callback_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     watch = make_callback("own_callback.py:Watch")
     watch.on_step({"reward_mean": 0.95}, 3)
