@@ -108,8 +108,8 @@ def topr(inputs: LossInputs) -> TokenLoss:
 def sppo(inputs: LossInputs, *, eta: float = 1.0) -> TokenLoss:
     """SPPO (arXiv 2405.00675, equation 4.7) as a loss of tokens, for the advantage win_rate; only seq-mean-token-sum.
 
-    `(sum of (current - proximal) - eta A)^2` of the row, of which each token has an equal part; `A`: mean advantage of
-    the row. `proximal` is the policy of the last iteration.
+    `(sum of (current - proximal) - eta A)^2` of the row, divided equally among its tokens; `A`: mean advantage of the
+    row. `proximal` is the policy of the last iteration.
     """
     lengths = sequence_lengths(inputs.mask, inputs.sequences)
     errors = squared_errors(
