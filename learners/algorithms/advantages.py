@@ -127,6 +127,21 @@ def grpo_passk(
 
 
 @torch.no_grad()
+def win_rate(rollouts: Rollouts, *, scale: float | None = None) -> Estimate:
+    """Win rate against the samples of the group, minus 1/2 (SPPO, arXiv 2405.00675, section 4), in -1/2..1/2.
+
+    The mean over the samples k of the group, the row itself too, of P(row beats k): 1, or 1/2 for equal scores, or 0;
+    with `scale` the logistic of `scale (R - R_k)`, as in a Bradley-Terry model of the scores.
+    """
+    scores = outcome_scores(rollouts.rewards, rollouts.mask)
+    together = rollouts.groups[:, None] == rollouts.groups[None, :]
+    apart = scores[:, None] - scores[None, :]
+    wins = (apart.sign() + 1) / 2 if scale is None else torch.sigmoid(scale * apart)
+    found = (wins * together).sum(-1) / together.sum(-1) - 0.5
+    return Estimate(spread(found, rollouts.mask))
+
+
+@torch.no_grad()
 def passk_training(rollouts: Rollouts, *, k: int = 4, correct_above: float = 0.5) -> Estimate:
     """Analytic advantages of pass@k training (arXiv 2508.10751).
 

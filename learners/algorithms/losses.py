@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from learners.algorithms.covariance_losses import choose_clip_cov, choose_kl_cov, clip_cov, kl_cov
 from learners.algorithms.loss_terms import approx_kl
-from learners.algorithms.sequence_losses import gmpo, gspo, topr, vespo
+from learners.algorithms.sequence_losses import gmpo, gspo, sppo, topr, vespo
 from learners.algorithms.token_losses import aipo, cispo, dppo_kl, dppo_tv, dro, ppo, reinforce, sapo
 from learners.algorithms.types import LossInputs, TokenLoss
 
@@ -41,6 +41,7 @@ __all__ = [
     "ppo",
     "reinforce",
     "sapo",
+    "sppo",
     "topr",
     "vespo",
 ]

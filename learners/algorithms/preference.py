@@ -1,4 +1,4 @@
-"""Preference losses: DPO and its variants, SPPO, Bradley-Terry reward models, pairs from generated samples.
+"""Preference losses: DPO and its variants, SimPO, ORPO, SPPO, Bradley-Terry reward models, pairs of samples.
 
 There are P pairs or S rows. The log-prob of an answer is the SUM over its trained tokens (`tensors.sequence_sums`).
 SPIN (arXiv 2401.01335) is `dpo` with the answer of the data set as chosen, a sample of the previous policy as rejected
@@ -14,7 +14,7 @@ is -log sigmoid(0.2) = 0.5981, hinge 0.8, ipo (2 - 5)^2 = 9.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from torch.nn.functional import logsigmoid
 from asyncrl.errors import ConfigError
 from learners.algorithms.tensors import masked, sequence_lengths, sequence_sums, wide
 
-DPOKind = Literal["sigmoid", "ipo", "hinge"]
+DPOKind = Literal["sigmoid", "ipo", "hinge", "robust"]
+NEARLY_CERTAIN = -1e-6  # log-prob above which odds are those of this one: they would be infinite
 
 
 class PairLoss(NamedTuple):
@@ -58,17 +59,19 @@ def dpo(
 ) -> PairLoss:
     """DPO from the answers' log-probs `[P]`; h: the chosen log-ratio to the reference minus the rejected one.
 
-    sigmoid: `-(1 - e) log s(beta h) - e log s(-beta h)`, e = `label_smoothing` (arXiv 2305.18290, equation 7); ipo:
-    `(h - 1 / (2 beta))^2` (arXiv 2310.12036, equation 17); hinge: `max(0, 1 - beta h)`. Without references, log-ratios
-    are the policy's own log-probs. Lengths (in tokens, both or none) divide the log-ratios for ipo; the implicit
-    rewards `beta * log-ratio` are still those of the sums. Raises `config.type` for an unknown kind, beta <= 0 or a
-    label smoothing outside 0..0.5.
+    sigmoid: `-(1 - e) log s(beta h) - e log s(-beta h)`, e = `label_smoothing` (arXiv 2305.18290, equation 7); robust:
+    `(-(1 - e) log s(beta h) + e log s(-beta h)) / (1 - 2 e)`, unbiased if a share e of the labels is wrong (arXiv
+    2403.00409, equation 12); ipo: `(h - 1 / (2 beta))^2` (arXiv 2310.12036, equation 17); hinge: `max(0, 1 - beta h)`.
+    Without references, log-ratios are the policy's own log-probs. Lengths (in tokens, both or none) divide the
+    log-ratios for ipo; the implicit rewards `beta * log-ratio` are still those of the sums. Raises `config.type` for an
+    unknown kind, beta <= 0 or a label smoothing outside 0..0.5 (robust: 0.5 too).
     """
-    if kind not in ("sigmoid", "ipo", "hinge") or beta <= 0 or not 0 <= label_smoothing <= 0.5:
+    allowed = 0 <= label_smoothing <= 0.5 and not (kind == "robust" and label_smoothing == 0.5)
+    if kind not in get_args(DPOKind) or beta <= 0 or not allowed:
         raise ConfigError(
             "config.type",
-            f"dpo: kind {kind!r} (must be sigmoid, ipo or hinge), beta {beta} (must be above 0), "
-            f"label_smoothing {label_smoothing} (must be 0 to 0.5)",
+            f"dpo: kind {kind!r} (must be one of {', '.join(get_args(DPOKind))}), beta {beta} (must be above 0), "
+            f"label_smoothing {label_smoothing} (must be 0 to 0.5, for robust below it)",
         )
     chosen, rejected = _log_ratio(policy_chosen, ref_chosen), _log_ratio(policy_rejected, ref_rejected)
     good, bad = chosen, rejected
@@ -79,10 +82,52 @@ def dpo(
         loss = (apart - 1 / (2 * beta)) ** 2
     elif kind == "hinge":
         loss = torch.relu(1 - beta * apart)
+    elif kind == "robust":
+        right, wrong = -logsigmoid(beta * apart), -logsigmoid(-beta * apart)
+        loss = ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
     else:
         loss = -(1 - label_smoothing) * logsigmoid(beta * apart) - label_smoothing * logsigmoid(-beta * apart)
     rewards = beta * chosen.detach(), beta * rejected.detach()
     return PairLoss(loss, *rewards, rewards[0] > rewards[1])
+
+
+def simpo(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+    *,
+    beta: float = 2.0,
+    gamma: float = 0.5,
+    label_smoothing: float = 0.0,
+) -> PairLoss:
+    """SimPO (arXiv 2405.14734, equation 6): `-log s(beta (a_w - a_l) - gamma)`, all `[P]`; no reference.
+
+    `a`: mean log-prob of an answer's trained tokens, from the sum and the number of tokens. `label_smoothing` as in
+    `dpo`. The rewards are `beta a`.
+    """
+    good, bad = wide(policy_chosen) / chosen_lengths.clamp(min=1), wide(policy_rejected) / rejected_lengths.clamp(min=1)
+    apart = beta * (good - bad) - gamma
+    loss = -(1 - label_smoothing) * logsigmoid(apart) - label_smoothing * logsigmoid(-apart)
+    return PairLoss(loss, beta * good.detach(), beta * bad.detach(), good > bad)
+
+
+def orpo(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+    *,
+    beta: float = 0.1,
+) -> PairLoss:
+    """ORPO (arXiv 2403.07691, equations 6 and 7): `-a_w - beta log s(log odds(a_w) - log odds(a_l))`, all `[P]`.
+
+    `a`: mean log-prob of an answer's trained tokens; `log odds(a) = a - log(1 - e^a)`. `beta` is the paper's lambda. No
+    reference. The rewards are `beta a`.
+    """
+    good, bad = wide(policy_chosen) / chosen_lengths.clamp(min=1), wide(policy_rejected) / rejected_lengths.clamp(min=1)
+    loss = -good - beta * logsigmoid(_log_odds(good) - _log_odds(bad))
+    return PairLoss(loss, beta * good.detach(), beta * bad.detach(), good > bad)
 
 
 def bradley_terry(
@@ -139,6 +184,14 @@ def sppo(
     apart = masked(current, mask) - masked(proximal.detach(), mask)
     errors = sequence_sums(apart, mask, sequences, rows) - eta * targets.detach()
     return masked(errors * errors, sequence_lengths(mask, sequences, rows) > 0)
+
+
+def _log_odds(log_prob: Tensor) -> Tensor:
+    """Return `log(p / (1 - p))`, precise for p near 0 and near 1 (Maechler 2012, equation 7)."""
+    found = log_prob.clamp(max=NEARLY_CERTAIN)
+    near_one = found > -math.log(2)
+    small, large = found.where(near_one, -1.0), found.where(~near_one, -1.0)  # no gradient of the other branch
+    return found - torch.where(near_one, (-torch.expm1(small)).log(), torch.log1p(-large.exp()))
 
 
 def _log_ratio(policy: Tensor, reference: Tensor | None) -> Tensor:

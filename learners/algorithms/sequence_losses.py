@@ -1,4 +1,4 @@
-"""Policy losses with the ratio of a whole sequence: GSPO, GMPO, VESPO, TOPR.
+"""Policy losses with the ratio of a whole sequence: GSPO, GMPO, VESPO, TOPR, SPPO.
 
 The packer keeps each sequence in one piece of the batch, so results do not depend on the split. All functions take
 `[N]` and return a loss for each token: a row's value is repeated at each of its tokens, so seq-mean-token-mean gives
@@ -26,7 +26,8 @@ from learners.algorithms.loss_terms import (
     refuse,
     trained_logprobs,
 )
-from learners.algorithms.tensors import masked, sequence_means, sequence_sums
+from learners.algorithms.preference import sppo as squared_errors
+from learners.algorithms.tensors import masked, sequence_lengths, sequence_means, sequence_sums
 from learners.algorithms.types import LossInputs, TokenLoss
 
 #: GSPO: upper bound of a row's log-ratio; above it the gradient is 0.
@@ -102,6 +103,20 @@ def topr(inputs: LossInputs) -> TokenLoss:
     bad = gained < 0
     taper = torch.where(bad, logs.clamp(min=-20, max=0).exp(), 1.0)
     return finished(inputs, -taper * gained * trained_logprobs(inputs), bad & (logs > 0))
+
+
+def sppo(inputs: LossInputs, *, eta: float = 1.0) -> TokenLoss:
+    """SPPO (arXiv 2405.00675, equation 4.7) as a loss of tokens, for the advantage win_rate; only seq-mean-token-sum.
+
+    `(sum of (current - proximal) - eta A)^2` of the row, divided equally among its tokens; `A`: mean advantage of the
+    row. `proximal` is the policy of the last iteration.
+    """
+    lengths = sequence_lengths(inputs.mask, inputs.sequences)
+    errors = squared_errors(
+        inputs.current, inputs.proximal, inputs.mask, inputs.sequences, _row_means(inputs, gain(inputs)), eta=eta
+    )
+    loss = (errors / lengths.clamp(min=1))[inputs.sequences]
+    return finished(inputs, loss, torch.zeros_like(inputs.mask))
 
 
 def _row_means(inputs: LossInputs, values: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import LearnerConfig, PreferenceConfig
-from learners.algorithms.preference import PairLoss, bradley_terry, dpo
+from learners.algorithms.preference import PairLoss, bradley_terry, dpo, orpo, simpo
 from learners.algorithms.supervised import sft
 from learners.algorithms.tensors import masked, sequence_lengths, sequence_sums
 from learners.backends.base import Backend, LossFunction, Micro, UpdateInfo
@@ -142,19 +142,35 @@ def dpo_loss(part: Minibatch, preference: PreferenceConfig, reference: Sequence[
             return sums[0::2], sums[1::2]
 
         frozen = (None, None) if reference is None else answers(reference[number])
-        lengths = sequence_lengths(micro.mask, micro.sequences, rows) if preference.length_average else None
-        found = dpo(
-            *answers(logprobs),
-            *frozen,
-            beta=preference.beta,
-            kind=preference.loss,
-            label_smoothing=preference.label_smoothing,
-            chosen_lengths=None if lengths is None else lengths[0::2],
-            rejected_lengths=None if lengths is None else lengths[1::2],
-        )
+        lengths = sequence_lengths(micro.mask, micro.sequences, rows)
+        found = pair_loss(preference, answers(logprobs), frozen, (lengths[0::2], lengths[1::2]))
         return found.loss.sum() / pairs, _pair_sums(found)
 
     return loss
+
+
+def pair_loss(
+    preference: PreferenceConfig,
+    policy: tuple[Tensor, Tensor],
+    reference: tuple[Tensor | None, Tensor | None],
+    lengths: tuple[Tensor, Tensor],
+) -> PairLoss:
+    """Return the configured loss of P pairs from log-probs and trained tokens of both answers, `[P]` each."""
+    beta, smoothing = preference.beta, preference.label_smoothing
+    if preference.loss == "simpo":
+        return simpo(*policy, *lengths, beta=beta, gamma=preference.gamma, label_smoothing=smoothing)
+    if preference.loss == "orpo":
+        return orpo(*policy, *lengths, beta=beta)
+    chosen, rejected = lengths if preference.length_average else (None, None)
+    return dpo(
+        *policy,
+        *reference,
+        beta=beta,
+        kind=preference.loss,
+        label_smoothing=smoothing,
+        chosen_lengths=chosen,
+        rejected_lengths=rejected,
+    )
 
 
 def reward_loss(part: Minibatch, preference: PreferenceConfig) -> LossFunction:
@@ -240,7 +256,7 @@ def _mode_loss(part: Minibatch, *, backend: Backend, config: LearnerConfig) -> L
     if config.mode == "reward_model":
         return reward_loss(part, preference)
     if config.mode == "dpo":
-        return dpo_loss(part, preference, None if preference.reference_free else backend.reference_logprobs(part.micro))
+        return dpo_loss(part, preference, backend.reference_logprobs(part.micro) if preference.has_reference else None)
     return sft_loss(part)
 
 

@@ -122,6 +122,11 @@ def topr(row: Row) -> list[float]:
     return [-t.weight * (min(ratio, 1) if t.gain < 0 else 1) * t.gain * t.now for t in row]
 
 
+def sppo(row: Row, eta: float = 1.0) -> list[float]:
+    error = sum(t.now - t.proximal for t in row) - eta * sum(t.gain for t in row) / len(row)
+    return [t.weight * error**2 / len(row) for t in row]
+
+
 def kl_cov(row: Row, ratio: float = 2e-4, coeff: float = 0.1) -> list[float]:
     return [
         t.weight * (-t.gain * math.exp(t.now - t.proximal) + t.chosen * coeff * abs(t.now - t.proximal)) for t in row
@@ -147,6 +152,7 @@ FORMULAS: dict[str, Formula] = {
         "gmpo",
         "vespo",
         "topr",
+        "sppo",
         "kl_cov",
         "clip_cov",
     )

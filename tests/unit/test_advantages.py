@@ -45,7 +45,7 @@ ALL: dict[str, Advantage] = {
     "optimal_token_baseline_off_policy": with_options(adv.optimal_token_baseline, off_policy=True),
 }
 #: GroupMachine whose rewards are all equal give exactly 0 with these.
-BY_GROUP = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "passk_training"]
+BY_GROUP = ["win_rate", "grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "passk_training"]
 
 
 def random_rollouts(seed: int, *, rows: int = 7, tokens: int = 6) -> Rollouts:
@@ -299,6 +299,17 @@ def test_a_weighted_mean_of_equal_scores_is_that_score() -> None:
 def test_gpg_scales_by_the_share_of_rows_with_a_score() -> None:
     found = adv.gpg(outcomes([1.0, 0.0, 0.0, 0.0], [0, 0, 1, 1]), f_norm=2.0)
     assert found.advantages[:, 0].tolist() == [1.0, -1.0, 0, 0]
+
+
+def test_win_rates_by_hand() -> None:
+    """Of 3 samples the best beats two and ties with itself: 2.5 of 3."""
+    rollouts = outcomes([1.0, 0.0, 0.0, 5.0], [0, 0, 0, 1])
+    assert adv.win_rate(rollouts).advantages[:, 0].tolist() == pytest.approx(
+        [2.5 / 3 - 0.5, 1 / 3 - 0.5, 1 / 3 - 0.5, 0]
+    )
+    smooth = adv.win_rate(rollouts, scale=2.0).advantages[:, 0].tolist()
+    won = 1 / (1 + math.exp(-2))
+    assert smooth == pytest.approx([(2 * won - 1) / 3, (0.5 - won) / 3, (0.5 - won) / 3, 0])
 
 
 def test_passk_training_reads_right_and_wrong_from_the_score() -> None:

@@ -175,6 +175,7 @@ def test_presets_are_whole_and_read_back() -> None:
         "vapo",
         "luspo",
         "topr",
+        "sppo",
     }
     assert wanted <= set(presets.names())
     for name in presets.names():

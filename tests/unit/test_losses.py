@@ -28,7 +28,8 @@ EVERY: list[tuple[str, dict[str, Any]]] = [
     ("sapo", {}), ("sapo", {"tau_pos": 2.0, "tau_neg": 0.5}), ("dppo_tv", {}), ("dppo_tv", {"ratio_cap": 1.2}),
     ("dppo_kl", {}), ("dro", {"beta": 0.7}), ("gspo", {}), ("gspo", {"clip_low": 0.2, "clip_high": 0.3}),
     ("gmpo", {}), ("gmpo", {"clip_low": 0.1, "clip_high": 0.2}), ("vespo", {}),
-    ("vespo", {"k_pos": 1.1, "lambda_neg": 0.7}), ("topr", {}), ("kl_cov", {"coeff": 0.5}), ("clip_cov", {}),
+    ("vespo", {"k_pos": 1.1, "lambda_neg": 0.7}), ("topr", {}), ("sppo", {"eta": 0.7}), ("kl_cov", {"coeff": 0.5}),
+    ("clip_cov", {}),
 ]  # fmt: skip
 IDS = [f"{name}-{number}" for number, (name, _) in enumerate(EVERY)]
 BY_LOSS = pytest.mark.parametrize(("name", "options"), EVERY, ids=IDS)

@@ -29,6 +29,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 MASK = torch.tensor([True, True, False, True, True, False, True, True])
 ROWS = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3])
+LENGTHS = torch.arange(1, 5)
 OTHER, TARGETS = drawn(8, seed=1), drawn(4, seed=2)
 SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "value": lambda x: value_loss(x, OTHER, OTHER + 0.3, MASK).loss,
@@ -40,9 +41,12 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
         f"dpo {kind} {smoothing}": lambda x, kind=kind, smoothing=smoothing: (
             preference.dpo(x[:4], x[4:], OTHER[:4], OTHER[4:], beta=0.7, kind=kind, label_smoothing=smoothing).loss
         )
-        for kind in ("sigmoid", "ipo", "hinge")
+        for kind in ("sigmoid", "ipo", "hinge", "robust")
         for smoothing in (0.0, 0.2)
     },
+    "simpo": lambda x: preference.simpo(x[:4], x[4:], LENGTHS, LENGTHS + 1, gamma=0.3, label_smoothing=0.1).loss,
+    # log-probs are below 0: on both sides of log(1/2), where the odds are computed in another way
+    "orpo": lambda x: preference.orpo(-(x[:4] ** 2) - 0.1, -(x[4:] ** 2) - 0.1, LENGTHS, LENGTHS + 1, beta=0.7).loss,
     "dpo ipo averaged": lambda x: (
         preference.dpo(
             x[:4], x[4:], kind="ipo", chosen_lengths=torch.arange(1, 5), rejected_lengths=torch.arange(2, 6)
@@ -85,6 +89,7 @@ def test_no_loss_of_these_modules_is_left_out() -> None:
     }
     assert public == {name.split()[0] for name in SMOOTH}
     kinds = typing.get_args(typing.get_type_hints(PreferenceConfig)["loss"])
+    kinds = tuple(kind for kind in kinds if kind not in ("simpo", "orpo"))
     assert set(kinds) == set(typing.get_args(preference.DPOKind))
     assert set(kinds) == {name.split()[1] for name in SMOOTH if name.startswith("dpo")}
 

@@ -100,6 +100,8 @@ def advantages(algorithm: AlgorithmConfig, batch: Batch) -> Array:
         return wide(centred / (rewards.std(ddof=1) + 1e-6))
     if name in ("dr_grpo", "opo"):  # with responses of one length the mean weighted by length is the mean
         return wide(centred)
+    if name == "win_rate":
+        return wide(np.sign(centred) / 4)
     if name == "rloo":
         return wide(rewards - rewards[::-1])
     if name == "gpg":
@@ -177,6 +179,9 @@ def factor(algorithm: AlgorithmConfig, case: Case) -> Array:
         return np.asarray(gain * np.exp(rate + k * log_w - rate * np.exp(log_w)))
     if loss == "topr":
         return np.asarray(gain * np.where(gain < 0, np.minimum(1, np.exp(gap.sum(-1, keepdims=True))), 1.0))
+    if loss == "sppo":
+        error = gap.sum(-1, keepdims=True) - options["eta"] * gain.mean(-1, keepdims=True)
+        return np.asarray(-2 * error * weights.mean(-1, keepdims=True) * np.ones_like(gap))
     covariance = (gain - gain.mean()) * (case.current - case.current.mean())
     if loss == "kl_cov":
         first = np.zeros(covariance.size)

@@ -126,6 +126,8 @@ def test_sft_is_the_mean_over_trained_tokens() -> None:
         ({"loss": "hinge"}, 2.0, 0.8),
         ({"loss": "hinge"}, 20.0, 0.0),
         ({"loss": "ipo"}, 2.0, 9.0),
+        # ((1 - e) x - e (x + 0.2)) / (1 - 2 e) with x = -log sigmoid(0.2)
+        ({"loss": "robust", "label_smoothing": 0.25}, 2.0, 0.5981388693815918 - 0.25 * 0.2 / 0.5),
     ],
 )
 def test_losses_of_a_pair(settings: dict[str, Any], difference: float, wanted: float) -> None:
@@ -148,6 +150,26 @@ def test_length_average_and_no_reference() -> None:
     found, gradient, _ = value(supervised.dpo_loss(part, settings, None), [-1.0, -3.0, -4.0], micro)
     assert found == pytest.approx((2.0 - 5.0) ** 2)
     assert gradient == pytest.approx([-3.0, -3.0, 6.0])
+
+
+def test_means_without_a_reference() -> None:
+    """Chosen: two tokens of -2 each; rejected: one of -5."""
+    part, micro = part_of([[1, 1], [1]])
+    given = [-2.0, -2.0, -5.0]
+    settings = PreferenceConfig(loss="simpo", beta=2.0, gamma=1.5)
+    found, gradient, sums = value(supervised.dpo_loss(part, settings, None), given, micro)
+    assert not settings.has_reference and found == pytest.approx(np.log1p(np.exp(-(2 * 3 - 1.5))))
+    slope = 2 / (1 + np.exp(2 * 3 - 1.5))
+    assert gradient == pytest.approx([-slope / 2, -slope / 2, slope])
+    assert (sums["chosen_sum"], sums["rejected_sum"], sums["right_sum"]) == (-4.0, -10.0, 1.0)
+    odds = [np.log(np.exp(-2) / (1 - np.exp(-2))), np.log(np.exp(-5) / (1 - np.exp(-5)))]
+    settings = PreferenceConfig(loss="orpo", beta=0.2)
+    found, gradient, _ = value(supervised.dpo_loss(part, settings, None), given, micro)
+    assert found == pytest.approx(2 + 0.2 * np.log1p(np.exp(-(odds[0] - odds[1]))))
+    slope = 0.2 / (1 + np.exp(odds[0] - odds[1]))
+    assert gradient[0] == pytest.approx(-0.5 - slope / (1 - np.exp(-2)) / 2) and gradient[2] > 0
+    certain, gradient, _ = value(supervised.dpo_loss(part, settings, None), [0.0, 0.0, -900.0], micro)
+    assert np.isfinite([certain, *gradient]).all()
 
 
 def test_bradley_terry_scores_the_last_token_with_margin_and_centre() -> None:
@@ -183,7 +205,16 @@ def test_nothing_in_a_piece_is_a_loss_of_zero_that_is_connected(kind: str) -> No
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"label_smoothing": 0.1}, {"loss": "ipo"}, {"loss": "ipo", "length_average": True}]
+    "settings",
+    [
+        {},
+        {"label_smoothing": 0.1},
+        {"loss": "ipo"},
+        {"loss": "ipo", "length_average": True},
+        {"loss": "robust", "label_smoothing": 0.2},
+        {"loss": "simpo", "beta": 2.0},
+        {"loss": "orpo"},
+    ],
 )
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
 def test_gradients_are_those_of_finite_differences(kind: str, settings: dict[str, Any]) -> None:

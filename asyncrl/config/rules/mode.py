@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 from asyncrl.config.mode import GROUP_SIZE, streams
 from asyncrl.config.rules import Conflict, conflict
+from asyncrl.config.sections.learner import LearnerConfig
 from asyncrl.config.tree import Config
 from asyncrl.evaluation.ids import METRICS
 from asyncrl.metrics import CATALOGUE, OPEN
+
+SMOOTHED = ("sigmoid", "robust", "simpo")  # losses of pairs that know of wrong labels
 
 
 def problems(config: Config) -> Iterator[Conflict]:
@@ -47,8 +50,16 @@ def _mode_problems(config: Config) -> Iterator[Conflict]:
         )
     if streams(config) and config.buffer.filters:
         yield conflict("buffer.filters", "rows have no rewards to filter by")
-    if config.learner.preference.label_smoothing and config.learner.preference.loss != "sigmoid":
-        yield conflict("learner.preference.label_smoothing", "label_smoothing is of the sigmoid loss alone")
+    yield from _preference_problems(config.learner)
+
+
+def _preference_problems(learner: LearnerConfig) -> Iterator[Conflict]:
+    preference = learner.preference
+    if preference.label_smoothing and preference.loss not in SMOOTHED:
+        yield conflict("learner.preference.label_smoothing", f"label_smoothing is of the losses {', '.join(SMOOTHED)}")
+    if preference.loss == "robust" and not preference.label_smoothing:
+        what = "loss = 'robust' needs label_smoothing, the share of wrong labels; without it it is 'sigmoid'"
+        yield conflict("learner.preference.loss", what, code="config.missing")
 
 
 def _evaluation_problems(config: Config) -> Iterator[Conflict]:

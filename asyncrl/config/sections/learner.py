@@ -61,13 +61,19 @@ class ProcessRewardConfig(CompanionConfig, frozen=True):
 class PreferenceConfig(Section, frozen=True):
     """`[learner.preference]`: learning from pairs (modes dpo and reward_model)."""
 
-    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"  # dpo: loss on the difference of log-ratios
-    beta: Annotated[float, Meta(gt=0)] = 0.1  # dpo: factor of the log-ratio to the reference
+    loss: Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "orpo"] = "sigmoid"  # dpo; simpo, orpo: no reference
+    beta: Annotated[float, Meta(gt=0)] = 0.1  # dpo: factor of the log-ratio; orpo: weight of the odds; simpo: take 2
+    gamma: Annotated[float, Meta(ge=0)] = 0.5  # dpo with simpo: margin between beta times the mean log-probs
     label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0  # dpo: share of pairs with a wrong label
     reference_free: bool = False  # dpo: use no reference model
     length_average: bool = False  # dpo with ipo: divide log-ratios by the length of the answer
     center_coeff: Annotated[float, Meta(ge=0)] = 0.0  # reward_model: weight of (chosen + rejected)^2
     margin_key: str = ""  # reward_model: column with the smallest margin of the chosen answer; empty: 0
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether DPO compares with a frozen reference model."""
+        return not self.reference_free and self.loss not in ("simpo", "orpo")
 
 
 class ParallelConfig(Section, frozen=True):
