@@ -34,7 +34,11 @@ def messages_of(text: str, *overrides: str) -> str:
         (DPO, ["sampling.over_issue=1"], "over_issue = 0 and"),
         (DPO, ["sampling.temperature=0.7"], "sampling.temperature must be 1"),
         (DPO, ['buffer.filters=["zero_variance"]'], "no rewards to filter by"),
-        (DPO, ["learner.preference.loss=ipo", "learner.preference.label_smoothing=0.1"], "sigmoid loss alone"),
+        (
+            DPO,
+            ["learner.preference.loss=ipo", "learner.preference.label_smoothing=0.1"],
+            "of the losses sigmoid, robust, simpo",
+        ),
         (
             DPO,
             ["learner.micro_batch_tokens=4000"],

@@ -96,6 +96,7 @@ ON_ROWS |= {
     for kind in literals(PreferenceConfig, "loss")
 }
 ON_ROWS["mode sft"].append("/sampling.group_size=1")
+ON_ROWS["dpo robust"].append("/learner.preference.label_smoothing=0.2")
 ON_ROWS |= {"centred": ["/learner.mode=reward_model", "/learner.preference.center_coeff=0.1"]}
 BY_CASE = pytest.mark.parametrize("case", [*CASES, *ON_ROWS])
 
