@@ -29,7 +29,7 @@ class DatasetProducer(Producer):
         self, config: Config, *, client: ProducerClient, engine: DatasetEngine, receiver: NoWeights, patience: Patience
     ) -> None:
         super().__init__(config, client=client, engine=engine, receiver=receiver, patience=patience)  # type: ignore[arg-type]
-        row = self.prompts.row_for(0)
+        row = self.prompts.columns
         missing = [key for key in answer_keys(config) if key not in row]
         if missing and (is_paired(config) or not isinstance(row.get(config.data.prompt_key), list)):
             raise ConfigError(

@@ -19,6 +19,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from asyncrl.config import Config
@@ -26,6 +27,7 @@ from asyncrl.config.judges import judges_for, list_judges
 from asyncrl.config.mode import streams
 from asyncrl.config.sections.environment import AGENT
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.images.rows import takes_images
 from asyncrl.runtime.start_report import read_settings, say, say_error
 from producers.data.evaluation_prompts import HeldOutPrompts
 from producers.data.prompts import BadPrompt, Prompts, Row, encode_prompt
@@ -74,8 +76,9 @@ class StartCheck:
         except AsyncRLError as error:
             say_error(error, f"evaluation.{'source' if evaluation.source else 'path'} = {error.where!r}")
         try:
-            found = Prompts(config.data, seed=config.run.seed)
-            self.row = found.row_for(0)
+            found = Prompts(config.data, seed=config.run.seed, sees=takes_images(config.model.path))
+            with suppress(BadPrompt):  # reported with the other rows
+                self.row = found.row_for(0)
         except AsyncRLError as error:
             key = "source" if config.data.source else "path"
             say_error(error, f"data.{key} = {getattr(config.data, key)!r}")
@@ -122,6 +125,9 @@ class StartCheck:
         answers: list[int] = []
         bad: list[str] = []
         for row in prompts.sample(SAMPLE):
+            if isinstance(row, BadPrompt):
+                bad.append(row.reason)
+                continue
             try:
                 prompt, texts = self.encode(row)
             except BadPrompt as problem:

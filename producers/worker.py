@@ -28,6 +28,7 @@ from asyncrl.engine import Engine, EngineCapabilities, GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import Unavailable
 from asyncrl.evaluation.ids import is_evaluation
+from asyncrl.images.rows import takes_images
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.liveness import Sign
 from asyncrl.wire import Lease, Leases, PiecesReply, SamplesReply
@@ -80,7 +81,7 @@ class Producer:
         self.waiting_for = ""
         self.leaving = False  # set to end `run` between two requests, so that no granted lease is overlooked
         self.tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        self.prompts = Prompts(config.data, seed=config.run.seed)
+        self.prompts = Prompts(config.data, seed=config.run.seed, sees=takes_images(config.model.path))
         self.held_out = held_out or HeldOutPrompts(config)
         self.environment = make_environment(config, self.tokenizer)
         self.work: dict[asyncio.Task[None], Lease] = {}

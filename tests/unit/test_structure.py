@@ -35,6 +35,7 @@ LAYERS = (
     "asyncrl.config",
     "asyncrl",
     "asyncrl.runtime asyncrl.testing",
+    "asyncrl.images",
     "asyncrl.process_plan asyncrl.audit",
     "asyncrl.monitor asyncrl.preflight asyncrl.doctor",
     "asyncrl.report asyncrl.configure",
