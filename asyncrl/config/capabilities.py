@@ -49,6 +49,17 @@ def list_senses(model: Model) -> list[str]:
     return [name for name in ("vision", "audio") if model.get(f"{name}_config") is not None]
 
 
+#: Vision-language models of the learner and the hf engine: positions by time, height and width (M-RoPE).
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def _senses(model: Model, *, known: bool) -> str:
+    """Inputs other than token ids of a model; `known`: it is one of VISION_MODELS."""
+    senses = list_senses(model)
+    right = (model.get("model_type") in VISION_MODELS) == known
+    return f"{' and '.join(senses)} inputs" if senses and right else ""
+
+
 MEGATRON_MODELS = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")  # frequencies independent of the length of a row
 #: Fields that scale the logits behind the head.
@@ -146,6 +157,25 @@ def _capped(config: Config, model: Model, key: str) -> str:
     return f"{key} = {_get(config, key)!r} with {ATTENTION_CAP} = {cap}" if cap else ""
 
 
+#: What no learner does with a vision-language model: settings of `[learner]` and the value that they must have.
+_NOT_SEEING: dict[str, Any] = {
+    **dict.fromkeys(("parallel.tensor", "parallel.sequence", "parallel.expert"), 1),
+    "mode": "rl",
+    "compile": False,
+    "liger": False,
+}
+
+
+def _beside_vision(config: Config, model: Model) -> str:
+    if not list_senses(model):
+        return ""
+    found = [FEATURES[name].asks(config, NO_MODEL) for name in ("critic", "process")]
+    for name, plain in _NOT_SEEING.items():
+        if (value := _get(config, f"learner.{name}")) != plain:
+            found.append(f"learner.{name} = {value!r}")
+    return next((f"{one}, and a vision-language model" for one in found if one), "")
+
+
 def _is_plain(model: Model) -> bool:
     """A dense decoder of token ids."""
     return bool(model.get("model_type")) and not (count_experts(model) or list_senses(model) or _encodes(model))
@@ -200,8 +230,11 @@ FEATURES: dict[str, Feature] = {
     "mixture_of_experts": _model(
         "a mixture of experts", lambda m: f"mixture of experts ({count_experts(m)})" if count_experts(m) else ""
     ),
-    "senses": _model(
-        "a vision-language or audio model", lambda m: f"{' and '.join(list_senses(m))} inputs" if list_senses(m) else ""
+    "senses": _model(f"a vision-language model ({', '.join(VISION_MODELS)})", lambda m: _senses(m, known=True)),
+    "other_senses": _model("another vision-language model, or audio", lambda m: _senses(m, known=False)),
+    "vision_layout": Feature(
+        "a vision-language model with a critic, process rewards, another mode than rl, `compile`, `liger`, or split "
+        "matrices, rows or experts", "learner", _beside_vision,
     ),
     "encoder_decoder": _model("an encoder-decoder", lambda m: "encoder-decoder" if _encodes(m) else ""),
     "architecture": _model(f"a dense decoder other than {', '.join(MEGATRON_MODELS)}", _architecture),
@@ -223,13 +256,15 @@ FEATURES: dict[str, Feature] = {
     ),
 }  # fmt: skip
 #: Features that a learner or an engine is asked for.
-OF_ENGINES = ("adapter", "exact_truncation", "second_weights", "senses", "encoder_decoder")
+OF_ENGINES = ("adapter", "exact_truncation", "second_weights", "senses", "other_senses", "encoder_decoder")
 OF_LEARNERS = tuple(name for name in FEATURES if name not in OF_ENGINES[:3])
 
 # ---------------------------------------------------------------- refusals
 
 FSDP2 = "use fsdp2"
 TEXT_ALONE = ("trains on token ids alone", "use a language model without other inputs")
+NO_IMAGES = ("gets no images", "set producers.engine = 'hf', or use a language model")
+NO_FAMILY = ("has no inputs for it", f"use a language model, or one of {', '.join(VISION_MODELS)}")
 ENCODES = ("trains decoders alone", "use a decoder")
 HEAD = ("computes log-probs from the head itself", "use a model without it")
 NO_SUPPORT = (
@@ -244,7 +279,8 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
     "fsdp2": {
         "pipeline": (f"{SPLIT}replicate, tensor, sequence, expert", "set it to 1, or use megatron"),
         "varlen_float32": ("computes it in half precision", "set model.dtype = 'bfloat16', or auto"),
-        "senses": TEXT_ALONE,
+        "other_senses": NO_FAMILY,
+        "vision_layout": ("trains its policy alone, on whole rows", "leave it out, or use a language model"),
         "encoder_decoder": ENCODES,
         "head_scale": HEAD,
         "attention_cap": ("needs a kernel that caps", "leave it at auto, or set it to eager"),
@@ -265,7 +301,7 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
         "muon": ("has no muon", "use adamw, or fsdp2"),
         "adamw_8bit": ("has no adamw_8bit", "use adamw, or fsdp2"),
         "mixture_of_experts": ("builds dense decoders alone", FSDP2),
-        "senses": TEXT_ALONE,
+        **dict.fromkeys(("senses", "other_senses", "vision_layout"), TEXT_ALONE),
         "encoder_decoder": ENCODES,
         "architecture": (f"builds {', '.join(MEGATRON_MODELS)}", FSDP2),
         "dense_variant": ("has no layers for it", FSDP2),
@@ -274,7 +310,7 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
         **dict.fromkeys(("attention_cap", "attention_cap_split"), ("has no layers for it", FSDP2)),
     },
     "hf": {
-        "senses": ("serves token ids alone", "use a language model, or another engine (producers.engine)"),
+        "other_senses": NO_FAMILY,
         "encoder_decoder": ("serves decoders alone", "use a decoder, or another engine (producers.engine)"),
     },
     **{
@@ -282,6 +318,7 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
             "adapter": ("takes whole weights alone", "set learner.lora.publish = 'auto'"),
             "exact_truncation": NO_SUPPORT,
             "second_weights": NO_SECOND,
+            **dict.fromkeys(("senses", "other_senses"), NO_IMAGES),
         }
         for name in TAKE_WHOLE
     },

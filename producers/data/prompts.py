@@ -29,6 +29,7 @@ from asyncrl.config import DataConfig
 from asyncrl.config.media import MEDIA_COLUMNS, MEDIA_REMEDY, find_media
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.images.decoding import ImageProblem
+from asyncrl.images.model_inputs import ImageInputs
 from asyncrl.images.rows import image_digests
 from asyncrl.plugins import load_object
 from asyncrl.runtime.data_files import data_files, read_table, unknown_kind
@@ -314,13 +315,20 @@ def _is_chat(prompt: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def encode_prompt(
-    row: Row, data: DataConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()
+    row: Row,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    inputs: ImageInputs | None = None,
+    images: Sequence[bytes] = (),
 ) -> npt.NDArray[np.int32]:
-    """Token ids of a row's prompt, i4 `[P]`. `tools`: schemas that a chat template may show.
+    """Token ids of a row's prompt, i4 `[P]`. `tools`: schemas that a chat template may show; `inputs`: of a
+    vision-language model, which gets the row's encoded `images`.
 
     Raises:
-        BadPrompt: images that are no digests, videos or audio (also in other columns), no prompt, another type, no
-            tokens, or more than `data.max_prompt_tokens`.
+        BadPrompt: an image that cannot be read, images for a language model, videos or audio (also in other columns),
+            no prompt, another type, no tokens, or more than `data.max_prompt_tokens`.
         ConfigError: the whole data set cannot be encoded (chat messages without a template).
     """
     if media := find_media(row, sees=bool(image_digests(row))):
@@ -338,6 +346,11 @@ def encode_prompt(
         raise BadPrompt(f"prompt: column {data.prompt_key!r} is {kind}, not text or chat messages")
     if not ids:
         raise BadPrompt("prompt: it has no tokens")
+    if inputs is not None:
+        try:
+            ids = inputs.expand(ids, images).tolist()
+        except (ValueError, OSError) as error:  # Pillow's errors are both
+            raise BadPrompt(f"image: {error}") from None
     if len(ids) > data.max_prompt_tokens:
         raise BadPrompt(f"too_long: {len(ids)} tokens, data.max_prompt_tokens = {data.max_prompt_tokens}")
     return np.asarray(ids, dtype=np.int32)

@@ -79,7 +79,9 @@ ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "exact_truncation": (("sampling.top_p=0.9",), {}),
     "second_weights": (("evaluation.path=rows.jsonl", "evaluation.lane=second_weights"), {}),
     "mixture_of_experts": ((), {"model_type": "qwen3_moe", "num_experts": 8}),
-    "senses": ((), {"vision_config": {"hidden_size": 8}}),
+    "senses": ((), {"vision_config": {"hidden_size": 8}, "model_type": "qwen2_vl"}),
+    "other_senses": ((), {"vision_config": {"hidden_size": 8}}),
+    "vision_layout": (("learner.compile=true",), {"vision_config": {"hidden_size": 8}, "model_type": "qwen2_vl"}),
     "encoder_decoder": ((), {"is_encoder_decoder": True}),
     "architecture": ((), {"model_type": "olmo2"}),
     "dense_variant": ((), {"hidden_act": "gelu"}),
@@ -215,7 +217,7 @@ def test_a_cut_of_training_samples_is_exact_or_wished_to_be_biased(engine: str, 
         assert started(place, "", *allowed, role="producer") is None
 
 
-@pytest.mark.parametrize("feature", ["senses", "encoder_decoder", "head_scale"])
+@pytest.mark.parametrize("feature", ["other_senses", "encoder_decoder", "head_scale"])
 def test_folders_of_companions_and_judges_are_looked_at(feature: str, place: Path) -> None:
     other = place / "other"
     shutil.copytree(place / "model", other)
@@ -296,9 +298,9 @@ def test_a_back_end_starts_or_refuses_as_the_table_says(part: str, feature: str,
 @pytest.mark.parametrize(
     ("module", "feature", "settings"),
     [
-        ("learners.main", "senses", ()),
+        ("learners.main", "other_senses", ()),
         ("learners.main", "mixture_of_experts", ("learner.backend=megatron",)),
-        ("producers.main", "senses", ()),
+        ("producers.main", "other_senses", ()),
         ("producers.main", "encoder_decoder", ()),
     ],
 )
