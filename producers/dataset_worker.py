@@ -10,8 +10,10 @@ from asyncrl.config import Config
 from asyncrl.config.mode import answer_keys, is_paired
 from asyncrl.engine import GenDelta
 from asyncrl.errors import ConfigError
+from asyncrl.images.decoding import ImageProblem
 from asyncrl.wire import Lease, Leases
 from buffers.client.producer import ProducerClient
+from producers.data.images import store_images
 from producers.data.prompts import BadPrompt
 from producers.engines.dataset import DatasetEngine, NoWeights, Tokens, encode_row
 from producers.support.retry import Patience
@@ -46,7 +48,8 @@ class DatasetProducer(Producer):
         try:
             row = self.prompts.row_for(lease.group)
             prompt_ids, answers = encode_row(row, self.config, self.tokenizer)
-        except BadPrompt as problem:
+            await store_images(row, self.prompts.images_of(row), self._store)
+        except (BadPrompt, ImageProblem) as problem:
             reason = problem.reason
             await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))
             return

@@ -27,6 +27,7 @@ from asyncrl.config.judges import judges_for, list_judges
 from asyncrl.config.mode import streams
 from asyncrl.config.sections.environment import AGENT
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.images.digests import image_digests
 from asyncrl.images.rows import takes_images
 from asyncrl.runtime.start_report import read_settings, say, say_error
 from producers.data.evaluation_prompts import HeldOutPrompts
@@ -50,6 +51,7 @@ class StartCheck:
         self.config = config
         self.play = play
         self.row: Row | None = None
+        self.images: dict[str, bytes] = {}  # of the row, by digest
         self.tokenizer: Tokenizer | None = None
         self.tools: Sequence[Mapping[str, Any]] = ()
 
@@ -78,7 +80,9 @@ class StartCheck:
         try:
             found = Prompts(config.data, seed=config.run.seed, sees=takes_images(config.model.path))
             with suppress(BadPrompt):  # reported with the other rows
-                self.row = found.row_for(0)
+                row = found.row_for(0)
+                self.images = dict(zip(image_digests(row), found.images_of(row), strict=True))
+                self.row = row
         except AsyncRLError as error:
             key = "source" if config.data.source else "path"
             say_error(error, f"data.{key} = {getattr(config.data, key)!r}")
@@ -236,7 +240,7 @@ class StartCheck:
                 sample = RewardSample.from_row(
                     row, prompt=text, response=answer, prompt_ids=ids[0], response_ids=ids[1], finish="stop"
                 )
-                scorer.score([sample], results.append)
+                scorer.score([sample], results.append, self.images)
             except ConfigError as error:  # `check_rewards` reports it
                 say("note", f"rewards of judge {judge.display_name}: {error.message}")
                 return

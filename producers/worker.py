@@ -28,6 +28,7 @@ from asyncrl.engine import Engine, EngineCapabilities, GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import Unavailable
 from asyncrl.evaluation.ids import is_evaluation
+from asyncrl.images.decoding import ImageProblem
 from asyncrl.images.model_inputs import open_inputs
 from asyncrl.images.rows import takes_images
 from asyncrl.runtime.failpoints import failpoint
@@ -35,6 +36,7 @@ from asyncrl.runtime.liveness import Sign
 from asyncrl.wire import Lease, Leases, PiecesReply, SamplesReply
 from buffers.client.producer import ProducerClient
 from producers.data.evaluation_prompts import HeldOutPrompts
+from producers.data.images import store_images
 from producers.data.prompts import BadPrompt, Prompts, Row, encode_prompt
 from producers.data.tokenizer import Tokenizer
 from producers.environments.multi_turn import make_environment
@@ -197,7 +199,8 @@ class Producer:
             prompt_ids = encode_prompt(
                 row, self.config.data, self.tokenizer, self.environment.tools, inputs=self.images, images=images
             )
-        except BadPrompt as problem:
+            await store_images(row, images, self._store)
+        except (BadPrompt, ImageProblem) as problem:
             reason = problem.reason
             await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))
             return
@@ -236,6 +239,9 @@ class Producer:
             print(f"group {lease.group}: {failure.reason}", flush=True)
             reason = failure.reason[:REASON_LETTERS]
             await self._patiently(lambda: self.client.give_back([lease], reason=reason))
+
+    async def _store(self, images: dict[str, bytes]) -> None:
+        await self._patiently(lambda: self.client.store_images(images))
 
     def _request(self, lease: Lease, prompt_ids: Any, sampling: SamplingConfig, version: int) -> GenRequest:
         return GenRequest(

@@ -1,4 +1,4 @@
-"""Encoded images: what is accepted, how they are opened, their digests.
+"""Encoded images: what is accepted, and how they are opened.
 
 Guarantees:
 1. only Pillow's readers of PNG, JPEG, WebP, GIF and BMP see the bytes, whatever a file calls itself; SVG, HTML and
@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
-
-import blake3
 
 from asyncrl.errors import ConfigError
 
@@ -36,11 +34,6 @@ class ImageProblem(Exception):
     def __init__(self, reason: str) -> None:
         self.reason = reason if reason.startswith("image: ") else f"image: {reason}"
         super().__init__(self.reason)
-
-
-def image_digest(data: bytes) -> str:
-    """The name of an encoded image: BLAKE3 of its bytes, 64 hexadecimal letters."""
-    return blake3.blake3(data).hexdigest()
 
 
 def check_image(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:

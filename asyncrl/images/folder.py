@@ -10,19 +10,12 @@ Any number of processes may write and read one folder.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from asyncrl.images.decoding import ImageProblem, image_digest
-
-DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-def is_digest(value: object) -> bool:
-    """Whether this is the digest of an image."""
-    return isinstance(value, str) and DIGEST.fullmatch(value) is not None
+from asyncrl.images.decoding import ImageProblem
+from asyncrl.images.digests import image_digest, is_digest
 
 
 class ImageFolder:

@@ -4,7 +4,7 @@ Accepted are verl's column of images (bytes, `{"bytes": ..., "path": ...}` of `d
 and parts of chat messages (`image`, `image_url`). `<image>` in a text stands for the next image of the column, and so
 does a part `{"type": "image"}` without an image. In a normalised row
 
-- `row["images"]` lists the digests (`asyncrl.images.decoding.image_digest`) in the order of appearance;
+- `row["images"]` lists the digests (`asyncrl.images.digests`) in the order of appearance;
 - `{"type": "image"}` stands at the place of each image in the messages of the prompt.
 
 Guarantees:
@@ -24,12 +24,11 @@ from urllib.parse import unquote, unquote_to_bytes, urlparse
 
 from asyncrl.config.capabilities import list_senses
 from asyncrl.config.media import find_media
-from asyncrl.images.decoding import MAX_BYTES, ImageProblem, encode_png, image_digest
-from asyncrl.images.folder import is_digest
+from asyncrl.images.decoding import MAX_BYTES, ImageProblem, encode_png
+from asyncrl.images.digests import IMAGES, image_digest
 from asyncrl.runtime.model_folder import model_json
 
 Row = dict[str, Any]
-IMAGES = "images"  # column of the digests in a normalised row
 MARK = "<image>"
 IMAGE_PART = "image"
 _PLACE = {"type": IMAGE_PART}
@@ -47,12 +46,6 @@ class Normalised(NamedTuple):
 def takes_images(model_path: str | Path) -> bool:
     """Whether the model of a folder sees images, by its config.json."""
     return "vision" in list_senses(model_json(model_path))
-
-
-def image_digests(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The digests of a normalised row, in order; empty for any other row."""
-    found = row.get(IMAGES)
-    return tuple(found) if isinstance(found, list) and all(map(is_digest, found)) else ()
 
 
 def normalise_row(row: Row, *, prompt_key: str, image_key: str, folder: Path) -> Normalised:
@@ -111,7 +104,7 @@ class _Places:
             yield from self._text(part)
         elif not _is_image(part):
             yield part
-        elif (held := _held(part)) is None:
+        elif (held := _find_held(part)) is None:
             yield self._next()
         else:
             self.images.append(read_image(held, self._folder))
@@ -138,7 +131,7 @@ def _is_image(part: Mapping[str, Any]) -> bool:
     return str(part.get("type")).startswith(IMAGE_PART) or "image" in part or "image_url" in part
 
 
-def _held(value: Mapping[str, Any]) -> Any:
+def _find_held(value: Mapping[str, Any]) -> Any:
     return next((value[key] for key in _HOLDERS if value.get(key) is not None), None)
 
 
@@ -153,7 +146,7 @@ def read_image(value: Any, folder: Path) -> bytes:
     """The encoded bytes of an image in any accepted form. Raises ImageProblem."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
-    if isinstance(value, Mapping) and (held := _held(value)) is not None:
+    if isinstance(value, Mapping) and (held := _find_held(value)) is not None:
         return read_image(held, folder)
     if isinstance(value, str):
         return _read_text(value, folder)

@@ -8,15 +8,29 @@ Guarantees:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from asyncrl.config import DataConfig
+from asyncrl.errors import WorkError
 from asyncrl.images.decoding import ImageProblem, open_image
-from asyncrl.images.rows import Row, image_digests, normalise_row
+from asyncrl.images.digests import image_digests
+from asyncrl.images.rows import Row, normalise_row
 
 CACHE_BYTES = 256 << 20
 Read = Callable[[int], tuple[Row, Path]]
+
+
+async def store_images(row: Row, images: Sequence[bytes], store: Callable[[dict[str, bytes]], Awaitable[None]]) -> None:
+    """Give the run the images of a row, by `ProducerClient.store_images`. Raises ImageProblem if it refuses one."""
+    if not images:
+        return
+    try:
+        await store(dict(zip(image_digests(row), images, strict=True)))
+    except WorkError as error:
+        if error.code != "image.invalid":
+            raise
+        raise ImageProblem(error.message) from None
 
 
 class PromptImages:

@@ -29,8 +29,8 @@ from asyncrl.config import DataConfig
 from asyncrl.config.media import MEDIA_COLUMNS, MEDIA_REMEDY, find_media
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.images.decoding import ImageProblem
+from asyncrl.images.digests import image_digests
 from asyncrl.images.model_inputs import ImageInputs
-from asyncrl.images.rows import image_digests
 from asyncrl.plugins import load_object
 from asyncrl.runtime.data_files import data_files, read_table, unknown_kind
 from producers.data.images import PromptImages

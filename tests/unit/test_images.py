@@ -19,9 +19,10 @@ from PIL import Image
 import producers.data.images as prompt_images
 from asyncrl.config import DataConfig
 from asyncrl.errors import ConfigError
-from asyncrl.images.decoding import MAX_BYTES, ImageProblem, check_image, encode_png, image_digest, open_image
+from asyncrl.images.decoding import MAX_BYTES, ImageProblem, check_image, encode_png, open_image
+from asyncrl.images.digests import image_digest, image_digests
 from asyncrl.images.folder import ImageFolder
-from asyncrl.images.rows import Normalised, image_digests, normalise_row, takes_images
+from asyncrl.images.rows import Normalised, normalise_row, takes_images
 from producers.data.prompts import BadPrompt, Prompts, encode_prompt
 
 WIDE = (7, 4)
