@@ -89,7 +89,7 @@ DEFAULTS: Sizes = {
     "rope_theta": 10_000.0,
     "initializer_range": 0.02,
 }
-_SPECIAL_IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SPECIAL_IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def make_tiny_qwen3(vocab_size: int, *, seed: int = 0, **sizes: Unpack[Sizes]) -> Qwen3ForCausalLM:
@@ -113,7 +113,7 @@ def make_tiny_qwen3(vocab_size: int, *, seed: int = 0, **sizes: Unpack[Sizes]) -
         torch.manual_seed(seed)
         model: Qwen3ForCausalLM = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=True, temperature=1.0, top_p=1.0, top_k=0, **_SPECIAL_IDS
+        do_sample=True, temperature=1.0, top_p=1.0, top_k=0, **SPECIAL_IDS
     )
     model.train()
     return model
@@ -139,7 +139,7 @@ def _tiny_config(vocab_size: int, sizes: Sizes) -> Qwen3Config:
         tie_word_embeddings=True,
         attention_dropout=0.0,
         dtype="float32",
-        **_SPECIAL_IDS,
+        **SPECIAL_IDS,
     )
 
 
