@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.demo.tasks import CHARACTERS
 
@@ -143,7 +143,7 @@ def _tiny_config(vocab_size: int, sizes: Sizes) -> Qwen3Config:
     )
 
 
-def save_model(directory: str | Path, model: Qwen3ForCausalLM) -> None:
+def save_model(directory: str | Path, model: PreTrainedModel) -> None:
     """Write `config.json`, `model.safetensors` and `generation_config.json` to `directory`.
 
     Raises:

@@ -7,6 +7,7 @@ needed; the folder's image processor is loaded with `AutoImageProcessor.from_pre
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,22 +28,32 @@ from learners.warm_start.tiny_model import SPECIAL_IDS, make_tokenizer
 Family = Literal["qwen2_5_vl", "qwen3_vl"]
 FAMILIES: tuple[Family, ...] = ("qwen2_5_vl", "qwen3_vl")
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 ROLES = ("system", "user", "assistant", "tool")
 PATCH, MERGE, FRAMES = 8, 2, 2  # pixels per patch side, patches per token side, frames per patch
 MAX_SIDE = 16  # patches: the largest picture has 128 x 128 pixels, or 64 tokens
 TEMPLATE = (
     "{% for message in messages %}<bos>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}<eos>\n"
     "{% endfor %}{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
 )
 
 
-def make_vision_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
-    """Build and save a character tokenizer with the tokens of images and a chat template that takes content parts."""
-    tokenizer = make_tokenizer(directory, characters=CHARACTERS, words=ROLES, chat_template=TEMPLATE)
-    tokenizer.add_special_tokens({"extra_special_tokens": list(VISION_TOKENS)})
+def make_vision_tokenizer(
+    directory: str | Path, *, tokens: Sequence[str] = VISION_TOKENS, image: str = IMAGE
+) -> PreTrainedTokenizerFast:
+    """Build and save a character tokenizer with a chat template that takes content parts.
+
+    Args:
+        directory: folder to write to; created if missing.
+        tokens: special tokens of images, in the order of their ids after all others.
+        image: what the template writes for an image.
+    """
+    template = TEMPLATE.replace("IMAGE", image)
+    tokenizer = make_tokenizer(directory, characters=CHARACTERS, words=ROLES, chat_template=template)
+    tokenizer.add_special_tokens({"extra_special_tokens": list(tokens)})
     tokenizer.save_pretrained(str(directory))
     return tokenizer
 
@@ -83,7 +94,7 @@ def make_tiny_vision(family: Family, tokenizer: PreTrainedTokenizerFast, *, seed
 
 def _shared(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Return what both configurations have in common."""
-    start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
+    start, end, image, video = (tokenizer.convert_tokens_to_ids(token) for token in VISION_TOKENS)
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
