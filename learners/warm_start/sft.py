@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 IGNORE = -100  # label of a token that does not count in the loss
+IMAGE_ARRAYS = ("pixel_values", "image_grid_thw")  # of a batch, not by token
 
 Batch = Mapping[str, torch.Tensor]
 OptimizerName = Literal["adamw", "muon"]
@@ -89,7 +90,8 @@ def completion_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
     Args:
         model: a causal language model of transformers.
-        batch: `input_ids`, `labels` and optionally `position_ids`, all (rows, tokens), from `pack` or right-padded.
+        batch: `input_ids`, `labels` and optionally `position_ids` or `mm_token_type_ids`, all (rows, tokens), from
+            `pack` or right-padded; the arrays of images that a vision-language model takes.
 
     Returns:
         A scalar with gradient.
@@ -101,7 +103,7 @@ def completion_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     counted = labels != IGNORE
     if not bool(counted.any()):
         raise ValueError("no token of the batch has a label")
-    inputs = {key: batch[key][:, :-1] for key in ("input_ids", "position_ids") if key in batch}
+    inputs = {key: value if key in IMAGE_ARRAYS else value[:, :-1] for key, value in batch.items() if key != "labels"}
     logits = model(**inputs, use_cache=False).logits
     return functional.cross_entropy(logits[counted].float(), labels[counted])
 

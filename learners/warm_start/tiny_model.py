@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.demo.tasks import CHARACTERS
 
@@ -89,7 +89,7 @@ DEFAULTS: Sizes = {
     "rope_theta": 10_000.0,
     "initializer_range": 0.02,
 }
-_SPECIAL_IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SPECIAL_IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def make_tiny_qwen3(vocab_size: int, *, seed: int = 0, **sizes: Unpack[Sizes]) -> Qwen3ForCausalLM:
@@ -113,7 +113,7 @@ def make_tiny_qwen3(vocab_size: int, *, seed: int = 0, **sizes: Unpack[Sizes]) -
         torch.manual_seed(seed)
         model: Qwen3ForCausalLM = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=True, temperature=1.0, top_p=1.0, top_k=0, **_SPECIAL_IDS
+        do_sample=True, temperature=1.0, top_p=1.0, top_k=0, **SPECIAL_IDS
     )
     model.train()
     return model
@@ -139,11 +139,11 @@ def _tiny_config(vocab_size: int, sizes: Sizes) -> Qwen3Config:
         tie_word_embeddings=True,
         attention_dropout=0.0,
         dtype="float32",
-        **_SPECIAL_IDS,
+        **SPECIAL_IDS,
     )
 
 
-def save_model(directory: str | Path, model: Qwen3ForCausalLM) -> None:
+def save_model(directory: str | Path, model: PreTrainedModel) -> None:
     """Write `config.json`, `model.safetensors` and `generation_config.json` to `directory`.
 
     Raises:

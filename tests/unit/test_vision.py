@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vision_models import IMAGE, png, vision_folder
+from vision_models import png, vision_folder
 
 from asyncrl.config import Config, load
 from asyncrl.config.capabilities import VISION_MODELS
@@ -26,6 +26,7 @@ from producers.engines.hf.decoder import Decoder
 from producers.engines.hf.loading import build_decoder
 
 ROOT = Path(__file__).parents[2]
+IMAGE = ImageInputs(vision_folder("qwen2_vl")).token
 TWO = (png(48, 32, 1), png(32, 80, 2))
 LIMIT = 1e-5
 

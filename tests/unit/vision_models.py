@@ -1,8 +1,9 @@
-"""Tiny vision-language models of every supported family, with random weights, and images for them."""
+"""Folders of tiny vision-language models with random weights, one per family: no download, no torchvision."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -10,80 +11,132 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image
-from transformers import (
-    GenerationConfig,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from asyncrl.config.capabilities import VISION_MODELS
-from learners.warm_start.tiny_model import SPECIAL_TOKENS, make_tokenizer
+from learners.warm_start.tiny_model import SPECIAL_IDS
+from learners.warm_start.tiny_vision import FAMILIES, image_processor, make_tiny_vision, make_vision_tokenizer
 
-CHARACTERS = "abcdefghijklmnopqrstuvwxyz 0123456789?=.,"
-WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-TEMPLATE = (
-    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}{% endfor %}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
-)
-FIRST = len(SPECIAL_TOKENS) + len(CHARACTERS)
-IMAGE = FIRST + 2
-_IDS = {
-    "vision_start_token_id": FIRST,
-    "vision_end_token_id": FIRST + 1,
-    "image_token_id": IMAGE,
-    "video_token_id": FIRST + 3,
+SIDE, PATCH = 48, 8  # pixels of a picture that no processor changes in size, and of a patch
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    **SPECIAL_IDS,
 }
-_SHARED = {"depth": 2, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
-_KINDS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
-    "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration, {"embed_dim": 32, "hidden_size": 64}, {}),
-    "qwen2_5_vl": (
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
-        {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "window_size": 32}
-        | {"fullatt_block_indexes": [1]},
-        {},
-    ),
-    "qwen3_vl": (
-        Qwen3VLConfig,
-        Qwen3VLForConditionalGeneration,
-        {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_position_embeddings": 64}
-        | {"deepstack_visual_indexes": [0, 1]},
-        {"mrope_interleaved": True},
-    ),
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": SIDE,
+    "patch_size": PATCH,
 }
 
 
-@cache
-def vision_folder(kind: str) -> Path:
-    """A folder with a model of this family, of about 0.2 million parameters."""
-    assert set(_KINDS) == set(VISION_MODELS)
-    folder = Path(mkdtemp(prefix=f"{kind}-"))
-    make_tokenizer(folder, characters=CHARACTERS, words=WORDS, chat_template=TEMPLATE)
-    make_config, make_model, vision, rope = _KINDS[kind]
-    text = {
-        "vocab_size": FIRST + len(WORDS), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], **rope},
-    }  # fmt: skip
-    torch.manual_seed(0)
-    config = make_config(text_config=text, vision_config=_SHARED | vision, tie_word_embeddings=True, **_IDS)
-    make_model(config).save_pretrained(folder)
-    GenerationConfig(eos_token_id=2, pad_token_id=0).save_pretrained(folder)
-    size = {"shortest_edge": 256, "longest_edge": 16384}
-    Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, temporal_patch_size=2, size=size).save_pretrained(folder)
+def _qwen2_vl(folder: Path) -> tuple[Any, Any]:
+    tokenizer = make_vision_tokenizer(folder)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    config = transformers.Qwen2VLConfig(
+        text_config={**TEXT, "vocab_size": len(tokenizer), "rope_parameters": rope},
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": PATCH},
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        **SPECIAL_IDS,
+    )
+    return transformers.Qwen2VLForConditionalGeneration(config), image_processor()
+
+
+def _internvl(folder: Path) -> tuple[Any, Any]:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    tokens = ("<img>", "</img>", "<IMG_CONTEXT>")
+    tokenizer = make_vision_tokenizer(folder, tokens=tokens, image="<img><IMG_CONTEXT></img>")
+    config = transformers.InternVLConfig(
+        text_config={"model_type": "qwen2", **TEXT, "vocab_size": len(tokenizer)},
+        vision_config=VISION,
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=(SIDE // PATCH // 2) ** 2,  # 9 per tile
+        **SPECIAL_IDS,
+    )
+    processor = GotOcr2ImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    return transformers.InternVLForConditionalGeneration(config), processor
+
+
+def _llava(folder: Path) -> tuple[Any, Any]:
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+
+    tokenizer = make_vision_tokenizer(folder, tokens=("<image>",), image="<image>")
+    config = transformers.LlavaConfig(
+        text_config={"model_type": "llama", **TEXT, "vocab_size": len(tokenizer)},
+        vision_config={"model_type": "clip_vision_model", **VISION, "projection_dim": 32},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=(SIDE // PATCH) ** 2,  # 36
+        **SPECIAL_IDS,
+    )
+    square = {"height": SIDE, "width": SIDE}
+    processor = LlavaImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=square)
+    return transformers.LlavaForConditionalGeneration(config), processor
+
+
+def _gemma3(folder: Path) -> tuple[Any, Any]:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    tokens = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
+    tokenizer = make_vision_tokenizer(folder, tokens=tokens, image="".join(tokens))
+    start, soft, end = tokenizer.convert_tokens_to_ids(list(tokens))
+    config = transformers.Gemma3Config(
+        text_config={**TEXT, "vocab_size": len(tokenizer), "head_dim": 16, "query_pre_attn_scalar": 16},
+        vision_config={"model_type": "siglip_vision_model", **VISION, "vision_use_head": False},
+        mm_tokens_per_image=(SIDE // PATCH // 2) ** 2,  # 9
+        boi_token_index=start,
+        image_token_index=soft,
+        eoi_token_index=end,
+        **SPECIAL_IDS,
+    )
+    processor = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.02)  # 0: it sees nothing
+    return model, processor
+
+
+_OTHERS: dict[str, Callable[[Path], tuple[Any, Any]]] = {
+    "qwen2_vl": _qwen2_vl,
+    "internvl": _internvl,
+    "llava": _llava,
+    "gemma3": _gemma3,
+}
+VISION_FAMILIES: tuple[str, ...] = (*FAMILIES, *_OTHERS)
+
+
+def write_vision_folder(folder: Path, family: str, *, seed: int = 0) -> Path:
+    """A complete folder of this family: weights, configuration, tokenizer, chat template, image processor."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if family in _OTHERS:
+            model, processor = _OTHERS[family](folder)
+        else:
+            model, processor = make_tiny_vision(family, make_vision_tokenizer(folder), seed=seed), image_processor()
+    processor.save_pretrained(str(folder))
+    model.generation_config = transformers.GenerationConfig(do_sample=True, **SPECIAL_IDS)
+    model.save_pretrained(str(folder))
     return folder
 
 
+@cache
+def vision_folder(family: str) -> Path:
+    """The folder of this family, written once per process."""
+    return write_vision_folder(Path(mkdtemp(prefix=f"{family}-")), family)
+
+
 def png(width: int, height: int, seed: int = 0) -> bytes:
-    """Noise."""
+    """A picture of noise."""
     data = io.BytesIO()
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(data, "PNG")
