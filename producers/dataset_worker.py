@@ -47,8 +47,9 @@ class DatasetProducer(Producer):
         version = self.engine.version
         try:
             row = self.prompts.row_for(lease.group)
-            prompt_ids, answers = encode_row(row, self.config, self.tokenizer)
-            await store_images(row, self.prompts.images_of(row), self._store)
+            images = self.prompts.images_of(row)
+            prompt_ids, answers = encode_row(row, self.config, self.tokenizer, inputs=self.images, images=images)
+            await store_images(row, images, self._store)
         except (BadPrompt, ImageProblem) as problem:
             reason = problem.reason
             await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))

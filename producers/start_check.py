@@ -28,6 +28,7 @@ from asyncrl.config.mode import streams
 from asyncrl.config.sections.environment import AGENT
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.images.digests import image_digests
+from asyncrl.images.model_inputs import open_inputs
 from asyncrl.images.rows import takes_images
 from asyncrl.runtime.start_report import read_settings, say, say_error
 from producers.data.evaluation_prompts import HeldOutPrompts
@@ -133,7 +134,7 @@ class StartCheck:
                 bad.append(row.reason)
                 continue
             try:
-                prompt, texts = self.encode(row)
+                prompt, texts = self.encode(row, prompts.images_of(row))
             except BadPrompt as problem:
                 bad.append(problem.reason)
                 continue
@@ -165,12 +166,13 @@ class StartCheck:
         if self.row is not None and not bad[:1]:
             self.show_first(self.row)
 
-    def encode(self, row: Row) -> tuple[Sequence[int], list[int]]:
+    def encode(self, row: Row, images: Sequence[bytes]) -> tuple[Sequence[int], list[int]]:
         """The ids of the prompt, and the lengths of the answers of a data set. Raises `BadPrompt`."""
         assert self.tokenizer is not None
+        given: dict[str, Any] = {"inputs": open_inputs(self.config), "images": images}
         if not streams(self.config):
-            return encode_prompt(row, self.config.data, self.tokenizer, self.tools).tolist(), []
-        prompt, answers = encode_row(row, self.config, self.tokenizer)
+            return encode_prompt(row, self.config.data, self.tokenizer, self.tools, **given).tolist(), []
+        prompt, answers = encode_row(row, self.config, self.tokenizer, **given)
         return prompt.tolist(), [len(answer) for answer in answers]
 
     def report_bad(self, bad: Sequence[str], total: int, where: str) -> None:
@@ -189,7 +191,7 @@ class StartCheck:
     def show_first(self, row: Row) -> None:
         """The first prompt as the policy reads it."""
         assert self.tokenizer is not None
-        ids, _ = self.encode(row)
+        ids, _ = self.encode(row, tuple(self.images.values()))
         prompt = row.get(self.config.data.prompt_key)
         text = (
             prompt

@@ -160,7 +160,6 @@ def _capped(config: Config, model: Model, key: str) -> str:
 #: What no learner does with a vision-language model: settings of `[learner]` and the value that they must have.
 _NOT_SEEING: dict[str, Any] = {
     **dict.fromkeys(("parallel.tensor", "parallel.sequence", "parallel.expert"), 1),
-    "mode": "rl",
     "compile": False,
     "liger": False,
 }
@@ -169,7 +168,7 @@ _NOT_SEEING: dict[str, Any] = {
 def _beside_vision(config: Config, model: Model) -> str:
     if not list_senses(model):
         return ""
-    found = [FEATURES[name].asks(config, NO_MODEL) for name in ("critic", "process")]
+    found = [FEATURES[name].asks(config, NO_MODEL) for name in ("critic", "process", "reward_model")]
     for name, plain in _NOT_SEEING.items():
         if (value := _get(config, f"learner.{name}")) != plain:
             found.append(f"learner.{name} = {value!r}")
@@ -233,7 +232,7 @@ FEATURES: dict[str, Feature] = {
     "senses": _model(f"a vision-language model ({', '.join(VISION_MODELS)})", lambda m: _senses(m, known=True)),
     "other_senses": _model("another vision-language model, or audio", lambda m: _senses(m, known=False)),
     "vision_layout": Feature(
-        "a vision-language model with a critic, process rewards, another mode than rl, `compile`, `liger`, or split "
+        "a vision-language model with a critic, process rewards, mode reward_model, `compile`, `liger`, or split "
         "matrices, rows or experts", "learner", _beside_vision,
     ),
     "encoder_decoder": _model("an encoder-decoder", lambda m: "encoder-decoder" if _encodes(m) else ""),

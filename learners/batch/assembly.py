@@ -36,7 +36,7 @@ def support_in(sample: Any) -> Support | None:
 
 
 def images_in(batch: Any, group: Any) -> tuple[bytes, ...]:
-    """Return the encoded images of a group's prompt, in order; none in the modes without reward."""
+    """Return the encoded images of a group's prompt, in order."""
     images = getattr(batch, "images", {})
     return tuple(images[digest] for digest in group.row.get("images") or ()) if images else ()
 

@@ -190,7 +190,7 @@ class FSDP2Backend:
             for sample in samples:
                 t = to_device(packed_row([sample]), self._device.torch_device, self._vision)
                 inputs = (t.input_ids, t.position_ids, t.positions, t.targets)
-                singles.append(self._policy(*inputs, whole=True, seen=t.seen)[0].float())
+                singles.append(self._policy(*inputs, whole=True, **extra_inputs(t))[0].float())
         self._sharded.reshard()
         check_packing(rows, singles, self._config.model.dtype, f"log-probs of {type(self._policy.model).__name__}")
         for model in self._companions().values():
