@@ -99,7 +99,9 @@ def _opened(data: bytes, max_pixels: int) -> Iterator[Any]:
     except pillow.DecompressionBombError as error:
         raise ImageProblem(f"it has too many pixels: {error}") from None
     except pillow.UnidentifiedImageError:
-        raise ImageProblem(f"not PNG, JPEG, WebP, GIF or BMP: it begins with {bytes(data[:12])!r}") from None
+        raise ImageProblem(
+            f"no reader of PNG, JPEG, WebP, GIF or BMP takes it: it begins with {bytes(data[:12])!r}"
+        ) from None
     except Exception as error:  # readers raise many kinds for damaged bytes
         raise ImageProblem(f"damaged: {_describe(error)}") from None
 
