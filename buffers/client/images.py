@@ -21,7 +21,7 @@ from buffers.payloads.record_format import same_folder
 
 CACHE_BYTES = 256 << 20
 PIECE_BYTES = 16 << 20  # of images in one message, or one image
-FRAMES_BYTES = 4096  # of a message with one image, beside it
+FRAMES_BYTES = 4096  # of a message with one image, without the image
 MOST_ASKED = 256  # digests in one request
 
 
