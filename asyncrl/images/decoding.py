@@ -46,6 +46,7 @@ def check_image(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]
 def open_image(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The image in RGB, fully decoded: its first frame, upright by its EXIF data, on white where it is transparent.
     Raises ImageProblem."""
+    require_pillow()
     from PIL import Image, ImageOps
 
     with _opened(data, max_pixels) as image:
@@ -57,6 +58,13 @@ def open_image(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
         page = Image.new("RGB", layer.size, _WHITE)
         page.paste(layer, mask=layer.getchannel("A"))
         return page
+
+
+def thumbnail(data: bytes, *, side: int) -> bytes:
+    """A small PNG of an image, at most `side` pixels wide and high. Raises ImageProblem."""
+    image = open_image(data)
+    image.thumbnail((side, side))
+    return encode_png(image)
 
 
 def encode_png(image: Any) -> bytes:
