@@ -17,7 +17,7 @@ def digests_in(batch: ClaimedBatch) -> list[str]:
     return list(dict.fromkeys(digest for group in batch.groups for digest in image_digests(group.row)))
 
 
-def with_images(batch: ClaimedBatch, images: Mapping[str, bytes], problems: Mapping[str, str]) -> ClaimedBatch:
+def add_images(batch: ClaimedBatch, images: Mapping[str, bytes], problems: Mapping[str, str]) -> ClaimedBatch:
     """The batch with its images. A group with a bad one (`problems`: digest -> reason) is named in `invalid`."""
     bad = {
         group.group: problems[digest]
@@ -39,4 +39,4 @@ def read_images(batch: ClaimedBatch, folder: ImageFolder) -> ClaimedBatch:
             images[digest] = folder.get(digest)
         except ImageProblem as problem:
             problems[digest] = problem.reason
-    return with_images(batch, images, problems)
+    return add_images(batch, images, problems)

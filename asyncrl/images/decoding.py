@@ -46,6 +46,7 @@ def check_image(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]
 def open_image(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The image in RGB, fully decoded: its first frame, upright by its EXIF data, on white where it is transparent.
     Raises ImageProblem."""
+    require_pillow()
     from PIL import Image, ImageOps
 
     with _opened(data, max_pixels) as image:
@@ -57,6 +58,13 @@ def open_image(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
         page = Image.new("RGB", layer.size, _WHITE)
         page.paste(layer, mask=layer.getchannel("A"))
         return page
+
+
+def thumbnail(data: bytes, *, side: int) -> bytes:
+    """A small PNG of an image, at most `side` pixels wide and high. Raises ImageProblem."""
+    image = open_image(data)
+    image.thumbnail((side, side))
+    return encode_png(image)
 
 
 def encode_png(image: Any) -> bytes:
@@ -99,7 +107,9 @@ def _opened(data: bytes, max_pixels: int) -> Iterator[Any]:
     except pillow.DecompressionBombError as error:
         raise ImageProblem(f"it has too many pixels: {error}") from None
     except pillow.UnidentifiedImageError:
-        raise ImageProblem(f"not PNG, JPEG, WebP, GIF or BMP: it begins with {bytes(data[:12])!r}") from None
+        raise ImageProblem(
+            f"no reader of PNG, JPEG, WebP, GIF or BMP takes it: it begins with {bytes(data[:12])!r}"
+        ) from None
     except Exception as error:  # readers raise many kinds for damaged bytes
         raise ImageProblem(f"damaged: {_describe(error)}") from None
 

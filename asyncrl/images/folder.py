@@ -14,7 +14,8 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from asyncrl.images.decoding import ImageProblem
+from asyncrl.errors import ConfigError
+from asyncrl.images.decoding import ImageProblem, check_image
 from asyncrl.images.digests import image_digest, is_digest
 
 
@@ -59,6 +60,16 @@ class ImageFolder:
         if image_digest(data) != digest:
             raise ImageProblem(f"{digest[:8]} has changed in {self.path}")
         return data
+
+    def describe(self, digest: str) -> str:
+        """An image in words: `image 640x480 1f0c9a2b`, or its problem; without pillow the size is left out."""
+        try:
+            width, height = check_image(self.get(digest))
+        except ImageProblem as problem:
+            return problem.reason
+        except ConfigError:
+            return f"image {digest[:8]}"
+        return f"image {width}x{height} {digest[:8]}"
 
 
 def _read(path: Path) -> bytes | None:

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 
 from asyncrl import wire
+from asyncrl.errors import error_for
 from asyncrl.images.decoding import ImageProblem, check_image
 from asyncrl.images.digests import image_digest
 from asyncrl.images.folder import ImageFolder
@@ -20,6 +21,7 @@ from buffers.payloads.record_format import same_folder
 
 CACHE_BYTES = 256 << 20
 PIECE_BYTES = 16 << 20  # of images in one message, or one image
+FRAMES_BYTES = 4096  # of a message with one image, without the image
 MOST_ASKED = 256  # digests in one request
 
 
@@ -29,11 +31,15 @@ def shared_folder(segments: str, nonce: str) -> ImageFolder | None:
     return None if folder is None else ImageFolder(RunDir(folder.parent).images)
 
 
-def cut_pieces(images: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
-    """The images in parts for one message each."""
+def cut_pieces(images: Mapping[str, bytes], *, max_bytes: int) -> Iterator[dict[str, bytes]]:
+    """The images in parts for one message each. Raises `image.invalid` for one that no message of `max_bytes` holds."""
     piece: dict[str, bytes] = {}
+    limit = min(PIECE_BYTES, max_bytes // 2)
     for digest, data in images.items():
-        if piece and sum(map(len, piece.values())) + len(data) > PIECE_BYTES:
+        if len(data) + FRAMES_BYTES > max_bytes:
+            what = f"image: {len(data)} bytes, and network.max_message_bytes = {max_bytes}"
+            raise error_for("image.invalid", what, where=digest[:8])
+        if piece and sum(map(len, piece.values())) + len(data) > limit:
             yield piece
             piece = {}
         piece[digest] = data

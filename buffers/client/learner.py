@@ -17,7 +17,7 @@ import msgspec
 
 from asyncrl import wire
 from asyncrl.errors import WireError
-from asyncrl.images.batches import digests_in, with_images
+from asyncrl.images.batches import add_images, digests_in
 from asyncrl.net.keys import Keys
 from asyncrl.net.requester import Requester
 from asyncrl.wire.batch_arrays import ClaimedBatch, decode_batch
@@ -91,19 +91,19 @@ class LearnerClient:
             return batch
         self._batch = (batch.step, {head.group for head in batch.groups})
         if self._places is None or not batch.places:
-            return self._with_images(decode_batch(batch, packet.payloads))
+            return self._add_images(decode_batch(batch, packet.payloads))
         try:
             batch, payloads = self._places.fill(batch)
         except (OSError, WireError):
             self._places = None  # the files are not what they seemed: the service looks itself, and sends frames
             return self.claim(step=step, version=version, wait_s=wait_s)
-        return self._with_images(decode_batch(batch, payloads))
+        return self._add_images(decode_batch(batch, payloads))
 
-    def _with_images(self, batch: ClaimedBatch) -> ClaimedBatch:
+    def _add_images(self, batch: ClaimedBatch) -> ClaimedBatch:
         search = self._images.search(digests_in(batch))
         while search.wanted:
             search.take_answer(self._ask(search.request()))
-        return with_images(batch, search.images, search.problems)
+        return add_images(batch, search.images, search.problems)
 
     def commit(self, *, step: int, version: int, digest: str) -> str:
         """The optimizer step is done; `digest` is that of the weights of `version`. Return the head of the history's

@@ -43,6 +43,7 @@ class ProducerClient(AsyncClient):
     ) -> None:
         super().__init__(address, name=name, keys=keys, max_bytes=max_bytes, timeout_s=timeout_s)
         self.begun: dict[tuple[int, int], tuple[BegunSample, ...]] = {}
+        self._max_bytes = max_bytes
         self._stored: set[str] = set()  # digests of images that the service has
         self._orphans: set[asyncio.Future[None]] = set()
 
@@ -157,7 +158,7 @@ class ProducerClient(AsyncClient):
             WorkError: `image.invalid`, the service does not accept one.
         """
         fresh = {digest: data for digest, data in images.items() if digest not in self._stored}
-        for piece in cut_pieces(fresh):
+        for piece in cut_pieces(fresh, max_bytes=self._max_bytes):
             if self._folder is None:
                 await self._ask(wire.StoreImages(self.name, tuple(piece)), list(piece.values()))
             else:

@@ -15,14 +15,18 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
+from small_folder import CHAT, write_folder
 
 import producers.data.images as prompt_images
-from asyncrl.config import DataConfig
+from asyncrl.config import DataConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.images.decoding import MAX_BYTES, ImageProblem, check_image, encode_png, open_image
 from asyncrl.images.digests import image_digest, image_digests
 from asyncrl.images.folder import ImageFolder
 from asyncrl.images.rows import Normalised, normalise_row, takes_images
+from asyncrl.preflight import code as check_code
+from asyncrl.preflight.files import check_data
+from asyncrl.preflight.images import check_images
 from producers.data.prompts import BadPrompt, Prompts, encode_prompt
 
 WIDE = (7, 4)
@@ -66,11 +70,11 @@ def test_known_kinds_are_opened(kind: str) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "not PNG"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>", "not PNG"),
-        (b"<!DOCTYPE html><img src='x.png'>", "not PNG"),
-        (b"%PDF-1.7", "not PNG"),
-        (encoded("TIFF"), "not PNG"),
+        (b"", "no reader of PNG"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>", "no reader of PNG"),
+        (b"<!DOCTYPE html><img src='x.png'>", "no reader of PNG"),
+        (b"%PDF-1.7", "no reader of PNG"),
+        (encoded("TIFF"), "no reader of PNG"),
         (encoded()[:20], "image: "),
         (png_of(30_000, 30_000), "too many pixels"),
         (png_of(10_000, 10_000), "10000 x 10000 pixels"),
@@ -358,3 +362,42 @@ def test_normalised_rows_are_encoded_and_others_are_not(tmp_path: Path) -> None:
 def test_a_model_says_whether_it_sees(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_vl", "vision_config": {}}')
     assert takes_images(tmp_path) and not takes_images(tmp_path / "none")
+
+
+# ---------------------------------------------------------------- the check before a run
+
+
+@pytest.mark.parametrize(
+    ("case", "row", "words"),
+    [
+        ("parquet", verl_row(RED), ""),
+        ("parquet", verl_row(b"<html>"), "row 2: image 0 of it: no reader of PNG"),
+        ("parquet", verl_row(png_of(30_000, 30_000)), "row 2: image 0 of it: it has too many pixels"),
+        ("parquet", {**verl_row(RED), "prompt": chat("what?")}, "row 2: 1 images in column 'images', and 0 places"),
+        ("jsonl", {"prompt": chat("<image>"), "images": ["a.png"]}, ""),
+        ("jsonl", {"prompt": chat("<image>"), "images": ["b.png"]}, "row 2: no file"),
+        ("jsonl", {"prompt": "<image>what?", "images": ["a.png"]}, "data.as_chat = true"),
+        ("jsonl", {"prompt": "what?", "videos": ["v.mp4"]}, "row 2: media: it has column 'videos'"),
+    ],
+)
+def test_the_check_looks_at_the_images_of_the_first_rows(
+    case: str, row: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_folder(tmp_path / "model", template=CHAT, model_type="qwen2_vl", vision_config={})
+    monkeypatch.setattr(check_code, "_problem", lambda command, **_: "")
+    (tmp_path / "a.png").write_bytes(RED)
+    good = verl_row(RED) if case == "parquet" else {"prompt": chat("<image>"), "images": ["a.png"]}
+    path = write_rows(tmp_path, [good, good, row], f"rows.{case}")
+    config = parse(f'model.path = "{model}"\ndata.path = "{path}"\n[[reward]]\nfunction = "a:b"\n')
+    found = list(check_data(config))
+    assert [(error.code, words in error.message) for error in found] == [("config.data", True)] * bool(words)
+    for error in found:
+        assert f"data.path = {path!r}" in error.where and error.remedy
+
+
+def test_plain_texts_may_become_chats_with_images(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(RED)
+    path = write_rows(tmp_path, [{"prompt": "<image>what?", "images": "a.png"}], "rows.jsonl")
+    data = DataConfig(path=path, as_chat=True)
+    assert not list(check_images(data, Path(path), where="data.path"))
+    assert Prompts(data, seed=0, sees=True).row_for(0)["prompt"] == chat([PLACE, text("what?")])
