@@ -103,9 +103,7 @@ def completion_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     counted = labels != IGNORE
     if not bool(counted.any()):
         raise ValueError("no token of the batch has a label")
-    inputs = {
-        key: value if key in IMAGE_ARRAYS else value[:, :-1] for key, value in batch.items() if key != "labels"
-    }
+    inputs = {key: value if key in IMAGE_ARRAYS else value[:, :-1] for key, value in batch.items() if key != "labels"}
     logits = model(**inputs, use_cache=False).logits
     return functional.cross_entropy(logits[counted].float(), labels[counted])
 
