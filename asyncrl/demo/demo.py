@@ -122,7 +122,7 @@ def task_settings(task: str) -> list[str]:
         settings += ["sampling.max_new_tokens=6", "data.max_prompt_tokens=8"]
     if task == "shapes":  # the tokens of a picture count
         settings += ["sampling.max_new_tokens=8", "data.max_prompt_tokens=40"]
-        settings += ["learner.optim.lr=3e-4", "learner.micro_batch_tokens=2048"]
+
     return settings
 
 
@@ -133,7 +133,11 @@ def _make_rows(label: str, task: str, path: Path, size: int, *, seed: int, split
     if task == "shapes":
         from asyncrl.demo import shapes
 
-        count = shapes.write_parquet(path, shapes.prompt_rows(size, seed, split=split))
+        try:
+            count = shapes.write_parquet(path, shapes.prompt_rows(size, seed, split=split))
+        except ImportError as error:
+            what = f"pictures need Pillow: {error}"
+            raise ConfigError("config.extra", what, where="--task shapes", remedy="pip install 'asyncrl[hf]'") from None
     else:
         from asyncrl.demo import tasks
 

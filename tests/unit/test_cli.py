@@ -290,6 +290,16 @@ def test_prepare_only_makes_what_is_missing_and_starts_nothing(
     assert said.count("held out") == 1 and said.count("ready") == 2
 
 
+def test_a_demo_of_images_without_pillow_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert main(["demo", "--task", "shapes", "--prepare-only"]) == 2
+    said = capsys.readouterr().err
+    assert "error[config.extra]" in said and "pip install 'asyncrl[hf]'" in said
+
+
 # ---------------------------------------------------------------- progress
 
 
