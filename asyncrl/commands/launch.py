@@ -80,7 +80,10 @@ def _add_demo(commands: Commands) -> None:
         example="asyncrl demo --task add --set buffer.max_staleness=0",
     )
     one.add_argument(
-        "--task", choices=("running_sum", "add"), default="running_sum", help="task of the demo (default: running_sum)"
+        "--task",
+        choices=("running_sum", "add", "shapes"),
+        default="running_sum",
+        help="task of the demo (default: running_sum); shapes has questions about pictures",
     )
     one.add_argument("--resume", action="store_true", help="resume the last demo instead of starting a new one")
     one.add_argument("--prepare-only", action="store_true", help="make the model and the prompts, start nothing")

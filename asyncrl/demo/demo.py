@@ -29,16 +29,16 @@ from asyncrl.report.data import RunData, load_run
 from asyncrl.runtime.run_dir import RunDir
 
 #: What the mean reward of the last five steps must gain over the first five.
-GAINS = {"running_sum": 0.25, "add": 0.15}
+GAINS = {"running_sum": 0.25, "add": 0.15, "shapes": 0.25}
 TASKS = tuple(GAINS)
-STEPS = {"running_sum": 40, "add": 60}  # of the demonstration; a longer run may exceed WALL_S
+STEPS = {"running_sum": 40, "add": 60, "shapes": 60}  # of the demonstration; a longer run may exceed WALL_S
 ROWS = 4096
 HELD_OUT_ROWS = 64
 MODEL_TIMEOUT_S = 3600.0
 GAIN_STEPS = 20  # a shorter run need not show a gain
 MIN_PROCESSES = 6
 WALL_S = 180.0  # from the start of the roles to the last step
-MODEL_DONE = "warm_start.json"  # written last by `learners.warm_start.arithmetic`
+MODEL_DONE = "warm_start.json"  # written last by `learners.warm_start`
 
 
 class Promise(msgspec.Struct, frozen=True):
@@ -56,12 +56,13 @@ def demo(
     settings = task_settings(task)
     config = absolute(load(quickstart(), [*settings, *overrides]))
     data = Path(config.data.path)
-    if not data.exists() and not _set_by_user("data.path", overrides):
-        _make_prompts(task, data, seed=config.run.seed)
     if not _set_by_user("data.path", overrides):
-        _make_answers(task, data, seed=config.run.seed)
+        _make_rows("prompts", task, data, ROWS, seed=config.run.seed)
+        if task != "shapes":  # answers are rows of text
+            _make_answers(task, data, seed=config.run.seed)
     if not _set_by_user("evaluation.path", overrides):
-        _make_held_out(task, Path(config.evaluation.path), seed=config.run.seed)
+        held_out = Path(config.evaluation.path)
+        _make_rows("held out", task, held_out, HELD_OUT_ROWS, seed=config.run.seed, split="heldout")
     if not (Path(config.model.path) / MODEL_DONE).exists() and not _set_by_user("model.path", overrides):
         _make_model(task, Path(config.model.path))
         config = absolute(config)
@@ -107,33 +108,41 @@ def task_settings(task: str) -> list[str]:
     """Changes of a task to the quickstart."""
     if task not in TASKS:
         raise ConfigError("usage", f"task {task!r} is none of {', '.join(TASKS)}")
+    module, kind = ("shapes", "parquet") if task == "shapes" else ("tasks", "jsonl")
     settings = [
         f"run.name=demo-{task}",
         f"run.dir=runs/demo-{task}",
         f"model.path=runs/models/{task}",
-        f"data.path=runs/data/{task}.jsonl",
-        f"evaluation.path=runs/data/{task}-heldout.jsonl",
-        f'reward=[{{function = "asyncrl.demo.tasks:{task}_reward"}}]',
+        f"data.path=runs/data/{task}.{kind}",
+        f"evaluation.path=runs/data/{task}-heldout.{kind}",
+        f'reward=[{{function = "asyncrl.demo.{module}:{task}_reward"}}]',
+        f"learner.steps={STEPS[task]}",
     ]
     if task == "add":
-        settings += ["sampling.max_new_tokens=6", "data.max_prompt_tokens=8", f"learner.steps={STEPS[task]}"]
+        settings += ["sampling.max_new_tokens=6", "data.max_prompt_tokens=8"]
+    if task == "shapes":  # the tokens of a picture count
+        settings += ["sampling.max_new_tokens=8", "data.max_prompt_tokens=40"]
+
     return settings
 
 
-def _make_prompts(task: str, path: Path, *, seed: int) -> None:
-    from asyncrl.demo import tasks
+def _make_rows(label: str, task: str, path: Path, size: int, *, seed: int, split: str = "train") -> None:
+    """Rows of the task, created once; those of the split `heldout` are never trained."""
+    if path.exists():
+        return
+    if task == "shapes":
+        from asyncrl.demo import shapes
 
-    count = tasks.write_jsonl(path, tasks.prompt_rows(task, ROWS, seed))
-    print(f"prompts   {count} rows -> {path}", flush=True)
+        try:
+            count = shapes.write_parquet(path, shapes.prompt_rows(size, seed, split=split))
+        except ImportError as error:
+            what = f"pictures need Pillow: {error}"
+            raise ConfigError("config.extra", what, where="--task shapes", remedy="pip install 'asyncrl[hf]'") from None
+    else:
+        from asyncrl.demo import tasks
 
-
-def _make_held_out(task: str, path: Path, *, seed: int) -> None:
-    """Prompts for evaluations, never trained, from a separate random stream; created once."""
-    from asyncrl.demo import tasks
-
-    if not path.exists():
-        rows = tasks.write_jsonl(path, tasks.prompt_rows(task, HELD_OUT_ROWS, seed, split="heldout"))
-        print(f"held out  {rows} rows -> {path}", flush=True)
+        count = tasks.write_jsonl(path, tasks.prompt_rows(task, size, seed, split=split))
+    print(f"{label:<9} {count} rows -> {path}", flush=True)
 
 
 def _make_answers(task: str, prompts: Path, *, seed: int) -> None:
@@ -151,18 +160,18 @@ def _make_model(task: str, folder: Path) -> None:
     print(f"model     making the warm start of {task} -> {folder} (once, a few minutes on a CPU)", flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path()), "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", "learners.warm_start.arithmetic", "--task", task, "--out", str(folder)]
+    module = "learners.warm_start.shapes" if task == "shapes" else "learners.warm_start.arithmetic"
+    options = [] if task == "shapes" else ["--task", task]
+    command = [sys.executable, "-m", module, *options, "--out", str(folder)]
     before = signal.signal(signal.SIGTERM, _end_by_sigterm)  # `run` then kills the process that makes the model
     try:
         done = subprocess.run(command, env=env, timeout=MODEL_TIMEOUT_S, stdin=subprocess.DEVNULL, check=False)
     except subprocess.TimeoutExpired:
-        raise AsyncRLError(
-            "role.failed", f"no model within {MODEL_TIMEOUT_S:g} s", where="learners.warm_start.arithmetic"
-        ) from None
+        raise AsyncRLError("role.failed", f"no model within {MODEL_TIMEOUT_S:g} s", where=module) from None
     finally:
         signal.signal(signal.SIGTERM, before)
     if done.returncode:
-        raise AsyncRLError("role.failed", f"ended with code {done.returncode}", where="learners.warm_start.arithmetic")
+        raise AsyncRLError("role.failed", f"ended with code {done.returncode}", where=module)
 
 
 def _end_by_sigterm(*_: object) -> None:

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ class Stage:
         steps: optimizer steps.
         lr: peak learning rate.
         noise: the teacher's error rate, see `tasks.demonstration`.
-        tokens: approximate tokens per batch, prompts included.
-        width: tokens per packed line.
+        tokens: approximate tokens per batch, prompts included (tasks of text).
+        width: tokens per packed line (tasks of text).
         terms: smallest and largest number of terms, drawn log-uniformly; None: the task's own distribution.
         any_letter: start `running_sum` rows at a random letter, so that every letter also occurs in short rows.
         warmup: see `sft`.
@@ -53,8 +54,8 @@ class Stage:
     steps: int
     lr: float
     noise: float
-    tokens: int
-    width: int
+    tokens: int = 0
+    width: int = 0
     terms: tuple[int, int] | None = None
     any_letter: bool = False
     warmup: int = 20
@@ -178,9 +179,8 @@ def make_warm_start(
     with tempfile.TemporaryDirectory() as scratch:  # nothing is written to the target before the model is ready
         tokenizer = make_tokenizer(scratch)
     model = make_tiny_qwen3(len(tasks.CHARACTERS) + len(SPECIAL_TOKENS), seed=seed, **options)
-    losses = train_stages(
-        model, tokenizer, task=task, stages=plan, seed=seed, report=say, report_every_s=report_every_s
-    )
+    batches = partial(stage_batches, task, tokenizer=tokenizer)
+    losses = train_stages(model, batches, task=task, stages=plan, seed=seed, report=say, report_every_s=report_every_s)
     make_tokenizer(target)
     save_model(target, model)
     seconds = time.monotonic() - started
@@ -191,7 +191,7 @@ def make_warm_start(
 
 def train_stages(
     model: torch.nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
+    make_batches: Callable[..., Iterator[dict[str, torch.Tensor]]],
     *,
     task: str,
     stages: Sequence[Stage],
@@ -199,15 +199,24 @@ def train_stages(
     report: Callable[[str], None],
     report_every_s: float,
 ) -> list[float]:
-    """Train `model` in place on all stages of `task`; return the loss of each step. `seed`: of the demonstrations."""
+    """Train `model` in place on all stages of `task`; return the loss of each step.
+
+    Args:
+        model: trained in place.
+        make_batches: from a stage and `rng`, an endless stream of batches.
+        task: name in reports and of the random streams.
+        stages: in order.
+        seed: of the demonstrations.
+        report: takes the lines of progress.
+        report_every_s: seconds between two of them.
+    """
     losses: list[float] = []
     for number, stage in enumerate(stages, start=1):
         rng = random.Random(f"learners.sft/{task}/{seed}/{number}")
         progress = _Printer(report, f"{task} stage {number}/{len(stages)}", stage.steps, report_every_s)
-        batches = stage_batches(task, stage, tokenizer=tokenizer, rng=rng)
         losses += sft(
             model,
-            batches,
+            make_batches(stage, rng=rng),
             lr=stage.lr,
             steps=stage.steps,
             warmup=stage.warmup,

@@ -1,4 +1,4 @@
-"""What a newcomer types: the demo learns within its promises, asynchronously and synchronously."""
+"""What a newcomer types: the demo learns within its promises, with and without lag, from text and from images."""
 
 import json
 import os
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.demo import shapes
+
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
@@ -20,15 +22,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield tmp_path_factory.mktemp("demo")
 
 
-def demo(folder: Path, *words: str) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
-    """Run `asyncrl demo` to its end: what it said, the learner's lines, the audit."""
+def demo(
+    folder: Path, *words: str, task: str = "running_sum", code: int = 0
+) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
+    """Run `asyncrl demo` to its end with this exit code: what it said, the learner's lines, the audit."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "asyncrl", "demo", *words]
+    command = [sys.executable, "-m", "asyncrl", "demo", "--task", task, *words]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    run = folder / "runs" / "demo-running_sum"
+    assert done.returncode == code, done.stdout[-4000:] + done.stderr[-2000:]
+    run = folder / "runs" / f"demo-{task}"
     lines = [json.loads(line) for line in (run / "metrics" / "learner.jsonl").read_text().splitlines()]
     audited = subprocess.run(
         [sys.executable, "-m", "asyncrl", "audit", str(run), "--json"],
@@ -70,3 +74,28 @@ def test_the_synchronous_demo_has_no_lag_and_still_learns(folder: Path) -> None:
     assert audit["lag_max"] == 0
     assert gain(lines) >= 0.25
     assert "BROKEN" not in said
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_the_demo_of_images_learns_from_them(folder: Path) -> None:
+    said, lines, audit = demo(folder, task="shapes")
+    assert [line["step"] for line in lines] == list(range(1, 61))
+    rewards = [line["reward_mean"] for line in lines]
+    assert rewards[0] < 0.5
+    assert sum(rewards[-10:]) / 10 >= 0.85
+    assert audit["lag_max"] <= 2
+    assert (audit["lost"], audit["doubled"], audit["trained"]) == (0, 0, 960)
+    assert "BROKEN" not in said
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_with_pictures_of_other_rows_the_reward_stays_at_chance(folder: Path) -> None:
+    mixed = folder / "mixed.parquet"
+    shapes.write_parquet(mixed, shapes.prompt_rows(1024, 0, permuted=True))
+    said, lines, audit = demo(folder, "--set", f"data.path={mixed}", task="shapes", code=1)
+    assert said.count("BROKEN") == 1 and "BROKEN  the reward rose by" in said
+    assert audit["trained"] == 960
+    late = [line["reward_mean"] for line in lines[10:]]  # 800 prompts
+    assert sum(late) / len(late) < shapes.CHANCE + 0.05

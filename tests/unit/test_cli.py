@@ -214,7 +214,7 @@ def test_a_run_that_has_begun_says_where_it_goes_on_and_keeps_the_size_of_its_gr
 
 
 def test_demo_settings_give_a_whole_configuration() -> None:
-    for task in ("running_sum", "add"):
+    for task in ("running_sum", "add", "shapes"):
         made = load(quickstart(), task_settings(task))
         assert made.run.dir == f"runs/demo-{task}" and made.reward[0].function.endswith(f"{task}_reward")
     with pytest.raises(ConfigError):
@@ -263,8 +263,15 @@ def test_promises_are_kept_and_broken(tmp_path: Path) -> None:
     assert len(broken) == 2 and "ledger" in broken[0] and "lost 1" in broken[1]
 
 
+@pytest.mark.parametrize(
+    ("task", "files"),
+    [
+        ("add", ["add-answers.jsonl", "add-heldout.jsonl", "add-pairs.jsonl", "add.jsonl"]),
+        ("shapes", ["shapes-heldout.parquet", "shapes.parquet"]),
+    ],
+)
 def test_prepare_only_makes_what_is_missing_and_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    task: str, files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made: list[Path] = []
 
@@ -276,9 +283,21 @@ def test_prepare_only_makes_what_is_missing_and_starts_nothing(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("asyncrl.demo.demo._make_model", make_model)
     for _ in range(2):
-        assert main(["demo", "--task", "add", "--prepare-only"]) == 0
-    assert made == [Path("runs/models/add")] and not (tmp_path / "runs" / "demo-add").exists()
-    assert (tmp_path / "runs" / "data" / "add.jsonl").exists() and "ready" in capsys.readouterr().out
+        assert main(["demo", "--task", task, "--prepare-only"]) == 0
+    assert made == [Path(f"runs/models/{task}")] and not (tmp_path / "runs" / f"demo-{task}").exists()
+    assert sorted(path.name for path in (tmp_path / "runs" / "data").iterdir()) == files
+    said = capsys.readouterr().out
+    assert said.count("held out") == 1 and said.count("ready") == 2
+
+
+def test_a_demo_of_images_without_pillow_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert main(["demo", "--task", "shapes", "--prepare-only"]) == 2
+    said = capsys.readouterr().err
+    assert "error[config.extra]" in said and "pip install 'asyncrl[hf]'" in said
 
 
 # ---------------------------------------------------------------- progress
