@@ -191,7 +191,7 @@ class StartCheck:
     def show_first(self, row: Row) -> None:
         """The first prompt as the policy reads it."""
         assert self.tokenizer is not None
-        ids, _ = self.encode(row, tuple(self.images.values()))
+        ids, _ = self.encode(row, tuple(self.images[digest] for digest in image_digests(row)))
         prompt = row.get(self.config.data.prompt_key)
         text = (
             prompt

@@ -21,7 +21,7 @@ from learners.gang.gang import Gang
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 #: Images of the samples of each step, by rank: a blank takes the place of those that a rank does not have.
 STEPS = ((((48, 32), (32, 80)), ()), ((), ((48, 48),)), ((), ()), (((32, 32),), ((64, 48),)))
-LINES = 'data.max_prompt_tokens = 64\nlearner.optim.lr = 1e-3\n[[reward]]\nfunction = "a:b"'
+LINES = 'data.max_prompt_tokens = 64\n[[reward]]\nfunction = "a:b"'
 
 
 def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
