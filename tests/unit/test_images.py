@@ -27,6 +27,7 @@ from asyncrl.images.rows import Normalised, normalise_row, takes_images
 from asyncrl.preflight import code as check_code
 from asyncrl.preflight.files import check_data
 from asyncrl.preflight.images import check_images
+from asyncrl.python_api.settings import write_rows as write_python_rows
 from producers.data.prompts import BadPrompt, Prompts, encode_prompt
 
 WIDE = (7, 4)
@@ -401,3 +402,14 @@ def test_plain_texts_may_become_chats_with_images(tmp_path: Path) -> None:
     data = DataConfig(path=path, as_chat=True)
     assert not list(check_images(data, Path(path), where="data.path"))
     assert Prompts(data, seed=0, sees=True).row_for(0)["prompt"] == chat([PLACE, text("what?")])
+
+
+def test_rows_of_python_become_files_that_hold_their_images(tmp_path: Path) -> None:
+    """`asyncrl.train` with bytes, PIL images and those of `datasets`."""
+    rows = [
+        {"prompt": chat("<image>"), "images": [held]} for held in (RED, picture(), {"bytes": RED, "path": "elsewhere"})
+    ] + [{"prompt": chat([{"type": "image", "image": picture()}])}]
+    data = DataConfig(path=write_python_rows(rows, tmp_path / "rows.jsonl"), shuffle=False)
+    prompts = Prompts(data, seed=0, sees=True)
+    assert [prompts.images_of(prompts.row_for(group)) for group in range(4)] == [(RED,)] * 4
+    assert encode_png(picture()) == RED
