@@ -399,9 +399,9 @@ def test_the_check_looks_at_the_images_of_the_first_rows(
 def test_plain_texts_may_become_chats_with_images(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(RED)
     path = write_rows(tmp_path, [{"prompt": "<image>what?", "images": "a.png"}], "rows.jsonl")
-    data = DataConfig(path=path, as_chat=True)
-    assert not list(check_images(data, Path(path), where="data.path"))
-    assert Prompts(data, seed=0, sees=True).row_for(0)["prompt"] == chat([PLACE, text("what?")])
+    config = parse(f'model.path = "m"\ndata.path = "{path}"\ndata.as_chat = true\n[[reward]]\nfunction = "a:b"\n')
+    assert not list(check_images(config, Path(path), where="data.path"))
+    assert Prompts(config.data, seed=0, sees=True).row_for(0)["prompt"] == chat([PLACE, text("what?")])
 
 
 def test_rows_of_python_become_files_that_hold_their_images(tmp_path: Path) -> None:
@@ -413,3 +413,13 @@ def test_rows_of_python_become_files_that_hold_their_images(tmp_path: Path) -> N
     prompts = Prompts(data, seed=0, sees=True)
     assert [prompts.images_of(prompts.row_for(group)) for group in range(4)] == [(RED,)] * 4
     assert encode_png(picture()) == RED
+
+
+def test_images_are_for_single_turns(tmp_path: Path) -> None:
+    path = Path(write_rows(tmp_path, [verl_row(RED)]))
+    text = f'model.path = "m"\ndata.path = "{path}"\n[[reward]]\nfunction = "a:b"\n'
+    assert not list(check_images(parse(text), path, where="data.path"))
+    [found] = check_images(
+        parse(text, overrides=["environment.name=tools", 'environment.tools=["calculator"]']), path, where="data.path"
+    )
+    assert found.code == "config.conflict" and found.where == "environment.name" and "row 0 has images" in found.message
