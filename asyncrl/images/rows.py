@@ -76,6 +76,32 @@ def normalise_row(row: Row, *, prompt_key: str, image_key: str, folder: Path) ->
     return Normalised(found, dict(zip(digests, walk.images, strict=True)))
 
 
+def portable_row(row: Mapping[str, Any]) -> Row:
+    """The row with data URIs instead of bytes and PIL images, in the column of images and in lists and mappings: JSON
+    holds it. Raises ImageProblem."""
+    return {
+        name: _portable(value) if name == IMAGES or isinstance(value, list | dict) or _is_pil(value) else value
+        for name, value in row.items()
+    }
+
+
+def _portable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _portable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_portable(item) for item in value]
+    if _is_pil(value):
+        value = encode_png(value)
+    if isinstance(value, bytes):
+        return f"data:application/octet-stream;base64,{base64.b64encode(value).decode()}"
+    return value
+
+
+def _is_pil(value: Any) -> bool:
+    """Whether it is a PIL image, without importing the package."""
+    return hasattr(value, "mode") and hasattr(value, "getpixel")
+
+
 class _Places:
     """Walks the messages of one prompt. `images`: those met so far; `marks`: places of images of the column."""
 
@@ -150,7 +176,7 @@ def read_image(value: Any, folder: Path) -> bytes:
         return read_image(held, folder)
     if isinstance(value, str):
         return _read_text(value, folder)
-    if hasattr(value, "mode") and hasattr(value, "save"):  # a PIL image, without importing the package
+    if _is_pil(value):
         return encode_png(value)
     raise ImageProblem(f"{type(value).__name__} is no image: give bytes, a path, a data URI or a PIL image")
 

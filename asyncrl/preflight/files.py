@@ -119,7 +119,7 @@ def _check_file(config: Config, path: Path, *, where: str) -> Iterator[AsyncRLEr
         yield ConfigError("config.data", "it has no rows", where=where)
         return
     if takes_images(config.model.path):
-        yield from check_images(config.data, path, where=where)
+        yield from check_images(config, path, where=where)
     elif media := find_media_row(path):
         yield ConfigError("config.data", f"{media}: rows are text alone", where=where, remedy=MEDIA_REMEDY)
     wanted = {"prompt_key": config.data.prompt_key, **answer_columns(config, row)}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import DataConfig
+from asyncrl.config import Config, DataConfig
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.images.decoding import ImageProblem, check_image, require_pillow
 from asyncrl.images.rows import normalise_row
@@ -21,16 +21,21 @@ LOOKED = 16  # rows of a file
 REMEDY = "correct the row, or remove it: docs/images.md has the forms of images"
 
 
-def check_images(data: DataConfig, path: Path, *, where: str) -> Iterator[AsyncRLError]:
+def check_images(config: Config, path: Path, *, where: str) -> Iterator[AsyncRLError]:
     """The first row whose images cannot be used."""
+    data, environment = config.data, config.environment
     try:
         for number, row in enumerate(_first_rows(path)):
             prompt = row.get(data.prompt_key)
             if data.as_chat and isinstance(prompt, str):
                 row = {**row, data.prompt_key: [{"role": "user", "content": prompt}]}  # noqa: PLW2901
-            problem = _find_problem(row, data, path.parent)
+            found, problem = _look(row, data, path.parent)
             if problem:
                 yield ConfigError("config.data", f"row {number}: {problem}", where=where, remedy=REMEDY)
+                return
+            if found and not environment.is_single_turn:
+                what = f"row {number} has images, and environment.name = {environment.name!r} plays turns of text alone"
+                yield ConfigError("config.conflict", what, where="environment.name", remedy="set it to 'single_turn'")
                 return
     except ConfigError as error:
         yield error
@@ -38,8 +43,8 @@ def check_images(data: DataConfig, path: Path, *, where: str) -> Iterator[AsyncR
         return
 
 
-def _find_problem(row: dict[str, Any], data: DataConfig, folder: Path) -> str:
-    """Why the images of a row cannot be used; empty if they can."""
+def _look(row: dict[str, Any], data: DataConfig, folder: Path) -> tuple[int, str]:
+    """The number of images of a row, and why they cannot be used; empty if they can."""
     try:
         found = normalise_row(row, prompt_key=data.prompt_key, image_key=data.image_key, folder=folder)
         if found.images:
@@ -48,10 +53,10 @@ def _find_problem(row: dict[str, Any], data: DataConfig, folder: Path) -> str:
             try:
                 check_image(image)
             except ImageProblem as problem:
-                return f"image {number} of it: {problem.reason.removeprefix('image: ')}"
+                return 0, f"image {number} of it: {problem.reason.removeprefix('image: ')}"
     except ImageProblem as problem:
-        return problem.reason.removeprefix("image: ")
-    return ""
+        return 0, problem.reason.removeprefix("image: ")
+    return len(found.images), ""
 
 
 def _first_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -27,6 +27,7 @@ from asyncrl.images.rows import Normalised, normalise_row, takes_images
 from asyncrl.preflight import code as check_code
 from asyncrl.preflight.files import check_data
 from asyncrl.preflight.images import check_images
+from asyncrl.python_api.settings import write_rows as write_python_rows
 from producers.data.prompts import BadPrompt, Prompts, encode_prompt
 
 WIDE = (7, 4)
@@ -398,6 +399,27 @@ def test_the_check_looks_at_the_images_of_the_first_rows(
 def test_plain_texts_may_become_chats_with_images(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(RED)
     path = write_rows(tmp_path, [{"prompt": "<image>what?", "images": "a.png"}], "rows.jsonl")
-    data = DataConfig(path=path, as_chat=True)
-    assert not list(check_images(data, Path(path), where="data.path"))
-    assert Prompts(data, seed=0, sees=True).row_for(0)["prompt"] == chat([PLACE, text("what?")])
+    config = parse(f'model.path = "m"\ndata.path = "{path}"\ndata.as_chat = true\n[[reward]]\nfunction = "a:b"\n')
+    assert not list(check_images(config, Path(path), where="data.path"))
+    assert Prompts(config.data, seed=0, sees=True).row_for(0)["prompt"] == chat([PLACE, text("what?")])
+
+
+def test_rows_of_python_become_files_that_hold_their_images(tmp_path: Path) -> None:
+    """`asyncrl.train` with bytes, PIL images and those of `datasets`."""
+    rows = [
+        {"prompt": chat("<image>"), "images": [held]} for held in (RED, picture(), {"bytes": RED, "path": "elsewhere"})
+    ] + [{"prompt": chat([{"type": "image", "image": picture()}])}]
+    data = DataConfig(path=write_python_rows(rows, tmp_path / "rows.jsonl"), shuffle=False)
+    prompts = Prompts(data, seed=0, sees=True)
+    assert [prompts.images_of(prompts.row_for(group)) for group in range(4)] == [(RED,)] * 4
+    assert encode_png(picture()) == RED
+
+
+def test_images_are_for_single_turns(tmp_path: Path) -> None:
+    path = Path(write_rows(tmp_path, [verl_row(RED)]))
+    text = f'model.path = "m"\ndata.path = "{path}"\n[[reward]]\nfunction = "a:b"\n'
+    assert not list(check_images(parse(text), path, where="data.path"))
+    [found] = check_images(
+        parse(text, overrides=["environment.name=tools", 'environment.tools=["calculator"]']), path, where="data.path"
+    )
+    assert found.code == "config.conflict" and found.where == "environment.name" and "row 0 has images" in found.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from io import BytesIO
@@ -9,9 +10,17 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from small_folder import write_folder
+from test_archive import make_claim
 
+from asyncrl.config import parse
 from asyncrl.images.digests import image_digest
+from asyncrl.images.folder import ImageFolder
+from asyncrl.runs.rescore import Plan
+from asyncrl.runtime.run_dir import RunDir
+from learners.batch.archive import Archive
 from producers.rewards.pipe import FunctionSpec, Result
+from producers.rewards.rescore import Rescoring
 from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
 
@@ -116,3 +125,30 @@ def test_scorers_that_ship_get_no_images(scorers: list[Scorer]) -> None:
     good = RewardSample.from_row(row, prompt="p", response="r", prompt_ids=[1], response_ids=[2], finish="stop")
     [found] = score(scorers, ["builtin:exact"], good, **{ONE: b"damaged"})
     assert (found.reason, found.reward) == ("", 1.0) and not scorers[0].sees_images
+
+
+def test_archived_batches_are_scored_again_with_their_images(tmp_path: Path) -> None:
+    """A group whose image is gone is left out, with a warning."""
+    folder = write_folder(tmp_path / "model")
+    toml = f"""
+    model.path = "{folder}"
+    data.source = "a:b"
+    run.dir = "{tmp_path}"
+    sandbox.kind = "none"
+    log.archive = true
+    [[reward]]
+    function = "picture_rewards:own"
+    """
+    config, digests = parse(toml), [TEN, HUNDRED]
+    images = ImageFolder(RunDir(tmp_path).images)
+    assert [images.put(IMAGES[digest]) for digest in digests] == digests
+    archive = Archive(config, say=print)
+    archive.put(make_claim(groups=(7,), row=json.dumps({"images": digests})), epoch=1)
+    archive.put(make_claim(4, groups=(8,), row=json.dumps({"images": [ONE]})), epoch=1)
+    work = Rescoring(config, Plan(run=str(tmp_path), steps=(3, 4), kept={}))
+    try:
+        [scored] = work.step(3)
+        assert scored.group == 7 and scored.rewards == {0: 110.0, 1: 110.0} and not scored.failed
+        assert work.step(4) == []
+    finally:
+        work.close()
