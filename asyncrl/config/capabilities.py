@@ -12,16 +12,28 @@ Example: `learner.backend = "megatron"` with a Mixtral: config.model at `model.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
+from asyncrl.config.model_facts import (
+    ATTENTION_CAP,
+    HEAD_CAP,
+    MEGATRON_MODELS,
+    VISION_MODELS,
+    Model,
+    count_experts,
+    find_cap,
+    find_dense_variant,
+    find_head_scale,
+    find_senses,
+    list_senses,
+)
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.config.sections.lora import TAKE_WHOLE
 from asyncrl.config.tree import Config
 from asyncrl.device_features import DEVICES
 from asyncrl.errors import ConfigError
 
-Model = Mapping[str, Any]  # a config.json; empty: not known
 Role = Literal["learner", "producer"]
 NO_MODEL: Model = {}
 
@@ -29,70 +41,6 @@ NO_MODEL: Model = {}
 OTHER_NAMES = {"rocm": "cuda", "hip": "cuda", "amd": "cuda", "gpu": "cuda", "nvidia": "cuda", "ascend": "npu"}
 ENGINES = ("hf", "vllm", "vllm_http", "sglang", "dataset")
 BACKENDS = ("fsdp2", "megatron")
-
-# ---------------------------------------------------------------- models
-
-
-def count_experts(model: Model) -> int:
-    """Experts of a layer; 0 for a dense model."""
-    inner = model.get("text_config") or model
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return next((found for name in names if isinstance(found := inner.get(name), int) and found > 0), 0)
-
-
-def list_senses(model: Model) -> list[str]:
-    """Inputs other than token ids.
-
-    >>> list_senses({"model_type": "qwen2_vl", "vision_config": {}})
-    ['vision']
-    """
-    return [name for name in ("vision", "audio") if model.get(f"{name}_config") is not None]
-
-
-#: Vision-language models of the learner and the hf engine: positions by time, height and width (M-RoPE).
-VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-
-
-def _senses(model: Model, *, known: bool) -> str:
-    """Inputs other than token ids of a model; `known`: it is one of VISION_MODELS."""
-    senses = list_senses(model)
-    right = (model.get("model_type") in VISION_MODELS) == known
-    return f"{' and '.join(senses)} inputs" if senses and right else ""
-
-
-MEGATRON_MODELS = ("llama", "qwen2", "qwen3")
-ROPE_TYPES = ("default", "linear", "llama3")  # frequencies independent of the length of a row
-#: Fields that scale the logits behind the head.
-HEAD_SCALES = ("logits_scaling", "logit_scale")
-#: Fields of soft caps, `cap tanh(x / cap)`, of the logits behind the head and of attention scores.
-HEAD_CAP, ATTENTION_CAP = "final_logit_softcapping", "attn_logit_softcapping"
-
-
-def find_dense_variant(model: Model) -> str:
-    """What a dense decoder has beyond those that Megatron's layers are built for; empty: nothing."""
-    for name, right in (("hidden_act", "silu"), ("mlp_bias", False), ("use_sliding_window", False)):
-        if model.get(name, right) != right:
-            return f"{name} = {model[name]!r}"
-    if model.get("model_type") != "qwen2" and model.get("attention_bias", False):
-        return "attention_bias = true"
-    if set(model.get("layer_types") or ()) - {"full_attention"}:
-        return "layer_types other than full_attention"
-    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    return "" if kind in ROPE_TYPES else f"rope type {kind!r}"
-
-
-def find_head_scale(model: Model) -> str:
-    """How a model scales its logits after the head; empty: not at all."""
-    inner = model.get("text_config") or model
-    return next((f"{name} = {inner[name]}" for name in HEAD_SCALES if inner.get(name) not in (None, 1.0)), "")
-
-
-def find_cap(model: Model, name: str) -> float | None:
-    """The soft cap `HEAD_CAP` or `ATTENTION_CAP` of a model."""
-    found: float | None = (model.get("text_config") or model).get(name)
-    return found
-
 
 # ---------------------------------------------------------------- features
 
@@ -165,7 +113,7 @@ _NOT_SEEING: dict[str, Any] = {
 }
 
 
-def _beside_vision(config: Config, model: Model) -> str:
+def _find_beside_vision(config: Config, model: Model) -> str:
     if not list_senses(model):
         return ""
     found = [FEATURES[name].asks(config, NO_MODEL) for name in ("critic", "process", "reward_model")]
@@ -229,11 +177,11 @@ FEATURES: dict[str, Feature] = {
     "mixture_of_experts": _model(
         "a mixture of experts", lambda m: f"mixture of experts ({count_experts(m)})" if count_experts(m) else ""
     ),
-    "senses": _model(f"a vision-language model ({', '.join(VISION_MODELS)})", lambda m: _senses(m, known=True)),
-    "other_senses": _model("another vision-language model, or audio", lambda m: _senses(m, known=False)),
+    "senses": _model(f"a vision-language model ({', '.join(VISION_MODELS)})", lambda m: find_senses(m, known=True)),
+    "other_senses": _model("another vision-language model, or audio", lambda m: find_senses(m, known=False)),
     "vision_layout": Feature(
         "a vision-language model with a critic, process rewards, mode reward_model, `compile`, `liger`, or split "
-        "matrices, rows or experts", "learner", _beside_vision,
+        "matrices, rows or experts", "learner.vision", _find_beside_vision,
     ),
     "encoder_decoder": _model("an encoder-decoder", lambda m: "encoder-decoder" if _encodes(m) else ""),
     "architecture": _model(f"a dense decoder other than {', '.join(MEGATRON_MODELS)}", _architecture),

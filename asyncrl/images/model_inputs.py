@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config import Config
-from asyncrl.config.capabilities import VISION_MODELS
+from asyncrl.config.model_facts import VISION_MODELS
 from asyncrl.errors import ConfigError
+from asyncrl.images.decoding import open_image
 from asyncrl.images.rows import takes_images
 from asyncrl.runtime.model_folder import load_image_processor, model_json
 
@@ -85,10 +86,7 @@ class ImageInputs:
         if found is not None:
             self._kept.move_to_end(image)
             return found
-        from PIL import Image
-
-        with Image.open(io.BytesIO(image)) as opened:
-            given = self._processor(images=[opened.convert("RGB")], return_tensors="np", **self._options)
+        given = self._processor(images=[open_image(image)], return_tensors="np", **self._options)
         time, height, width = (int(one) for one in given["image_grid_thw"][0])
         found = Pixels(
             {"pixel_values": np.asarray(given["pixel_values"], np.float32)},
@@ -106,7 +104,7 @@ class ImageInputs:
             self._kept_bytes -= sum(array.nbytes for array in old.arrays.values())
 
     def blank(self) -> Pixels:
-        """The smallest image, of one token: for a pass without images of which other ranks' passes have some."""
+        """The smallest image, of one token, for a pass that has none."""
         vision = self._processor
         width = 3 * vision.temporal_patch_size * vision.patch_size**2
         values = np.zeros((self.merge**2, width), np.float32)

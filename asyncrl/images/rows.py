@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, unquote_to_bytes, urlparse
 
-from asyncrl.config.capabilities import list_senses
 from asyncrl.config.media import find_media
+from asyncrl.config.model_facts import list_senses
 from asyncrl.images.decoding import MAX_BYTES, ImageProblem, encode_png
 from asyncrl.images.digests import IMAGES, image_digest
 from asyncrl.runtime.model_folder import model_json

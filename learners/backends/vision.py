@@ -86,7 +86,7 @@ class Vision:
         stray = stray.reshape(ids.shape)
         if not images:
             images = [self._inputs.blank()]
-            ids, positions, stray = _with_blank(ids, positions, stray, self._inputs.token)
+            ids, positions, stray = _add_blank(ids, positions, stray, self._inputs.token)
         different = list({id(one): one for one in images}.values())
         place = {id(one): number for number, one in enumerate(different)}
         order = [place[id(one)] for one in images] if len(different) < len(images) else None
@@ -96,7 +96,7 @@ class Vision:
         return seen.mask(given), torch.from_numpy(positions.astype(np.int64)).to(device), seen
 
 
-def _with_blank(ids: Array, positions: Array, stray: Array, token: int) -> tuple[Array, Array, Array]:
+def _add_blank(ids: Array, positions: Array, stray: Array, token: int) -> tuple[Array, Array, Array]:
     """Add a sequence with one placeholder: behind a packed row, or as a row of its own."""
     rows, width = ids.shape
     if rows == 1:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.config.capabilities import ATTENTION_CAP
+from asyncrl.config.model_facts import ATTENTION_CAP
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.runtime.device import Device
 from learners.models import sequence_parallel as sequence

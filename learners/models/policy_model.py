@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from asyncrl.config.capabilities import HEAD_CAP, HEAD_SCALES, find_head_scale
+from asyncrl.config.model_facts import HEAD_CAP, HEAD_SCALES, find_head_scale
 from asyncrl.errors import ConfigError
 from asyncrl.images.forward import Seen, body_arguments, stray_placeholders
 from learners.models.logprobs import (

@@ -349,7 +349,7 @@ def encode_prompt(
     if inputs is not None:
         try:
             ids = inputs.expand(ids, images).tolist()
-        except (ValueError, OSError) as error:  # Pillow's errors are both
+        except ValueError as error:
             raise BadPrompt(f"image: {error}") from None
     if len(ids) > data.max_prompt_tokens:
         raise BadPrompt(f"too_long: {len(ids)} tokens, data.max_prompt_tokens = {data.max_prompt_tokens}")

@@ -157,6 +157,8 @@ def test_check_and_the_start_of_a_learner_agree_with_the_table(part: str, featur
     settings = (f"learner.backend={part}", "learner.device=cuda")  # of a device that has all
     if feature in ("replicate", "expert") and part == "fsdp2":
         settings += ("learner.ranks=2",)
+    if (part, feature) == ("megatron", "vision_layout"):
+        pytest.skip("it refuses the model and the other setting each for itself")
     agree(place, feature, settings, what=f"backend {part!r}", role="learner", wanted=feature in REFUSED[part])
 
 

@@ -29,7 +29,7 @@ LAYERS = (
     "asyncrl.plugins asyncrl.wire asyncrl.environment",
     "asyncrl.engine asyncrl.metrics asyncrl.evaluation asyncrl.net",
     "asyncrl.config.sections",
-    "asyncrl.config.tree asyncrl.config.locations asyncrl.config.redis_url",
+    "asyncrl.config.tree asyncrl.config.locations asyncrl.config.redis_url asyncrl.config.model_facts",
     "asyncrl.config.mode asyncrl.config.capabilities",
     "asyncrl.config.rules",
     "asyncrl.config",

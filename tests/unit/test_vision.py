@@ -12,7 +12,7 @@ import torch
 from vision_models import png, vision_folder
 
 from asyncrl.config import Config, load
-from asyncrl.config.capabilities import VISION_MODELS
+from asyncrl.config.model_facts import VISION_MODELS
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import ConfigError
 from asyncrl.images.forward import Seen, join_images, stray_placeholders

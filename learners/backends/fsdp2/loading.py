@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from asyncrl.config import Config, OptimConfig
-from asyncrl.config.capabilities import ATTENTION_CAP, find_cap, find_folder_refusals
+from asyncrl.config.capabilities import find_folder_refusals
+from asyncrl.config.model_facts import ATTENTION_CAP, find_cap
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
 from asyncrl.runtime.model_folder import load_model as read_model

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncrl.config import Config
-from asyncrl.config.capabilities import ATTENTION_CAP, find_cap, refuse
+from asyncrl.config.capabilities import refuse
+from asyncrl.config.model_facts import ATTENTION_CAP, find_cap
 from asyncrl.errors import ConfigError
 from asyncrl.images.model_inputs import ImageInputs
 from asyncrl.runtime.host_facts import free_host_bytes

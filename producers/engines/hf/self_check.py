@@ -48,7 +48,7 @@ def check_decoder(
     groups = [make_request(length, (0, 1, 2)) for length in sorted({min(2, max_prompt), min(5, max_prompt)})]
     longest = max_prompt + max_new - new
     crossing = [make_request(border - 1, (0,)) for border in sorted(borders(model.config)) if 6 < border <= longest]
-    requests = groups + crossing + (_with_images(images, max_prompt, new) if images else [])
+    requests = groups + crossing + (_image_requests(images, max_prompt, new) if images else [])
     samples = _run(decoder, requests)
     early = [make_request(len(item.prompt_ids), (0, 1, 2), _stop(item.id, samples)) for item in groups]
     samples += _run(decoder, early)
@@ -99,7 +99,7 @@ def _run(decoder: Decoder, requests: Sequence[GenRequest]) -> list[GenDelta]:
     return samples
 
 
-def _with_images(images: ImageInputs, max_prompt: int, new: int) -> list[GenRequest]:
+def _image_requests(images: ImageInputs, max_prompt: int, new: int) -> list[GenRequest]:
     """A prompt with one image and one with two, as far as they fit."""
     found = []
     for sides in ([(64, 32)], [(32, 64), (48, 48)]):
