@@ -57,9 +57,10 @@ class Schedule:
 
     def versions_behind(self, engine_version: int) -> int:
         """How many versions an engine is behind, as far as (D) and the order to sync first count them. With an
-        automatic depth they do not: it says how much work the learner needs, not how old that may be; (F) says that.
+        automatic depth at most that depth: an engine that an evaluation holds back still gets one batch of work.
         """
-        return 0 if self.live.current.depth_rule == "auto" else self.training_version - engine_version
+        behind = self.training_version - engine_version
+        return min(behind, self.depth) if self.live.current.depth_rule == "auto" else behind
 
     @property
     def training_version(self) -> int:
