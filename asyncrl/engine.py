@@ -59,6 +59,7 @@ class GenRequest(msgspec.Struct, frozen=True):
     priority: int = 0  # smaller first, if the engine can; else in the order of arrival
     support: bool = False  # record the support of each draw; log-probs are then of the distribution over it
     version: int = -1  # the version that makes every token, if the engine keeps it (`Keeping`); -1: the current one
+    images: tuple[bytes, ...] = ()  # encoded images, in the order of their placeholders in `prompt_ids`
 
 
 class GenDelta(msgspec.Struct, frozen=True):
@@ -110,6 +111,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True):
     priority: bool = False
     supports: bool = False  # it records the support of draws (`GenRequest.support`); others refuse such a request
     seeded: bool = True  # the same seed and index give the same tokens, whatever else is decoded
+    images: bool = False  # it takes `GenRequest.images`; others refuse such a request
     second_weights: bool = False  # it keeps a version next to newer ones (`Keeping`)
 
 

@@ -128,6 +128,7 @@ _CATALOGUE = {
         "look at the reason; the group goes to the dead letters",
         EXIT_FAILED,
     ),
+    "image.invalid": ("an image is not accepted", "look at the reason; the prompt is set aside", EXIT_FAILED),
     "reward.failed": ("a reward function failed", "correct the function that the message names", EXIT_FAILED),
     "reward.budget": (
         "too many groups failed in their reward",

@@ -114,11 +114,9 @@ class Replay:
         groups = tuple(group for group in batch.groups if group.group in step.groups)
         missing = sorted(set(step.groups) - {group.group for group in groups})
         if missing:
-            raise AsyncRLError(
-                "replay.missing",
-                f"the archive of step {step.step} does not hold group {missing[0]}, which the run trained in it",
-                where="replay",
-            )
+            what = f"the archive of step {step.step} does not hold group {missing[0]}, which the run trained in it"
+            why = batch.invalid.get(missing[0], "")
+            raise AsyncRLError("replay.missing", f"{what}: {why}" if why else what, where="replay")
         return msgspec.structs.replace(batch, groups=groups)
 
     def _replace_rewards(self, batch: ClaimedBatch) -> ClaimedBatch:

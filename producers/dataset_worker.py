@@ -10,8 +10,10 @@ from asyncrl.config import Config
 from asyncrl.config.mode import answer_keys, is_paired
 from asyncrl.engine import GenDelta
 from asyncrl.errors import ConfigError
+from asyncrl.images.decoding import ImageProblem
 from asyncrl.wire import Lease, Leases
 from buffers.client.producer import ProducerClient
+from producers.data.images import store_images
 from producers.data.prompts import BadPrompt
 from producers.engines.dataset import DatasetEngine, NoWeights, Tokens, encode_row
 from producers.support.retry import Patience
@@ -29,7 +31,7 @@ class DatasetProducer(Producer):
         self, config: Config, *, client: ProducerClient, engine: DatasetEngine, receiver: NoWeights, patience: Patience
     ) -> None:
         super().__init__(config, client=client, engine=engine, receiver=receiver, patience=patience)  # type: ignore[arg-type]
-        row = self.prompts.row_for(0)
+        row = self.prompts.columns
         missing = [key for key in answer_keys(config) if key not in row]
         if missing and (is_paired(config) or not isinstance(row.get(config.data.prompt_key), list)):
             raise ConfigError(
@@ -45,8 +47,10 @@ class DatasetProducer(Producer):
         version = self.engine.version
         try:
             row = self.prompts.row_for(lease.group)
-            prompt_ids, answers = encode_row(row, self.config, self.tokenizer)
-        except BadPrompt as problem:
+            images = self.prompts.images_of(row)
+            prompt_ids, answers = encode_row(row, self.config, self.tokenizer, inputs=self.images, images=images)
+            await store_images(row, images, self._store)
+        except (BadPrompt, ImageProblem) as problem:
             reason = problem.reason
             await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))
             return

@@ -19,6 +19,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from asyncrl.config import Config
@@ -26,6 +27,9 @@ from asyncrl.config.judges import judges_for, list_judges
 from asyncrl.config.mode import streams
 from asyncrl.config.sections.environment import AGENT
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.images.digests import image_digests
+from asyncrl.images.model_inputs import open_inputs
+from asyncrl.images.rows import takes_images
 from asyncrl.runtime.start_report import read_settings, say, say_error
 from producers.data.evaluation_prompts import HeldOutPrompts
 from producers.data.prompts import BadPrompt, Prompts, Row, encode_prompt
@@ -48,6 +52,7 @@ class StartCheck:
         self.config = config
         self.play = play
         self.row: Row | None = None
+        self.images: dict[str, bytes] = {}  # of the row, by digest
         self.tokenizer: Tokenizer | None = None
         self.tools: Sequence[Mapping[str, Any]] = ()
 
@@ -74,8 +79,11 @@ class StartCheck:
         except AsyncRLError as error:
             say_error(error, f"evaluation.{'source' if evaluation.source else 'path'} = {error.where!r}")
         try:
-            found = Prompts(config.data, seed=config.run.seed)
-            self.row = found.row_for(0)
+            found = Prompts(config.data, seed=config.run.seed, sees=takes_images(config.model.path))
+            with suppress(BadPrompt):  # reported with the other rows
+                row = found.row_for(0)
+                self.images = dict(zip(image_digests(row), found.images_of(row), strict=True))
+                self.row = row
         except AsyncRLError as error:
             key = "source" if config.data.source else "path"
             say_error(error, f"data.{key} = {getattr(config.data, key)!r}")
@@ -122,8 +130,11 @@ class StartCheck:
         answers: list[int] = []
         bad: list[str] = []
         for row in prompts.sample(SAMPLE):
+            if isinstance(row, BadPrompt):
+                bad.append(row.reason)
+                continue
             try:
-                prompt, texts = self.encode(row)
+                prompt, texts = self.encode(row, prompts.images_of(row))
             except BadPrompt as problem:
                 bad.append(problem.reason)
                 continue
@@ -155,12 +166,13 @@ class StartCheck:
         if self.row is not None and not bad[:1]:
             self.show_first(self.row)
 
-    def encode(self, row: Row) -> tuple[Sequence[int], list[int]]:
+    def encode(self, row: Row, images: Sequence[bytes]) -> tuple[Sequence[int], list[int]]:
         """The ids of the prompt, and the lengths of the answers of a data set. Raises `BadPrompt`."""
         assert self.tokenizer is not None
+        given: dict[str, Any] = {"inputs": open_inputs(self.config), "images": images}
         if not streams(self.config):
-            return encode_prompt(row, self.config.data, self.tokenizer, self.tools).tolist(), []
-        prompt, answers = encode_row(row, self.config, self.tokenizer)
+            return encode_prompt(row, self.config.data, self.tokenizer, self.tools, **given).tolist(), []
+        prompt, answers = encode_row(row, self.config, self.tokenizer, **given)
         return prompt.tolist(), [len(answer) for answer in answers]
 
     def report_bad(self, bad: Sequence[str], total: int, where: str) -> None:
@@ -179,7 +191,7 @@ class StartCheck:
     def show_first(self, row: Row) -> None:
         """The first prompt as the policy reads it."""
         assert self.tokenizer is not None
-        ids, _ = self.encode(row)
+        ids, _ = self.encode(row, tuple(self.images[digest] for digest in image_digests(row)))
         prompt = row.get(self.config.data.prompt_key)
         text = (
             prompt
@@ -230,7 +242,7 @@ class StartCheck:
                 sample = RewardSample.from_row(
                     row, prompt=text, response=answer, prompt_ids=ids[0], response_ids=ids[1], finish="stop"
                 )
-                scorer.score([sample], results.append)
+                scorer.score([sample], results.append, self.images)
             except ConfigError as error:  # `check_rewards` reports it
                 say("note", f"rewards of judge {judge.display_name}: {error.message}")
                 return

@@ -21,18 +21,22 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from asyncrl.config import Config, SamplingConfig
 from asyncrl.engine import Engine, EngineCapabilities, GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import Unavailable
 from asyncrl.evaluation.ids import is_evaluation
+from asyncrl.images.decoding import ImageProblem
+from asyncrl.images.model_inputs import open_inputs
+from asyncrl.images.rows import takes_images
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.liveness import Sign
 from asyncrl.wire import Lease, Leases, PiecesReply, SamplesReply
 from buffers.client.producer import ProducerClient
 from producers.data.evaluation_prompts import HeldOutPrompts
+from producers.data.images import store_images
 from producers.data.prompts import BadPrompt, Prompts, Row, encode_prompt
 from producers.data.tokenizer import Tokenizer
 from producers.environments.multi_turn import make_environment
@@ -79,8 +83,9 @@ class Producer:
         self.receiver = receiver
         self.waiting_for = ""
         self.leaving = False  # set to end `run` between two requests, so that no granted lease is overlooked
+        self.images = open_inputs(config)
         self.tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        self.prompts = Prompts(config.data, seed=config.run.seed)
+        self.prompts = Prompts(config.data, seed=config.run.seed, sees=takes_images(config.model.path))
         self.held_out = held_out or HeldOutPrompts(config)
         self.environment = make_environment(config, self.tokenizer)
         self.work: dict[asyncio.Task[None], Lease] = {}
@@ -190,12 +195,16 @@ class Producer:
             version = lease.deadline_version if self.config.evaluation.second_weights else -1
         try:
             row = prompts.row_for(lease.group)
-            prompt_ids = encode_prompt(row, self.config.data, self.tokenizer, self.environment.tools)
-        except BadPrompt as problem:
+            images = prompts.images_of(row)
+            prompt_ids = encode_prompt(
+                row, self.config.data, self.tokenizer, self.environment.tools, inputs=self.images, images=images
+            )
+            await store_images(row, images, self._store)
+        except (BadPrompt, ImageProblem) as problem:
             reason = problem.reason
             await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))
             return
-        request = self._request(lease, prompt_ids, sampling, version)
+        request = replace(self._request(lease, prompt_ids, sampling, version), images=images)
         if not self.config.environment.is_single_turn:
             begun = ()  # turns cannot be continued from tokens alone
         trail = Trail(request, begun, self.receiver.digests)
@@ -230,6 +239,9 @@ class Producer:
             print(f"group {lease.group}: {failure.reason}", flush=True)
             reason = failure.reason[:REASON_LETTERS]
             await self._patiently(lambda: self.client.give_back([lease], reason=reason))
+
+    async def _store(self, images: dict[str, bytes]) -> None:
+        await self._patiently(lambda: self.client.store_images(images))
 
     def _request(self, lease: Lease, prompt_ids: Any, sampling: SamplingConfig, version: int) -> GenRequest:
         return GenRequest(

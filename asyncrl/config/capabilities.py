@@ -12,16 +12,28 @@ Example: `learner.backend = "megatron"` with a Mixtral: config.model at `model.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
+from asyncrl.config.model_facts import (
+    ATTENTION_CAP,
+    HEAD_CAP,
+    MEGATRON_MODELS,
+    VISION_MODELS,
+    Model,
+    count_experts,
+    find_cap,
+    find_dense_variant,
+    find_head_scale,
+    find_senses,
+    list_senses,
+)
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.config.sections.lora import TAKE_WHOLE
 from asyncrl.config.tree import Config
 from asyncrl.device_features import DEVICES
 from asyncrl.errors import ConfigError
 
-Model = Mapping[str, Any]  # a config.json; empty: not known
 Role = Literal["learner", "producer"]
 NO_MODEL: Model = {}
 
@@ -29,59 +41,6 @@ NO_MODEL: Model = {}
 OTHER_NAMES = {"rocm": "cuda", "hip": "cuda", "amd": "cuda", "gpu": "cuda", "nvidia": "cuda", "ascend": "npu"}
 ENGINES = ("hf", "vllm", "vllm_http", "sglang", "dataset")
 BACKENDS = ("fsdp2", "megatron")
-
-# ---------------------------------------------------------------- models
-
-
-def count_experts(model: Model) -> int:
-    """Experts of a layer; 0 for a dense model."""
-    inner = model.get("text_config") or model
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return next((found for name in names if isinstance(found := inner.get(name), int) and found > 0), 0)
-
-
-def list_senses(model: Model) -> list[str]:
-    """Inputs other than token ids.
-
-    >>> list_senses({"model_type": "qwen2_vl", "vision_config": {}})
-    ['vision']
-    """
-    return [name for name in ("vision", "audio") if model.get(f"{name}_config") is not None]
-
-
-MEGATRON_MODELS = ("llama", "qwen2", "qwen3")
-ROPE_TYPES = ("default", "linear", "llama3")  # frequencies independent of the length of a row
-#: Fields that scale the logits behind the head.
-HEAD_SCALES = ("logits_scaling", "logit_scale")
-#: Fields of soft caps, `cap tanh(x / cap)`, of the logits behind the head and of attention scores.
-HEAD_CAP, ATTENTION_CAP = "final_logit_softcapping", "attn_logit_softcapping"
-
-
-def find_dense_variant(model: Model) -> str:
-    """What a dense decoder has beyond those that Megatron's layers are built for; empty: nothing."""
-    for name, right in (("hidden_act", "silu"), ("mlp_bias", False), ("use_sliding_window", False)):
-        if model.get(name, right) != right:
-            return f"{name} = {model[name]!r}"
-    if model.get("model_type") != "qwen2" and model.get("attention_bias", False):
-        return "attention_bias = true"
-    if set(model.get("layer_types") or ()) - {"full_attention"}:
-        return "layer_types other than full_attention"
-    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    return "" if kind in ROPE_TYPES else f"rope type {kind!r}"
-
-
-def find_head_scale(model: Model) -> str:
-    """How a model scales its logits after the head; empty: not at all."""
-    inner = model.get("text_config") or model
-    return next((f"{name} = {inner[name]}" for name in HEAD_SCALES if inner.get(name) not in (None, 1.0)), "")
-
-
-def find_cap(model: Model, name: str) -> float | None:
-    """The soft cap `HEAD_CAP` or `ATTENTION_CAP` of a model."""
-    found: float | None = (model.get("text_config") or model).get(name)
-    return found
-
 
 # ---------------------------------------------------------------- features
 
@@ -146,6 +105,24 @@ def _capped(config: Config, model: Model, key: str) -> str:
     return f"{key} = {_get(config, key)!r} with {ATTENTION_CAP} = {cap}" if cap else ""
 
 
+#: What no learner does with a vision-language model: settings of `[learner]` and the value that they must have.
+_NOT_SEEING: dict[str, Any] = {
+    **dict.fromkeys(("parallel.tensor", "parallel.sequence", "parallel.expert"), 1),
+    "compile": False,
+    "liger": False,
+}
+
+
+def _find_beside_vision(config: Config, model: Model) -> str:
+    if not list_senses(model):
+        return ""
+    found = [FEATURES[name].asks(config, NO_MODEL) for name in ("critic", "process", "reward_model")]
+    for name, plain in _NOT_SEEING.items():
+        if (value := _get(config, f"learner.{name}")) != plain:
+            found.append(f"learner.{name} = {value!r}")
+    return next((f"{one}, and a vision-language model" for one in found if one), "")
+
+
 def _is_plain(model: Model) -> bool:
     """A dense decoder of token ids."""
     return bool(model.get("model_type")) and not (count_experts(model) or list_senses(model) or _encodes(model))
@@ -200,8 +177,11 @@ FEATURES: dict[str, Feature] = {
     "mixture_of_experts": _model(
         "a mixture of experts", lambda m: f"mixture of experts ({count_experts(m)})" if count_experts(m) else ""
     ),
-    "senses": _model(
-        "a vision-language or audio model", lambda m: f"{' and '.join(list_senses(m))} inputs" if list_senses(m) else ""
+    "senses": _model(f"a vision-language model ({', '.join(VISION_MODELS)})", lambda m: find_senses(m, known=True)),
+    "other_senses": _model("another vision-language model, or audio", lambda m: find_senses(m, known=False)),
+    "vision_layout": Feature(
+        "a vision-language model with a critic, process rewards, mode reward_model, `compile`, `liger`, or split "
+        "matrices, rows or experts", "learner.vision", _find_beside_vision,
     ),
     "encoder_decoder": _model("an encoder-decoder", lambda m: "encoder-decoder" if _encodes(m) else ""),
     "architecture": _model(f"a dense decoder other than {', '.join(MEGATRON_MODELS)}", _architecture),
@@ -223,13 +203,15 @@ FEATURES: dict[str, Feature] = {
     ),
 }  # fmt: skip
 #: Features that a learner or an engine is asked for.
-OF_ENGINES = ("adapter", "exact_truncation", "second_weights", "senses", "encoder_decoder")
+OF_ENGINES = ("adapter", "exact_truncation", "second_weights", "senses", "other_senses", "encoder_decoder")
 OF_LEARNERS = tuple(name for name in FEATURES if name not in OF_ENGINES[:3])
 
 # ---------------------------------------------------------------- refusals
 
 FSDP2 = "use fsdp2"
 TEXT_ALONE = ("trains on token ids alone", "use a language model without other inputs")
+NO_IMAGES = ("gets no images", "set producers.engine = 'hf', or use a language model")
+NO_FAMILY = ("has no inputs for it", f"use a language model, or one of {', '.join(VISION_MODELS)}")
 ENCODES = ("trains decoders alone", "use a decoder")
 HEAD = ("computes log-probs from the head itself", "use a model without it")
 NO_SUPPORT = (
@@ -244,7 +226,8 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
     "fsdp2": {
         "pipeline": (f"{SPLIT}replicate, tensor, sequence, expert", "set it to 1, or use megatron"),
         "varlen_float32": ("computes it in half precision", "set model.dtype = 'bfloat16', or auto"),
-        "senses": TEXT_ALONE,
+        "other_senses": NO_FAMILY,
+        "vision_layout": ("trains its policy alone, on whole rows", "leave it out, or use a language model"),
         "encoder_decoder": ENCODES,
         "head_scale": HEAD,
         "attention_cap": ("needs a kernel that caps", "leave it at auto, or set it to eager"),
@@ -265,7 +248,7 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
         "muon": ("has no muon", "use adamw, or fsdp2"),
         "adamw_8bit": ("has no adamw_8bit", "use adamw, or fsdp2"),
         "mixture_of_experts": ("builds dense decoders alone", FSDP2),
-        "senses": TEXT_ALONE,
+        **dict.fromkeys(("senses", "other_senses", "vision_layout"), TEXT_ALONE),
         "encoder_decoder": ENCODES,
         "architecture": (f"builds {', '.join(MEGATRON_MODELS)}", FSDP2),
         "dense_variant": ("has no layers for it", FSDP2),
@@ -274,7 +257,7 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
         **dict.fromkeys(("attention_cap", "attention_cap_split"), ("has no layers for it", FSDP2)),
     },
     "hf": {
-        "senses": ("serves token ids alone", "use a language model, or another engine (producers.engine)"),
+        "other_senses": NO_FAMILY,
         "encoder_decoder": ("serves decoders alone", "use a decoder, or another engine (producers.engine)"),
     },
     **{
@@ -282,6 +265,7 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
             "adapter": ("takes whole weights alone", "set learner.lora.publish = 'auto'"),
             "exact_truncation": NO_SUPPORT,
             "second_weights": NO_SECOND,
+            **dict.fromkeys(("senses", "other_senses"), NO_IMAGES),
         }
         for name in TAKE_WHOLE
     },

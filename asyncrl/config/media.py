@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: Columns of media, and words in the type or the keys of a part of a message. No engine and no learner gets them.
+#: Columns of media, and words in the type or the keys of a part of a message; those of images first.
 MEDIA_COLUMNS = ("images", "videos", "audios")
 MEDIA_WORDS = ("image", "video", "audio")
 MEDIA_REMEDY = "remove the media from the rows, or use rows of text alone: a model would not see them"
 
 
-def find_media(row: Mapping[str, Any]) -> str:
-    """The first place of an image, a video or audio in a row; empty without one. Empty columns count as none.
+def find_media(row: Mapping[str, Any], *, sees: bool = False) -> str:
+    """The first place of an image, a video or audio in a row; empty without one. Empty columns count as none. `sees`:
+    the model takes images, which then do not count.
 
     >>> find_media({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "images": []})
     "a part 'image_url' of column 'prompt'"
     """
-    for column in MEDIA_COLUMNS:
+    for column in MEDIA_COLUMNS[sees:]:
         held = row.get(column)
         if held is not None and (not hasattr(held, "__len__") or len(held)):
             return f"column {column!r}"
@@ -25,14 +26,14 @@ def find_media(row: Mapping[str, Any]) -> str:
         for message in value if isinstance(value, list) else [value]:
             content = message.get("content") if isinstance(message, Mapping) and "role" in message else None
             for part in content if isinstance(content, list) else ():
-                if found := _media_of(part):
+                if found := _media_of(part, MEDIA_WORDS[sees:]):
                     return f"a part {found!r} of column {column!r}"
     return ""
 
 
-def _media_of(part: Any) -> str:
+def _media_of(part: Any, words: Sequence[str]) -> str:
     """The kind of a part of a message that is no text."""
     if not isinstance(part, Mapping):
         return ""
     names = (str(part.get("type") or ""), *(str(key) for key, value in part.items() if value is not None))
-    return next((name for name in names if any(word in name for word in MEDIA_WORDS)), "")
+    return next((name for name in names if any(word in name for word in words)), "")

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.images.digests import image_digests
+from asyncrl.images.folder import ImageFolder
 from asyncrl.metrics import read_lines
 from asyncrl.runtime.run_dir import RunDir
 
@@ -40,7 +42,7 @@ def samples_command(folder: Path, *, last: int, step: int | None, full: bool) ->
             remedy="log.samples_per_step says how many are kept",
         )
     for number in wanted:
-        for line in format_samples(found[number], most=0 if full else MOST_CHARS):
+        for line in format_samples(found[number], most=0 if full else MOST_CHARS, folder=ImageFolder(run.images)):
             print(line)
     return 0
 
@@ -57,8 +59,8 @@ def group_by_step(lines: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, A
     return found
 
 
-def format_samples(samples: Sequence[dict[str, Any]], *, most: int) -> Iterator[str]:
-    """The lines of some samples of one step."""
+def format_samples(samples: Sequence[dict[str, Any]], *, most: int, folder: ImageFolder) -> Iterator[str]:
+    """The lines of some samples of one step; `folder`: the images of the run."""
     for sample in samples:
         parts = sample.get("parts")
         listed = parts if isinstance(parts, dict) and len(parts) > 1 else {}
@@ -71,6 +73,9 @@ def format_samples(samples: Sequence[dict[str, Any]], *, most: int) -> Iterator[
             f"step {sample['step']}  group {sample.get('group')}  reward {score}{shown}  lag {sample.get('lag')}  "
             f"{sample.get('length')} tokens, {plain(str(sample.get('finish')))}"
         )
+        if images := image_digests(sample):
+            yield "  images"
+            yield INDENT + ", ".join(map(folder.describe, images))
         for name in ("prompt", "response"):
             yield f"  {name}"
             yield from (INDENT + line for line in plain(str(sample.get(name) or ""), most=most).split("\n"))

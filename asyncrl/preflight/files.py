@@ -2,7 +2,8 @@
 
 Guarantees:
 1. of a model it reads config.json and file names, of every data file the first row (in files up to `COUNT_LIMIT_BYTES`
-   all lines are counted, and searched for images, videos and audio);
+   all lines are counted, and searched for images, videos and audio; images of a model that sees them are looked at in
+   the first rows alone);
 2. it writes nothing and reads no weights.
 """
 
@@ -22,8 +23,10 @@ from asyncrl.config.media import MEDIA_REMEDY, MEDIA_WORDS, find_media
 from asyncrl.config.mode import derive_steps, evaluation_data, is_paired, streams
 from asyncrl.config.rules import learner
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
+from asyncrl.images.rows import takes_images
 from asyncrl.net.keys import read_keys
 from asyncrl.preflight.code import check_companions, import_problem
+from asyncrl.preflight.images import check_images
 from asyncrl.runtime.data_files import KINDS, count_arrow, list_files, look, media_rows, split_paths, unknown_kind
 from asyncrl.runtime.model_folder import POSITIONS_REMEDY, model_json, positions_problem
 
@@ -115,7 +118,9 @@ def _check_file(config: Config, path: Path, *, where: str) -> Iterator[AsyncRLEr
     if row is None:
         yield ConfigError("config.data", "it has no rows", where=where)
         return
-    if media := find_media_row(path):
+    if takes_images(config.model.path):
+        yield from check_images(config, path, where=where)
+    elif media := find_media_row(path):
         yield ConfigError("config.data", f"{media}: rows are text alone", where=where, remedy=MEDIA_REMEDY)
     wanted = {"prompt_key": config.data.prompt_key, **answer_columns(config, row)}
     for setting, column in wanted.items():

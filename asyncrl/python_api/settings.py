@@ -13,6 +13,8 @@ import tomli_w
 from asyncrl.config import load
 from asyncrl.configure.proposal import proposed_settings
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
+from asyncrl.images.decoding import ImageProblem
+from asyncrl.images.rows import portable_row
 from asyncrl.preflight.check import check_files
 from asyncrl.preflight.machine import look_at_machine
 from asyncrl.python_api.function_source import write_functions
@@ -145,8 +147,8 @@ def write_rows(data: Data, path: Path) -> str:
     elif hasattr(rows, "to_pylist"):
         rows = rows.to_pylist()  # pyarrow
     try:
-        lines = [msgspec.json.encode(dict(row)) for row in rows]
-    except (TypeError, ValueError) as error:
+        lines = [msgspec.json.encode(portable_row(dict(row))) for row in rows]
+    except (TypeError, ValueError, ImageProblem) as error:
         kind = type(data).__name__
         raise ConfigError(
             "config.data", f"a {kind} gives no rows: {error}", where="data", remedy="pass a list of dicts, or a path"

@@ -19,7 +19,7 @@ from asyncrl.report.data import ENDS, RunData
 from asyncrl.report.html import SCRIPT, STYLE, duration, seconds
 from asyncrl.report.svg import SMOOTHING, short
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 class Chapter(NamedTuple):

@@ -3,21 +3,29 @@
 The learner writes the samples (`samples.jsonl`). Guarantees:
 1. every text of the model and of the prompts is escaped;
 2. a token's colour is |engine - learner| of its log-probs, by `LEVELS`; tokens that the policy did not sample are grey;
-3. of a step that was trained again, the last samples are shown; at most `SHOWN` in all.
+3. images of a prompt are thumbnails in the page itself: pixels that were decoded and encoded here;
+4. of a step that was trained again, the last samples are shown; at most `SHOWN` in all.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 from typing import Any
 
+from asyncrl.errors import ConfigError
+from asyncrl.images.decoding import ImageProblem, thumbnail
+from asyncrl.images.digests import image_digests
+from asyncrl.images.folder import ImageFolder
 from asyncrl.report.data import Line, RunData
 from asyncrl.report.html import card, clip, table
 from asyncrl.report.svg import short
 
 SHOWN = 40
+THUMBNAIL = 96  # pixels
+MOST_IMAGES = 8  # of one sample
 LEVELS = (0.01, 0.05, 0.2, 1.0)  # nats; a token's class is g1 from the first value on, and so on
 
 
@@ -26,7 +34,7 @@ def samples(data: RunData) -> str:
     half = SHOWN // 2
     every = newest(data.samples)
     kept = every if len(every) <= SHOWN else every[:half] + every[-half:]
-    rows = []
+    rows, folder = [], ImageFolder(data.run.images)
     for line in kept:
         reward = line.get("reward")
         shown = short(float(reward)) if isinstance(reward, int | float) else "-"
@@ -34,7 +42,7 @@ def samples(data: RunData) -> str:
         if len(parts) > 1:
             listed = ", ".join(f"{name} {short(float(value))}" for name, value in sorted(parts.items()))
             shown += f'<br><span class="usual">{escape(listed)}</span>'
-        words = f"<pre>{escape(clip(line.get('prompt')))}</pre>"
+        words = f"{_pictures(line, folder)}<pre>{escape(clip(line.get('prompt')))}</pre>"
         numbers = (escape(str(line.get("step", ""))), shown, escape(str(line.get("lag", ""))), _gap_words(line))
         rows.append((*numbers, words, f"<pre>{answer(line)}</pre>"))
     head = ("step", "reward", "lag", "mean gap", "prompt", "response")
@@ -45,6 +53,19 @@ def samples(data: RunData) -> str:
     return card(
         "Samples", _key() + table(head, rows, classes=(*("short number",) * 4, "text", "text")), wide=True, note=note
     )
+
+
+def _pictures(line: Line, folder: ImageFolder) -> str:
+    """Thumbnails of the images of a prompt, or why there is none."""
+    found = []
+    for digest in image_digests(line)[:MOST_IMAGES]:
+        words = escape(folder.describe(digest), quote=True)
+        try:
+            body = base64.b64encode(thumbnail(folder.get(digest), side=THUMBNAIL)).decode()
+            found.append(f'<img src="data:image/png;base64,{body}" alt="{words}" title="{words}"> ')
+        except (ImageProblem, ConfigError):  # without pillow there are no pictures
+            found.append(f'<span class="usual">{words}</span> ')
+    return "".join(found)
 
 
 def newest(lines: Sequence[Line]) -> list[Line]:

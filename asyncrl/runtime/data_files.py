@@ -134,6 +134,21 @@ def media_rows(path: Path) -> Iterator[dict[str, Any]]:
         yield from batch.to_pylist()
 
 
+def first_table_rows(path: Path, count: int) -> list[dict[str, Any]]:
+    """The first rows of a .parquet or .arrow file, without reading the others. Raises ValueError."""
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        if path.suffix == ".parquet":
+            with ParquetFile(path) as file:
+                batch = next(file.iter_batches(batch_size=count), None)
+                return batch.to_pylist() if batch is not None else []
+        return list(_open_arrow(path).read_all().slice(0, count).to_pylist())
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from None
+
+
 def _columns(schema: pyarrow.Schema) -> dict[str, Any]:
     from pyarrow import types
 

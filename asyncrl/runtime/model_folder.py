@@ -95,10 +95,19 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool) -> Any:
         return auto.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
 
 
+def load_image_processor(folder: str | Path, *, trust_remote_code: bool) -> Any:
+    """The image processor of a folder that needs Pillow alone, with the errors of `load_config`."""
+    import transformers
+
+    auto: Any = transformers.AutoImageProcessor
+    with _refusals(folder):
+        return auto.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code, backend="pil")
+
+
 def load_model(folder: str | Path, kind: Kind, *, trust_remote_code: bool, **options: Any) -> Any:
     """What `from_pretrained` of this kind returns with these options, with the errors of `load_config`."""
     with _refusals(folder):
-        return _auto_class(kind).from_pretrained(
+        return _auto_class(kind, sees=model_json(folder).get("vision_config") is not None).from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code, **options
         )
 
@@ -106,14 +115,16 @@ def load_model(folder: str | Path, kind: Kind, *, trust_remote_code: bool, **opt
 def build_model(config: Any, kind: Kind, *, trust_remote_code: bool, **options: Any) -> Any:
     """A model of a configuration, with new weights; its code is that of the folder that the configuration is from."""
     with _refusals(getattr(config, "name_or_path", "")):
-        return _auto_class(kind).from_config(config, trust_remote_code=trust_remote_code, **options)
+        sees = getattr(config, "vision_config", None) is not None
+        return _auto_class(kind, sees=sees).from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
-def _auto_class(kind: Kind) -> Any:
+def _auto_class(kind: Kind, *, sees: bool) -> Any:
+    """`sees`: a language model with a vision tower, which transformers lists elsewhere."""
     import transformers
 
-    names = {"language": "AutoModelForCausalLM", "classifier": "AutoModelForSequenceClassification"}
-    return getattr(transformers, names[kind])
+    language = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
+    return getattr(transformers, {"language": language, "classifier": "AutoModelForSequenceClassification"}[kind])
 
 
 @contextmanager

@@ -45,6 +45,7 @@ class RunDir:
         self.sockets = self.root / "sockets"
         self.store = self.root / "store"  # index.sqlite or the private Redis
         self.segments = self.root / "segments"
+        self.images = self.root / "images"  # images of prompts, each once: <first two letters>/<digest>
         self.dead = self.root / "dead"  # dead letters: refused samples, one file each
         self.archive = self.root / "archive"  # the batch of every step, with `log.archive`
         self.checkpoints = self.root / "checkpoints"

@@ -53,6 +53,8 @@ def _head(story: Story) -> Iterator[str]:
     if story.prompt is not None:
         text = msgspec.json.encode(story.prompt).decode()
         yield f"prompt    {text[:TEXT_LIMIT]}{'...' if len(text) > TEXT_LIMIT else ''}"
+        if story.images:
+            yield f"images    {', '.join(story.images)}"
     elif story.prompt_error:
         yield f"prompt    not shown: {story.prompt_error}"
     yield from _words(story)

@@ -18,6 +18,8 @@ import msgspec
 
 from asyncrl.config import load
 from asyncrl.errors import ConfigError
+from asyncrl.images.digests import image_digests
+from asyncrl.images.folder import ImageFolder
 from asyncrl.metrics import decode_line
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.trace.history import Event, Letter, Words, group_events, load_letters, load_words
@@ -100,6 +102,7 @@ class Story(msgspec.Struct):
     uses: int = 1
     prompt: dict[str, Any] | None = None
     prompt_error: str = ""
+    images: tuple[str, ...] = ()  # of the prompt, in words
     words: Words | None = None  # from the archive
     sampling: dict[str, Any] = {}
     engine: str = ""
@@ -123,6 +126,7 @@ def load_story(run: RunDir, group: int, *, prompt: bool = True) -> Story:
         config = load(run.config)
         story.words = load_words(run, config, group=group, steps=[training.step for training in story.training])
         story.prompt, story.prompt_error = load_prompt(run, group)
+        story.images = tuple(map(ImageFolder(run.images).describe, image_digests(story.prompt or {})))
     return story
 
 

@@ -1,8 +1,8 @@
 """Every message that crosses a process, and the one boundary that decodes them.
 
-One module per conversation: `session`, `work`, `rewards`, `training`, `weights`. `codec` encodes and decodes frames,
-`arrays` and `support` payloads; `validation` checks the meaning of samples. New fields have defaults and go last; the
-golden bytes of every message are in `tests/unit/golden_messages.json`.
+One module per conversation: `session`, `work`, `images`, `rewards`, `training`, `weights`. `codec` encodes and decodes
+frames, `arrays` and `support` payloads; `validation` checks the meaning of samples. New fields have defaults and go
+last; the golden bytes of every message are in `tests/unit/golden_messages.json`.
 """
 
 from asyncrl.wire.arrays import ALIGNMENT, pack_arrays, pack_parts, unpack_arrays
@@ -37,6 +37,7 @@ from asyncrl.wire.codec import (
     encode_header,
     peek_request,
 )
+from asyncrl.wire.images import FetchImages, Images, StoreImages
 from asyncrl.wire.rewards import RewardFailure, RewardItem, RewardRequest, RewardWork, Score, Scores, ScoresReply
 from asyncrl.wire.session import (
     Heartbeat,
@@ -122,6 +123,7 @@ __all__ = [
     "EvaluationsReply",
     "EvaluationsRequest",
     "Fetch",
+    "FetchImages",
     "Fetched",
     "Field",
     "FloatArray",
@@ -130,6 +132,7 @@ __all__ = [
     "Heartbeat",
     "Hello",
     "Hop",
+    "Images",
     "Instruction",
     "IntArray",
     "Lease",
@@ -173,6 +176,7 @@ __all__ = [
     "StatusReply",
     "StatusRequest",
     "Stop",
+    "StoreImages",
     "Support",
     "Tensor",
     "Tune",

@@ -68,6 +68,7 @@ class ClaimedBatch(msgspec.Struct, frozen=True):
     lengths: dict[str, float] = {}  # mean lengths so far, by metric (the bias alarm)
     tuning: str = ""  # JSON object: settings of the learner that were tuned, in force for this step
     frames: Frames | None = None  # as it came
+    images: dict[str, bytes] = {}  # digest -> encoded image, of all rows of the groups (`asyncrl.images.batches`)
 
 
 def decode_row(text: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import xxhash
 
 from asyncrl.errors import UNREADABLE, WireError
 from asyncrl.wire.base import SCHEMA, Buffer, Message
+from asyncrl.wire.images import FetchImages, Images, StoreImages
 from asyncrl.wire.rewards import RewardRequest, RewardWork, Scores, ScoresReply
 from asyncrl.wire.session import (
     Heartbeat,
@@ -108,6 +109,9 @@ AnyMessage = Union[
     Instruction,
     Fetch,
     Fetched,
+    StoreImages,
+    FetchImages,
+    Images,
 ]
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)

@@ -26,7 +26,7 @@ class Welcome(Message, frozen=True, tag=2):
     session: int
     version: int  # newest committed version the service knows
     endpoints: dict[str, str] = {}  # addresses of the run's other services by name
-    segments: str = ""  # folder of the payloads, for a producer on the same host
+    segments: str = ""  # folder of the payloads, for a producer or reward worker on the same host
     nonce: str = ""  # content of the file `nonce` there: a process that reads it sees the same folder
     segment_bytes: int = 0  # size of a file that a producer writes there
     place_bytes: int = 0  # smallest payload that should go by file

@@ -17,10 +17,12 @@ import msgspec
 
 from asyncrl import wire
 from asyncrl.errors import WireError
+from asyncrl.images.batches import add_images, digests_in
 from asyncrl.net.keys import Keys
 from asyncrl.net.requester import Requester
 from asyncrl.wire.batch_arrays import ClaimedBatch, decode_batch
 from buffers.client.connection import MAX_BYTES
+from buffers.client.images import ImageReader, shared_folder
 from buffers.client.place_reader import PlaceReader
 
 
@@ -40,6 +42,7 @@ class LearnerClient:
         self._requester = Requester(address, keys=keys, max_bytes=max_bytes)
         self._beats = Requester(address, keys=keys, max_bytes=max_bytes)
         self._places: PlaceReader | None = None
+        self._images = ImageReader()
 
     def _ask(self, message: wire.Message, *, wait_s: float = 0.0) -> wire.Packet:
         return self._requester.request(message, timeout_s=self._timeout_s + wait_s, wait_s=wait_s)
@@ -75,10 +78,11 @@ class LearnerClient:
         registered: wire.Registered = self._ask(message, wait_s=15.0).message
         self.epoch, self._step = registered.epoch, step
         self._places = PlaceReader.open(registered)
+        self._images.folder = shared_folder(registered.segments, registered.nonce)
         return registered
 
     def claim(self, *, step: int, version: int, wait_s: float) -> ClaimedBatch | wire.NotYet:
-        """The batch of `step`; `NotYet` with a diagnosis where it is not complete within `wait_s`."""
+        """The batch of `step`, with its images; `NotYet` with a diagnosis where it is not complete within `wait_s`."""
         by_place = self._places is not None
         packet = self._ask(wire.Claim(self.epoch, step, version, wait_s, by_place), wait_s=wait_s)
         self.answered = time.monotonic()
@@ -87,13 +91,19 @@ class LearnerClient:
             return batch
         self._batch = (batch.step, {head.group for head in batch.groups})
         if self._places is None or not batch.places:
-            return decode_batch(batch, packet.payloads)
+            return self._add_images(decode_batch(batch, packet.payloads))
         try:
             batch, payloads = self._places.fill(batch)
         except (OSError, WireError):
             self._places = None  # the files are not what they seemed: the service looks itself, and sends frames
             return self.claim(step=step, version=version, wait_s=wait_s)
-        return decode_batch(batch, payloads)
+        return self._add_images(decode_batch(batch, payloads))
+
+    def _add_images(self, batch: ClaimedBatch) -> ClaimedBatch:
+        search = self._images.search(digests_in(batch))
+        while search.wanted:
+            search.take_answer(self._ask(search.request()))
+        return add_images(batch, search.images, search.problems)
 
     def commit(self, *, step: int, version: int, digest: str) -> str:
         """The optimizer step is done; `digest` is that of the weights of `version`. Return the head of the history's

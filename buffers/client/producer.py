@@ -12,10 +12,12 @@ import numpy as np
 from asyncrl import wire
 from asyncrl.engine import GenDelta
 from asyncrl.errors import Unavailable, WireError
+from asyncrl.images.folder import ImageFolder
 from asyncrl.net.keys import Keys
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import IntArray
 from buffers.client.connection import MAX_BYTES, AsyncClient
+from buffers.client.images import cut_pieces, shared_folder
 from buffers.client.partial_samples import BegunSample, PieceData, pack_pieces, unpack_begun
 from buffers.client.place_writer import PlaceWriter
 
@@ -34,12 +36,15 @@ class ProducerClient(AsyncClient):
     role = "producer"
     place_from: int | None = None
     _writer: PlaceWriter | None = None
+    _folder: ImageFolder | None = None  # of images, on the service's host
 
     def __init__(
         self, address: str, *, name: str, keys: Keys | None = None, max_bytes: int = MAX_BYTES, timeout_s: float = 60.0
     ) -> None:
         super().__init__(address, name=name, keys=keys, max_bytes=max_bytes, timeout_s=timeout_s)
         self.begun: dict[tuple[int, int], tuple[BegunSample, ...]] = {}
+        self._max_bytes = max_bytes
+        self._stored: set[str] = set()  # digests of images that the service has
         self._orphans: set[asyncio.Future[None]] = set()
 
     async def hello(
@@ -49,6 +54,7 @@ class ProducerClient(AsyncClient):
         welcome = await super().hello(fingerprint, role, run_id, evaluation_rows=evaluation_rows)
         if self._writer is None:
             self._writer = PlaceWriter.open(welcome)
+            self._folder = shared_folder(welcome.segments, welcome.nonce)
         if self.place_from is None:
             self.place_from = welcome.place_bytes
         return welcome
@@ -144,6 +150,21 @@ class ProducerClient(AsyncClient):
                 return found
         reply: wire.SamplesReply = (await self._ask(message, (payload,))).message
         return reply
+
+    async def store_images(self, images: Mapping[str, bytes]) -> None:
+        """Give the run the images of a row, before its samples: each digest once in the life of this process.
+
+        Raises:
+            WorkError: `image.invalid`, the service does not accept one.
+        """
+        fresh = {digest: data for digest, data in images.items() if digest not in self._stored}
+        for piece in cut_pieces(fresh, max_bytes=self._max_bytes):
+            if self._folder is None:
+                await self._ask(wire.StoreImages(self.name, tuple(piece)), list(piece.values()))
+            else:
+                for data in piece.values():
+                    await asyncio.to_thread(self._folder.put, data)
+            self._stored |= piece.keys()
 
     async def _submit_place(
         self, writer: PlaceWriter, message: wire.Samples, payload: bytes

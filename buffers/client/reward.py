@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ from asyncrl.net.keys import Keys
 from asyncrl.wire import IntArray
 from asyncrl.wire.batch_arrays import decode_row
 from buffers.client.connection import MAX_BYTES, AsyncClient
+from buffers.client.images import ImageReader, shared_folder
 
 
 class RewardTask(msgspec.Struct, frozen=True):
@@ -41,6 +42,22 @@ class RewardClient(AsyncClient):
     ) -> None:
         super().__init__(address, name=name, keys=keys, max_bytes=max_bytes, timeout_s=timeout_s)
         self.judge = judge  # judge that this worker scores for
+        self._images = ImageReader()
+
+    async def hello(
+        self, fingerprint: str = "", role: str = "", run_id: str = "", *, evaluation_rows: int = 0
+    ) -> wire.Welcome:
+        """Introduce this process; must come first."""
+        welcome = await super().hello(fingerprint, role, run_id, evaluation_rows=evaluation_rows)
+        self._images.folder = shared_folder(welcome.segments, welcome.nonce)
+        return welcome
+
+    async def images(self, digests: Iterable[str]) -> tuple[dict[str, bytes], dict[str, str]]:
+        """The encoded images by digest, and the reasons of those that cannot be had."""
+        search = self._images.search(digests)
+        while search.wanted:
+            search.take_answer(await self._ask(search.request()))
+        return search.images, search.problems
 
     async def work(self, *, max_samples: int, wait_s: float) -> tuple[list[RewardTask], bool]:
         """Samples to score, and whether the run is complete."""

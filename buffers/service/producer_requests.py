@@ -9,9 +9,13 @@ from asyncrl.config import Config
 from asyncrl.config.mode import evaluation_sampling, streams
 from asyncrl.errors import WireError
 from asyncrl.evaluation.ids import is_evaluation
+from asyncrl.images.digests import IMAGES, image_digests
+from asyncrl.images.folder import ImageFolder
 from asyncrl.net.keys import is_guest
 from asyncrl.net.responder import Call
+from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import Buffer
+from asyncrl.wire.batch_arrays import decode_row
 from buffers.groups.records import Record
 from buffers.payloads import partial_samples
 from buffers.service.context import Context, Poll
@@ -45,6 +49,7 @@ class ProducerRequests:
         self.context = context
         self.polls: dict[str, Poll] = {}
         config = context.config
+        self._images = ImageFolder(RunDir(config.run_dir).images)
         trained, held_out = config.sampling.max_new_tokens, evaluation_sampling(config).max_new_tokens
         self._cut = config.sampling.wants_support and not streams(config)
         self._limits = {
@@ -159,7 +164,8 @@ class ProducerRequests:
             if intake is machine.intake:
                 more, limits = machine.settings.over_issue, self._limits[guest]
             size = intake.target.size + more
-            return wire.validate_samples(head, payload, group_size=size, newest_version=newest, limits=limits)
+            why = wire.validate_samples(head, payload, group_size=size, newest_version=newest, limits=limits)
+            return why or (self._find_missing_image(head.row) if guest else "")
 
         def keep() -> Record:
             context.counters["ingest_bytes"] += memoryview(payload).nbytes
@@ -179,6 +185,16 @@ class ProducerRequests:
         context.counters["duplicates"] += len(reply.duplicate)
         context.counters["refused_samples"] += len(reply.refused)
         context.answer(call, reply)
+
+    def _find_missing_image(self, row: str) -> str:
+        """An image that a row names and that was not stored: the learner would have to set the group aside."""
+        if f'"{IMAGES}"' not in row:
+            return ""
+        try:
+            digests = image_digests(decode_row(row))
+        except WireError as error:
+            return error.message
+        return next((f"image: {digest[:8]} was not stored" for digest in digests if not self._images.has(digest)), "")
 
     def pieces(self, call: Call) -> None:
         """Pieces of samples that are still being generated."""

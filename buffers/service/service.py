@@ -29,6 +29,7 @@ from buffers.service.clock import AwakeClock
 from buffers.service.context import Context
 from buffers.service.evaluation_files import EvaluationFiles
 from buffers.service.event_log import KEY, History, lines_of
+from buffers.service.image_requests import ImageRequests
 from buffers.service.learner_requests import LearnerRequests
 from buffers.service.producer_requests import ProducerRequests
 from buffers.service.reward_requests import RewardRequests
@@ -69,6 +70,7 @@ class BufferService:
         )
         self.producers = ProducerRequests(self.context)
         self.rewards = RewardRequests(self.context)
+        self.images = ImageRequests(self.context)
         self.session = Session(self.context, self.producers, self.rewards, store=store.kind)
         self.learner = LearnerRequests(
             self.context,
@@ -89,6 +91,8 @@ class BufferService:
             wire.SamplesAt: producers.samples_at,
             wire.Pieces: producers.pieces,
             wire.LeaseReturn: producers.give_back,
+            wire.StoreImages: self.images.store,
+            wire.FetchImages: self.images.fetch,
             wire.RewardRequest: rewards.lease,
             wire.Scores: rewards.scores,
             wire.Register: learner.register,

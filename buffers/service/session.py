@@ -58,7 +58,7 @@ class Session:
             machine.hello(hello.role, hello.name, pid=hello.pid, host=hello.host, now=context.now)
             context.evaluations.hello(hello.role, hello.name)
         files: tuple[str, str, int, int] = ("", "", 0, 0)
-        if hello.role == "producer":  # it may be on this host and write its samples into files of its own
+        if hello.role in ("producer", "reward"):  # on this host they share files with the service
             buffer = context.config.buffer
             files = (*context.segments.location(), min(buffer.segment_bytes, GUEST_BYTES), buffer.place_bytes)
         endpoints = {"weightsync": endpoint(context.config, "weightsync")}

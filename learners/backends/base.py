@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError
+from asyncrl.images.forward import Seen
+from learners.backends.vision import Vision
 from learners.batch.micro_batches import MicroBatch, Sample
 from learners.models.logprobs import TokenNumbers
 from learners.models.support import Supports
@@ -49,6 +51,7 @@ class Micro(NamedTuple):
     right: Tensor  # bool [S]
     siblings: Tensor  # i8 [S]: trained tokens in the other sequences of its sample
     support: Supports | None = None  # what each target was drawn from; None: the whole vocabulary
+    seen: Seen | None = None  # of a vision-language model; `position_ids` are then [4, R, W]
 
 
 class WeightSpec(NamedTuple):
@@ -215,14 +218,18 @@ class Backend(Protocol):
         """
 
 
-def to_device(micro: MicroBatch, device: torch.device) -> Micro:
-
+def to_device(micro: MicroBatch, device: torch.device, vision: Vision | None = None) -> Micro:
     def long(array: npt.NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
 
+    seen = None
+    if vision is None:
+        input_ids, position_ids = (long(ids).view(-1, micro.width) for ids in (micro.input_ids, micro.position_ids))
+    else:
+        input_ids, position_ids, seen = vision.see(micro, device)
     return Micro(
-        input_ids=long(micro.input_ids).view(-1, micro.width),
-        position_ids=long(micro.position_ids).view(-1, micro.width),
+        input_ids=input_ids,
+        position_ids=position_ids,
         positions=long(micro.positions),
         targets=long(micro.targets),
         sequences=long(micro.sequences),
@@ -234,12 +241,14 @@ def to_device(micro: MicroBatch, device: torch.device) -> Micro:
         right=torch.tensor(micro.right, device=device).bool(),
         siblings=long(micro.siblings),
         support=Supports.from_arrays(micro.support_counts, micro.support_ids, device),
+        seen=seen,
     )
 
 
-def support_of(micro: Micro) -> dict[str, Supports]:
-    """Return the argument for a policy, if there are supports: score models take none."""
-    return {} if micro.support is None else {"support": micro.support}
+def extra_inputs(micro: Micro) -> dict[str, Any]:
+    """Return further arguments for a policy, supports and images, if there are any: score models take none."""
+    named = {"support": micro.support, "seen": micro.seen}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def add_sums(sums: dict[str, Tensor], value: Tensor, parts: Mapping[str, Tensor]) -> None:

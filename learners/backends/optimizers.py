@@ -17,7 +17,7 @@ Example: Qwen3 with 2 layers and tied embeddings: 14 matrices in Muon, the embed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -38,10 +38,11 @@ class Optimizers:
         """Update with the current gradients."""
         for part in self._parts:
             for group in part.param_groups:
+                rate = lr * group.get("lr_scale", 1.0)
                 if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(lr)  # torchao uses a tensor, so that its kernel compiles once
+                    group["lr"].fill_(rate)  # torchao uses a tensor, so that its kernel compiles once
                 else:
-                    group["lr"] = lr
+                    group["lr"] = rate
             with _plain_on_a_cpu(part):
                 part.step()
 
@@ -101,18 +102,28 @@ def _fresh(part: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     }
 
 
-def make_optimizer(module: nn.Module, layers: Iterable[nn.Module], optim: OptimConfig, *, fused: bool) -> Optimizers:
-    """Return the optimizer of a sharded module's trained parameters; `layers` are its decoder layers."""
+def make_optimizer(
+    module: nn.Module,
+    layers: Iterable[nn.Module],
+    optim: OptimConfig,
+    *,
+    fused: bool,
+    lr_scale: Callable[[str], float] = lambda _: 1.0,
+) -> Optimizers:
+    """Return the optimizer of a sharded module's trained parameters; `layers` are its decoder layers. `lr_scale`:
+    factor on the learning rate of a parameter, by its name.
+    """
+    scales = {id(parameter): lr_scale(name) for name, parameter in module.named_parameters()}
     matrices: list[nn.Parameter] = []
     if optim.name == "muon":
-        matrices = [parameter for layer in layers for parameter in layer.parameters() if parameter.dim() == 2]
+        matrices = [one for layer in layers for one in layer.parameters() if one.dim() == 2 and one.requires_grad]
     known = {id(parameter) for parameter in matrices}
     rest = [one for one in module.parameters() if one.requires_grad and id(one) not in known]
     parts: list[torch.optim.Optimizer] = []
     if matrices:
         parts.append(
             torch.optim.Muon(
-                list(_mesh_groups(matrices)),
+                list(_groups(matrices, scales)),
                 lr=optim.lr,
                 weight_decay=optim.weight_decay,
                 momentum=optim.momentum,
@@ -126,7 +137,7 @@ def make_optimizer(module: nn.Module, layers: Iterable[nn.Module], optim: OptimC
             kind, options = _adamw_8bit(), {}
         parts.append(
             kind(
-                list(_mesh_groups(rest)),
+                list(_groups(rest, scales)),
                 lr=optim.lr,
                 betas=(optim.beta1, optim.beta2),
                 eps=optim.eps,
@@ -151,9 +162,11 @@ def _adamw_8bit() -> Any:
     return AdamW8bit
 
 
-def _mesh_groups(parameters: Iterable[nn.Parameter]) -> Iterator[dict[str, Any]]:
+def _groups(parameters: Iterable[nn.Parameter], scales: Mapping[int, float]) -> Iterator[dict[str, Any]]:
+    """Yield groups of one mesh and one factor on the learning rate."""
     found: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    for group in found.values():
-        yield {"params": group}
+        key = getattr(parameter, "device_mesh", None), scales[id(parameter)]
+        found.setdefault(key, []).append(parameter)
+    for (_, scale), group in found.items():
+        yield {"params": group, "lr_scale": scale}

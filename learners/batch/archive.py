@@ -26,6 +26,8 @@ import msgspec
 from asyncrl import wire
 from asyncrl.config import Config, dump
 from asyncrl.errors import WireError
+from asyncrl.images.batches import read_images
+from asyncrl.images.folder import ImageFolder
 from asyncrl.runtime import batch_file
 from asyncrl.runtime.batch_file import BatchFile, Meta, Note
 from asyncrl.runtime.run_dir import RunDir, write_atomic
@@ -124,4 +126,5 @@ def read_step(folder: Path, step: int) -> tuple[ClaimedBatch, Meta]:
     missing.
     """
     found = batch_file.read(batch_file.batch_path(folder, step))
-    return decode_batch(found.batch, found.payloads), found.meta
+    images = ImageFolder(RunDir(folder.parent).images)
+    return read_images(decode_batch(found.batch, found.payloads), images), found.meta

@@ -35,6 +35,12 @@ def support_in(sample: Any) -> Support | None:
     return getattr(sample, "support", None)
 
 
+def images_in(batch: Any, group: Any) -> tuple[bytes, ...]:
+    """Return the encoded images of a group's prompt, in order."""
+    images = getattr(batch, "images", {})
+    return tuple(images[digest] for digest in group.row.get("images") or ()) if images else ()
+
+
 def unusable(group: GroupData, *, max_tokens: int, vocabulary: int = 0) -> str:
     """Return why the learner cannot train this group; empty if it can. Checks what the wire format does not."""
     for cut in estimates.iter_cuts(group.samples):
@@ -77,7 +83,11 @@ def assemble(
     whole = estimates.describe_batch(batch, algorithm, baselines)
     found = estimates.estimate_early(whole, algorithm, seed=seed)
     prompts = [group.prompt_ids for group in batch.groups for _ in group.samples]
-    sequences = [_sequence(number, one, prompts, whole, found) for number, one in enumerate(whole.cuts)]
+    shown = [images_in(batch, group) for group in batch.groups for _ in group.samples]
+    sequences = [
+        replace(_sequence(number, one, prompts, whole, found), images=() if one.prompt else shown[one.sample])
+        for number, one in enumerate(whole.cuts)
+    ]
     chunks = _split_groups(
         [sum(1 for _ in estimates.iter_cuts(group.samples)) for group in batch.groups], algorithm.minibatches
     )

@@ -40,6 +40,7 @@ class Sample(msgspec.Struct, frozen=True):
     support: Support | None = None  # of each draw [T]; None: nothing was cut
     owner: int = -1  # number of the sample that it is a row of; -1: it counts as a sample of its own
     siblings: int = 0  # trained tokens in the other rows of the sample
+    images: tuple[bytes, ...] = ()  # encoded, in the order of their placeholders
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
@@ -66,6 +67,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
     support_ids: Array = NOTHING  # i4 [sum counts]
     owners: Array = NOTHING  # i4 [S]: number of the sample of each sequence, unique in the mini-batch of all ranks
     siblings: Array = NOTHING  # i4 [S]: trained tokens in the other sequences of its sample
+    image_counts: Array = NOTHING  # i4 [S]: images of each sequence; empty: none has any
+    images: tuple[bytes, ...] = ()  # encoded, in the order of the sequences
 
     def drop_support(self) -> MicroBatch:
         """Return it for a model that did not sample: log-probs over the whole vocabulary."""
@@ -108,6 +111,7 @@ _FIELDS = {
     "support_ids": "i4",
     "owners": "i4",
     "siblings": "i4",
+    "image_counts": "i4",
 }
 
 
@@ -193,6 +197,7 @@ def _micro(
         return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
 
     counts = [sequence.mask.size for sequence in sequences]
+    images = tuple(image for sequence in sequences for image in sequence.images)
     first = [start + sequence.prompt_tokens - 1 for start, sequence in zip(starts, sequences, strict=True)]
     support = join_supports((sequence.support, count) for sequence, count in zip(sequences, counts, strict=True))
     return MicroBatch(
@@ -214,6 +219,8 @@ def _micro(
         support_ids=NOTHING if support is None else support.ids,
         owners=np.array([sequence.owner for sequence in sequences], np.int32),
         siblings=np.array([sequence.siblings for sequence in sequences], np.int32),
+        image_counts=np.array([len(sequence.images) for sequence in sequences], np.int32) if images else NOTHING,
+        images=images,
     )
 
 
@@ -225,13 +232,17 @@ def _expand(values: Array | None, otherwise: float, count: int) -> Array:
 
 
 class _ShareHead(msgspec.Struct, frozen=True, array_like=True):
-    """`micro[m][k]`: width and, by field, number of elements of micro-batch k of mini-batch m."""
+    """`micro[m][k]`: width and, by field, number of elements of micro-batch k of mini-batch m. Every image of the share
+    is there once: `shown[i]` are those of micro-batch i, by place in `images`.
+    """
 
     tokens: tuple[int, ...]
     sequences: tuple[int, ...]
     right: tuple[int, ...]
     micro: tuple[tuple[tuple[int, ...], ...], ...]
     fields: tuple[Field, ...]
+    images: tuple[bytes, ...] = ()
+    shown: tuple[tuple[int, ...], ...] = ()
 
 
 def encode_share(share: Sequence[Minibatch]) -> bytes:
@@ -242,6 +253,7 @@ def encode_share(share: Sequence[Minibatch]) -> bytes:
         for name, dtype in _FIELDS.items()
     }
     fields, payload = pack_arrays(arrays)
+    places = {image: place for place, image in enumerate(dict.fromkeys(image for m in pieces for image in m.images))}
     head = msgspec.msgpack.encode(
         _ShareHead(
             tuple(part.tokens for part in share),
@@ -249,6 +261,8 @@ def encode_share(share: Sequence[Minibatch]) -> bytes:
             tuple(part.right for part in share),
             tuple(tuple((m.width, *(getattr(m, name).size for name in _FIELDS)) for m in part.micro) for part in share),
             fields,
+            tuple(places),
+            tuple(tuple(places[image] for image in m.images) for m in pieces) if places else (),
         )
     )
     return len(head).to_bytes(8, "little") + head + payload
@@ -265,16 +279,23 @@ def decode_share(data: bytes | memoryview) -> tuple[Minibatch, ...]:
     # A copy where the payload does not start at a multiple of 8 bytes: unaligned arrays are slow.
     arrays = unpack_arrays(head.fields, bytes(view[end:]))
     offsets = dict.fromkeys(_FIELDS, 0)
+    shown = iter(head.shown)
+
+    def images() -> tuple[bytes, ...]:
+        return tuple(head.images[place] for place in next(shown, ()))
+
     return tuple(
-        Minibatch(tokens, sequences, tuple(_cut(micro, arrays, offsets) for micro in pieces), right)
+        Minibatch(tokens, sequences, tuple(_cut(micro, arrays, offsets, images()) for micro in pieces), right)
         for tokens, sequences, right, pieces in zip(head.tokens, head.sequences, head.right, head.micro, strict=True)
     )
 
 
-def _cut(sizes: Sequence[int], arrays: Mapping[str, Array], offsets: dict[str, int]) -> MicroBatch:
+def _cut(
+    sizes: Sequence[int], arrays: Mapping[str, Array], offsets: dict[str, int], images: tuple[bytes, ...]
+) -> MicroBatch:
     width, *counts = sizes
     taken: dict[str, Array] = {}
     for name, count in zip(_FIELDS, counts, strict=True):
         taken[name] = arrays[name][offsets[name] : offsets[name] + count]
         offsets[name] += count
-    return MicroBatch(width=width, **taken)
+    return MicroBatch(width=width, images=images, **taken)

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.images.digests import image_digests
 from learners.batch.assembly import group_lag
 from learners.batch.estimates import Cut, iter_cuts
 
@@ -84,6 +85,8 @@ def lines(batch: ClaimedBatch, count: int, decode: Decode, learner: Mapping[int,
             "finish": sample.finish, "runs": sample.runs, "tokens": pieces(ids, decode),
             "engine": _numbers(sample.logprobs[:MAX_TOKENS].tolist(), trained),
         }  # fmt: skip
+        if images := image_digests(group.row):
+            line["images"] = list(images)
         if len(known := learner.get(place, ())) == len(ids):
             line["learner"] = _numbers(known, trained)
         found.append(line)

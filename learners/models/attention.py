@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.config.capabilities import ATTENTION_CAP
+from asyncrl.config.model_facts import ATTENTION_CAP
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.runtime.device import Device
 from learners.models import sequence_parallel as sequence
@@ -96,7 +96,9 @@ def attend(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
-    if attention_mask is None:
+    if (
+        attention_mask is None and given.get("is_causal") is not False
+    ):  # a vision tower is not causal, and splits itself
         positions = given.get("position_ids")
         if positions is None:
             why = f"{type(module).__name__} passes no positions: set model.attn_implementation = 'sdpa'"
@@ -125,7 +127,9 @@ def attend_varlen(
     """Like `attend`, with one call of torch's kernel for all sequences of a row."""
     from torch.nn.attention.varlen import varlen_attn
 
-    other = given.get("dropout") or given.get("softcap")  # transformers refuses the latter in `attend`
+    other = (
+        given.get("dropout") or given.get("softcap") or given.get("is_causal") is False
+    )  # transformers refuses the latter in `attend`
     if attention_mask is not None or given.get("position_ids") is None or query.shape[0] > 1 or other:
         return attend(module, query, key, value, attention_mask, **given)
     lengths = _cached_lengths(given["position_ids"])

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from asyncrl.config.capabilities import HEAD_CAP, HEAD_SCALES, find_head_scale
+from asyncrl.config.model_facts import HEAD_CAP, HEAD_SCALES, find_head_scale
 from asyncrl.errors import ConfigError
+from asyncrl.images.forward import Seen, body_arguments, stray_placeholders
 from learners.models.logprobs import (
     TokenNumbers,
     chunked_logprobs,
@@ -23,6 +24,7 @@ from learners.models.vocabulary import vocabulary_split
 
 def check_head(config: Any) -> None:
     """Raise `config.model` if the model scales its logits after the head, which this module does not reproduce."""
+    config = config.get_text_config()
     if scale := find_head_scale({name: getattr(config, name, None) for name in HEAD_SCALES}):
         raise ConfigError("config.model", f"{config.model_type}: {scale} is not supported by the learner")
 
@@ -52,24 +54,30 @@ class PolicyModel(nn.Module):
         whole: bool = False,
         squares: bool = False,
         support: Supports | None = None,
+        seen: Seen | None = None,
     ) -> tuple[Tensor, Tensor] | TokenNumbers:
         """Return log-probs `[N]` and entropies `[N]` of `targets` `[N]`, each predicted at `positions` `[N]`.
 
         Args:
             input_ids: int64 `[R, W]`; one packed row, or rows with one sequence each.
-            position_ids: int64 `[R, W]`, starting at 0 in every sequence.
+            position_ids: int64 `[R, W]`, starting at 0 in every sequence; of a vision-language model `[4, R, W]`.
             positions: index into the flattened `[R * W]` of the token that predicts the target.
             targets: token ids.
             whole: compute full logits by the model's own forward (for the check at the start).
             squares: return `TokenNumbers` with sums of squares, without gradient.
             support: what each target was drawn from; ignored by `whole`.
+            seen: images, of a vision-language model.
         """
+        body = self.model.base_model
         if whole:
-            with self.split.disable() if self.split is not None else nullcontext():
-                logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+            with self.split.disable() if self.split is not None else nullcontext(), stray_placeholders(body, seen):
+                given = {"input_ids": input_ids, "position_ids": position_ids, **body_arguments(body, seen)}
+                logits = self.model(**given, use_cache=False).logits
             logs = (logits.flatten(0, 1)[positions].float() / self.temperature).log_softmax(-1)
             return logs.gather(-1, targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
-        states = hidden_states_at(self.model.base_model, input_ids, position_ids, positions, split=self.split)
+        with stray_placeholders(body, seen):
+            images = body_arguments(body, seen)
+            states = hidden_states_at(body, input_ids, position_ids, positions, split=self.split, images=images)
         head, hidden, targets = self.model.get_output_embeddings(), states.hidden, states.select(targets)
         if support is not None and states.mine is not None:
             support = support.select(states.mine)

@@ -86,11 +86,20 @@ class States(NamedTuple):
 
 
 def hidden_states_at(
-    body: Any, input_ids: Tensor, position_ids: Tensor, places: Tensor, *, split: Split | None
+    body: Any,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    places: Tensor,
+    *,
+    split: Split | None,
+    images: dict[str, Any] | None = None,
 ) -> States:
-    """Return hidden states at `places` `[N]`, indices into the flattened rows `[R * W]`."""
+    """Return hidden states at `places` `[N]`, indices into the flattened rows `[R * W]`. `images`: arguments of a
+    vision-language model, whose rows are not split.
+    """
     if split is None or split.paused:
-        hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        given = {"input_ids": input_ids, "position_ids": position_ids, **(images or {})}
+        hidden = body(**given, use_cache=False).last_hidden_state
         return States(hidden.flatten(0, 1)[places], None, places.numel(), None)
     row, column = places // input_ids.shape[1], places % input_ids.shape[1]
     ids, positions = split.pad(input_ids, position_ids)

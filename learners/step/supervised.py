@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from asyncrl.config import LearnerConfig, PreferenceConfig
@@ -29,7 +30,7 @@ from learners.algorithms.preference import PairLoss, bradley_terry, dpo, orpo, s
 from learners.algorithms.supervised import sft
 from learners.algorithms.tensors import masked, sequence_lengths, sequence_sums
 from learners.backends.base import Backend, LossFunction, Micro, UpdateInfo
-from learners.batch.assembly import statistics
+from learners.batch.assembly import images_in, statistics
 from learners.batch.micro_batches import (
     MicroBatch,
     Minibatch,
@@ -57,15 +58,18 @@ PAIRED = frozenset({"dpo", "reward_model"})
 def assemble(batch: ClaimedBatch, learner: LearnerConfig, *, ranks: int) -> StepBatch:
     """Return mini-batches (whole groups, in batch order) and rows for every rank."""
     paired = learner.mode in PAIRED
-    units, place = [], 0
+    kept: list[list[Sample]] = []
+    place = 0
     for group in batch.groups:
         numbered = list(zip(range(place, place + len(group.samples)), group.samples, strict=True))
         place += len(group.samples)
         if paired:
-            units.append(_pair(group, numbered, learner.preference.margin_key))
+            unit = _pair(group, numbered, learner.preference.margin_key)
+            made = [unit] if unit else []
         else:
-            units += [[_sample(group, sample, number)] for number, sample in numbered]
-    kept = [unit for unit in units if unit]
+            made = [[_sample(group, sample, number)] for number, sample in numbered]
+        images = images_in(batch, group)
+        kept += [[replace(one, images=images) for one in unit] for unit in made]
     parts = learner.algorithm.minibatches
     marks = [len(kept) * part // parts for part in range(parts + 1)]
     cut = [

@@ -14,6 +14,7 @@ from asyncrl.config import Config
 from asyncrl.config.mode import evaluation_data, evaluation_sampling
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.ids import MAX_ROWS, split_group
+from asyncrl.images.rows import takes_images
 from producers.data.prompts import Prompts, Row
 
 
@@ -25,7 +26,8 @@ class HeldOutPrompts:
         self.sampling = evaluation_sampling(config)
         if not config.evaluation.enabled:
             return
-        self._prompts = Prompts(evaluation_data(config), seed=config.run.seed)
+        sees = takes_images(config.model.path)
+        self._prompts = Prompts(evaluation_data(config), seed=config.run.seed, sees=sees)
         self.rows = self._prompts.count(config.evaluation.max_prompts or MAX_ROWS + 1)
         if self.rows > MAX_ROWS:
             where = config.evaluation.source or config.evaluation.path
@@ -34,3 +36,7 @@ class HeldOutPrompts:
     def row_for(self, group: int) -> Row:
         _, row = split_group(group)
         return self._prompts.row_for(row)
+
+    def images_of(self, row: Row) -> tuple[bytes, ...]:
+        """As of `Prompts`."""
+        return self._prompts.images_of(row)

@@ -7,8 +7,9 @@ The buffer counts groups 0, 1, 2, ...; a producer maps them to rows. Guarantees:
 2. an iterable without a length is read as far as the group requires and kept in memory; its first epoch is in its own
    order, because a permutation needs the length; later epochs are permuted like any other;
 3. an error of the data as a whole is `config.data` with file, row and column; an error of one row is a `BadPrompt` with
-   a reason, and the run goes on. Images, videos and audio are refused: of the first row as an error of the data;
-4. rows are plain JSON values: they travel with the samples.
+   a reason, and the run goes on. Videos and audio are refused, and images unless the model sees them: of the first row
+   as an error of the data;
+4. rows are plain JSON values: they travel with the samples, with digests instead of images (`asyncrl.images.rows`).
 
 Example: 5 rows and group 12 give epoch 2, position 2.
 """
@@ -27,8 +28,12 @@ import numpy.typing as npt
 from asyncrl.config import DataConfig
 from asyncrl.config.media import MEDIA_COLUMNS, MEDIA_REMEDY, find_media
 from asyncrl.errors import UNREADABLE, ConfigError
+from asyncrl.images.decoding import ImageProblem
+from asyncrl.images.digests import image_digests
+from asyncrl.images.model_inputs import ImageInputs
 from asyncrl.plugins import load_object
 from asyncrl.runtime.data_files import data_files, read_table, unknown_kind
+from producers.data.images import PromptImages
 from producers.data.sampler import AllRows, Sampler
 from producers.data.tokenizer import Tokenizer
 
@@ -45,19 +50,22 @@ class BadPrompt(Exception):
 
 
 class Prompts:
-    """Rows by group id."""
+    """Rows by group id. `sees`: the model takes images (`asyncrl.images.rows.takes_images`)."""
 
-    def __init__(self, data: DataConfig, *, seed: int) -> None:
+    def __init__(self, data: DataConfig, *, seed: int, sees: bool = False) -> None:
         self._data = data
         self._seed = seed
         self._shuffle = data.shuffle or bool(data.sampler)
         self._rows = _load_source(data.source) if data.source else _load_files(data.path)
+        self._rows.raw = (data.image_key, data.prompt_key) if sees else ()
+        self._images = PromptImages(data, self._read) if sees else None
         self._order: dict[int, npt.NDArray[np.int64]] = {}
         first = self._rows.get(0)
         if first is None:
             raise ConfigError("config.data", "it has no rows", where=data.source or data.path)
-        if media := find_media(first):
-            what = f"row 0 has {media}, and prompts are text alone"
+        unseen = "" if sees or not first.get(data.image_key) else f"column {data.image_key!r}"
+        if media := find_media(first, sees=sees) or unseen:
+            what = f"row 0 has {media}, and prompts are text alone" if not sees else f"row 0 has {media}"
             raise ConfigError("config.data", what, where=data.source or data.path, remedy=MEDIA_REMEDY)
         if data.prompt_key not in first:
             raise ConfigError(
@@ -66,24 +74,50 @@ class Prompts:
                 f"{', '.join(sorted(first)) or 'none'}",
                 where=data.source or data.path,
             )
+        self.columns = apply_settings(first, data)  # of the first row, as they are in the data
         self._sampler = self._make_sampler(data.sampler) if data.sampler else None
 
     def row_for(self, group: int) -> Row:
-        """The row of a group, with its prompt as `[data]` requires. Raises `config.data` if a source has no rows."""
-        return apply_settings(self._find_row(group), self._data)
+        """The row of a group, with its prompt as `[data]` requires, and with digests instead of images.
 
-    def _find_row(self, group: int) -> Row:
-        early = self._rows.get(group) if self._rows.length is None else None
-        if early is not None:
-            return early
+        Raises:
+            BadPrompt: its images cannot be used.
+            ConfigError: `config.data`, a source has no rows.
+        """
+        return self._prepare(self._find_number(group))
+
+    def images_of(self, row: Row) -> tuple[bytes, ...]:
+        """The encoded images of a row of `row_for`, in order. Raises `BadPrompt` if the data has changed meanwhile."""
+        try:
+            return () if self._images is None else self._images.images_of(row)
+        except ImageProblem as problem:
+            raise BadPrompt(problem.reason) from None
+
+    def _read(self, number: int) -> tuple[Row, Path]:
+        row = self._rows.get(number)
+        assert row is not None
+        return apply_settings(row, self._data), self._rows.folder(number)
+
+    def _prepare(self, number: int) -> Row:
+        if self._images is None:
+            row = self._read(number)[0]
+            if image_digests(row):  # they would pass for the digests of images that a model sees
+                raise BadPrompt("media: it has column 'images', and prompts are text alone")
+            return row
+        try:
+            return {str(key): plain_value(value) for key, value in self._images.row(number).items()}
+        except ImageProblem as problem:
+            raise BadPrompt(problem.reason) from None
+
+    def _find_number(self, group: int) -> int:
+        if self._rows.length is None and self._rows.get(group) is not None:
+            return group
         length = self._rows.length
         assert length is not None  # `get` beyond the end of an iterable has found its length
         epoch, position = divmod(group, length)
         if self._shuffle and not (epoch == 0 and self._rows.unsized):
             position = int(self._permutation(epoch, length)[position])
-        row = self._rows.get(position)
-        assert row is not None
-        return row
+        return position
 
     def count(self, limit: int) -> int:
         """The number of rows, at most `limit`: an iterable without a length is read as far as that."""
@@ -91,14 +125,15 @@ class Prompts:
             self._rows.get(limit - 1)
         return limit if self._rows.length is None else min(limit, self._rows.length)
 
-    def sample(self, most: int) -> Iterator[Row]:
+    def sample(self, most: int) -> Iterator[Row | BadPrompt]:
         """Rows spread evenly over the data, `most` of them or all; of an iterable without a length the first ones."""
         count = self.count(most)
         length = self._rows.length or count
         for number in range(count):
-            row = self._rows.get(number * length // count)
-            assert row is not None
-            yield apply_settings(row, self._data)
+            try:
+                yield self._prepare(number * length // count)
+            except BadPrompt as problem:
+                yield problem
 
     def _permutation(self, epoch: int, length: int) -> npt.NDArray[np.int64]:
         if epoch not in self._order:
@@ -120,10 +155,22 @@ class Prompts:
 
 
 class _Rows:
-    """Rows by number, read on demand. `length` is None before the end of an iterable."""
+    """Rows by number, read on demand. `length` is None before the end of an iterable; `folder(number)` is where paths
+    in a row begin; the columns `raw`, of images and prompts, stay as the data has them.
+    """
 
-    def __init__(self, read: Callable[[int], Any], length: int | None, where: str, rest: Iterator[Any] | None = None):
+    raw: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        read: Callable[[int], Any],
+        length: int | None,
+        where: str,
+        rest: Iterator[Any] | None = None,
+        folder: Callable[[int], Path] = lambda _: Path.cwd(),
+    ) -> None:
         self.length = length
+        self.folder = folder
         self.unsized = rest is not None
         self._read = read
         self._where = where
@@ -149,12 +196,14 @@ class _Rows:
         if not isinstance(row, dict):
             kind = type(row).__name__
             raise ConfigError("config.data", f"row {number} is a {kind}, not a mapping", where=self._where)
-        # Bytes are dropped, but not media: `find_media` refuses them.
-        kept = {key: value for key, value in row.items() if not isinstance(value, bytes) or key in MEDIA_COLUMNS}
-        return {
-            str(key): f"{len(value)} bytes" if isinstance(value, bytes) else plain_value(value)
-            for key, value in kept.items()
-        }
+        # Bytes are dropped, but not media: they are read as images, or `find_media` refuses them.
+        media = {*MEDIA_COLUMNS, *self.raw[:1]}
+        kept = {key: value for key, value in row.items() if not isinstance(value, bytes) or key in media}
+        return {str(key): value if key in self.raw else _plain_column(value) for key, value in kept.items()}
+
+
+def _plain_column(value: Any) -> Any:
+    return f"{len(value)} bytes" if isinstance(value, bytes) else plain_value(value)
 
 
 def plain_value(value: Any) -> Any:
@@ -192,14 +241,18 @@ def _nothing(number: int) -> Any:
 
 
 def _load_files(paths: str) -> _Rows:
-    parts = [_read_file(path) for path in data_files(paths)]
+    files = data_files(paths)
+    parts = [_read_file(path) for path in files]
     ends = np.cumsum([len(part) for part in parts])
 
+    def part_of(number: int) -> int:
+        return int(np.searchsorted(ends, number, side="right"))
+
     def read(number: int) -> Any:
-        part = int(np.searchsorted(ends, number, side="right"))
+        part = part_of(number)
         return parts[part][number - (int(ends[part - 1]) if part else 0)]
 
-    return _Rows(read, int(ends[-1]) if parts else 0, paths)
+    return _Rows(read, int(ends[-1]) if parts else 0, paths, folder=lambda number: files[part_of(number)].parent)
 
 
 def _read_file(path: Path) -> Sequence[Any]:
@@ -262,16 +315,23 @@ def _is_chat(prompt: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def encode_prompt(
-    row: Row, data: DataConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()
+    row: Row,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    inputs: ImageInputs | None = None,
+    images: Sequence[bytes] = (),
 ) -> npt.NDArray[np.int32]:
-    """Token ids of a row's prompt, i4 `[P]`. `tools`: schemas that a chat template may show.
+    """Token ids of a row's prompt, i4 `[P]`. `tools`: schemas that a chat template may show; `inputs`: of a
+    vision-language model, which gets the row's encoded `images`.
 
     Raises:
-        BadPrompt: images, videos or audio (also in other columns), no prompt, another type, no tokens, or more than
-            `data.max_prompt_tokens`.
+        BadPrompt: an image that cannot be read, images for a language model, videos or audio (also in other columns),
+            no prompt, another type, no tokens, or more than `data.max_prompt_tokens`.
         ConfigError: the whole data set cannot be encoded (chat messages without a template).
     """
-    if media := find_media(row):
+    if media := find_media(row, sees=bool(image_digests(row))):
         raise BadPrompt(f"media: it has {media}, and prompts are text alone")
     prompt = row.get(data.prompt_key)
     if isinstance(prompt, str):
@@ -286,6 +346,11 @@ def encode_prompt(
         raise BadPrompt(f"prompt: column {data.prompt_key!r} is {kind}, not text or chat messages")
     if not ids:
         raise BadPrompt("prompt: it has no tokens")
+    if inputs is not None:
+        try:
+            ids = inputs.expand(ids, images).tolist()
+        except ValueError as error:
+            raise BadPrompt(f"image: {error}") from None
     if len(ids) > data.max_prompt_tokens:
         raise BadPrompt(f"too_long: {len(ids)} tokens, data.max_prompt_tokens = {data.max_prompt_tokens}")
     return np.asarray(ids, dtype=np.int32)

@@ -13,8 +13,9 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import load
-from asyncrl.errors import AsyncRLError
-from producers.data.prompts import Prompts
+from asyncrl.errors import EXIT_DATA, AsyncRLError
+from asyncrl.images.rows import takes_images
+from producers.data.prompts import BadPrompt, Prompts
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,10 +26,14 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         config = load(args.config)
-        row = Prompts(config.data, seed=config.run.seed).row_for(args.group)
+        prompts = Prompts(config.data, seed=config.run.seed, sees=takes_images(config.model.path))
+        row = prompts.row_for(args.group)
     except AsyncRLError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
+    except BadPrompt as problem:
+        print(problem.reason, file=sys.stderr)
+        return EXIT_DATA
     print(msgspec.json.encode({"group": args.group, "row": row}).decode())
     return 0
 

@@ -28,6 +28,7 @@ from asyncrl.config import Config
 from asyncrl.config.mode import DATA_PREFIX, answer_keys, is_paired
 from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest, PauseMode
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.images.model_inputs import ImageInputs
 from asyncrl.runtime.data_files import data_files
 from asyncrl.runtime.fingerprint import model_fingerprint
 from asyncrl.wire import Buffer, Manifest, Tensor
@@ -103,8 +104,16 @@ class NoWeights:
         await stop.wait()  # bounded: the life of the role
 
 
-def encode_row(row: Row, config: Config, tokenizer: Tokenizer) -> tuple[Tokens, list[Tokens]]:
-    """Token ids of the prompt, i4 `[P]`, and of each answer with its end of sequence, i4 `[T]`.
+def encode_row(
+    row: Row,
+    config: Config,
+    tokenizer: Tokenizer,
+    *,
+    inputs: ImageInputs | None = None,
+    images: Sequence[bytes] = (),
+) -> tuple[Tokens, list[Tokens]]:
+    """Token ids of the prompt, i4 `[P]`, and of each answer with its end of sequence, i4 `[T]`. `inputs` and `images`:
+    see `producers.data.prompts.encode_prompt`.
 
     Raises:
         BadPrompt: the row cannot be trained on; its reason.
@@ -121,7 +130,7 @@ def encode_row(row: Row, config: Config, tokenizer: Tokenizer) -> tuple[Tokens, 
         else:
             texts.append(_answer_text(data.prompt_key, prompt, prompt[:-1]))
             row = {**row, data.prompt_key: prompt[:-1]}
-    prompt_ids = encode_prompt(row, data, tokenizer)
+    prompt_ids = encode_prompt(row, data, tokenizer, inputs=inputs, images=images)
     answers = [np.asarray(tokenizer.encode_answer(text), dtype=np.int32) for text in texts]
     longest = max(answer.size for answer in answers)
     if longest > limit:

@@ -22,11 +22,13 @@ def request_problem(
     version: int,
     supports: bool = False,
     keeps: bool = False,
+    images: bool = False,
 ) -> str:
     """Why no engine can take this request, empty if it can.
 
     `vocab`: number of the model's tokens, 0 if unknown; `taken`: its id is in use; `version`: that of the engine, below
-    0 before the first weights; `supports`: it records the support of draws; `keeps`: it has a second set of weights.
+    0 before the first weights; `supports`: it records the support of draws; `keeps`: it has a second set of weights;
+    `images`: it takes images.
     """
     prompt, longest = request.prompt_ids, config.longest_response
     own = len(prompt) - request.begun
@@ -38,6 +40,8 @@ def request_problem(
         return f"begun + max_new_tokens = {request.begun} + {request.max_new_tokens}, at most {longest} are planned for"
     if request.temperature <= 0 or not request.indices:
         return "temperature must be above 0 and indices not empty"
+    if request.images and not images:
+        return "this engine takes no images"
     if request.support and not supports:
         return "this engine does not record the support of draws (sampling.truncation = 'exact')"
     if request.version >= 0 and not keeps:

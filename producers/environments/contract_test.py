@@ -277,9 +277,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _first_row(config: Config, *, known: bool) -> dict[str, Any]:
     if not known:
         return {config.data.prompt_key: [{"role": "user", "content": "Begin."}]}
+    from asyncrl.images.rows import takes_images
     from producers.data.prompts import Prompts
 
-    return Prompts(config.data, seed=config.run.seed).row_for(0)
+    return Prompts(config.data, seed=config.run.seed, sees=takes_images(config.model.path)).row_for(0)
 
 
 def _object(text: str, where: str) -> dict[str, Any]:

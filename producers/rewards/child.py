@@ -22,9 +22,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.errors import AsyncRLError
+from asyncrl.images.decoding import ImageProblem
 from asyncrl.runtime.role import die_with_parent
 from asyncrl.runtime.user_errors import format_user_error
 from producers.rewards.functions import RewardCall
+from producers.rewards.images import sees_images, show_images
 from producers.rewards.outcome import Problem
 from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
 from producers.rewards.sample import NotFinite, RewardSample, Value, read_value
@@ -58,6 +60,7 @@ class Scoring:
             (spec, RewardCall(spec.function, prompt_key=setup.prompt_key, args=spec.args, make_sandbox=sandbox))
             for spec in setup.functions
         ]
+        self._sees = sees_images(spec.function for spec in setup.functions)
 
     def version(self) -> str:
         """Digest of the functions' files."""
@@ -67,15 +70,22 @@ class Scoring:
             digest.update(call.source())
         return digest.hexdigest()
 
-    def score(self, samples: Sequence[RewardSample]) -> None:
+    def score(self, job: Job) -> None:
         """Score a job: functions over many samples first, then sample by sample, each reported when done."""
+        shown = show_images(job.samples, job.images) if self._sees else job.samples
+        samples: dict[int, RewardSample] = {}  # by place
+        for place, found in enumerate(shown):
+            if isinstance(found, ImageProblem):
+                self._pipe.send(Result(place, reason="raised", detail=found.reason))
+            else:
+                samples[place] = found
         together: dict[tuple[int, str], Outcome] = {}
         for spec, call in self._calls:
-            places = [place for place, sample in enumerate(samples) if applies(spec, sample)]
+            places = [place for place, sample in samples.items() if applies(spec, sample)]
             if places and (call.is_batch or call.is_async):
                 values = self._together(spec, call, [samples[place] for place in places], places)
                 together |= {(place, spec.label): value for place, value in zip(places, values, strict=True)}
-        for place, sample in enumerate(samples):
+        for place, sample in samples.items():
             outcomes: dict[str, Outcome] = {}
             for spec, call in self._calls:
                 if (place, spec.label) in together:
@@ -179,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
         while True:
             job = pipe.receive(None)
             assert isinstance(job, Job)
-            scoring.score(job.samples)
+            scoring.score(job)
             sys.stdout.flush()
     except Closed:
         return 0

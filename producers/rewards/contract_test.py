@@ -23,15 +23,20 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from asyncrl.config import DataConfig
+from asyncrl.config.media import find_media
 from asyncrl.config.sections.reward import reward_label
-from asyncrl.errors import EXIT_FAILED, EXIT_OK, AsyncRLError
+from asyncrl.errors import EXIT_FAILED, EXIT_OK, AsyncRLError, ConfigError
+from asyncrl.images.decoding import ImageProblem
+from asyncrl.images.digests import IMAGES, image_digests
+from asyncrl.images.rows import Normalised, normalise_row
 from asyncrl.preflight.files import data_paths, prompt_column
-from producers.data.prompts import Prompts
+from producers.data.prompts import BadPrompt, Prompts
 from producers.rewards.functions import RewardCall
 from producers.rewards.pipe import FunctionSpec, Result, SandboxSpec
 from producers.rewards.sample import RewardSample
@@ -40,6 +45,7 @@ from producers.rewards.scorer import Scorer
 KINDS = ("good", "bad", "empty", "huge", "odd", "cut")
 HUGE = 100_000
 ODD = "\x00\x07\u202e\ufffd \U0001f600 \u0661\u0662 \\boxed{ <think> ``` %s {0}"
+Samples = Sequence[tuple[int, str, RewardSample]]  # number of the row, kind of the response
 SLOW_SHARE = 0.5  # of the time-out, for a call without a note
 
 
@@ -105,10 +111,13 @@ def check_reward(
     memory_bytes: int = 2 << 30,
     sandbox: str = "bubblewrap",
     env: Collection[str] | None = None,
+    images: Mapping[str, bytes] = MappingProxyType({}),
 ) -> RewardReport:
     """Test a reward function on rows. Raises `config.reward` if it cannot be used at all. `env`: variables that its
     process inherits, as in `[[reward]]`; None: all, since this is the author's own process.
+    `images`: those of rows that hold digests; other rows may hold images themselves.
     """
+    rows, images = read_images(rows, images, prompt_key=prompt_key)
     call = RewardCall(function, args=args, prompt_key=prompt_key)
     spec = FunctionSpec(function, reward_label(function), args=dict(args or {}))
     samples = [
@@ -126,12 +135,12 @@ def check_reward(
     )
     try:
         scorer.start()
-        first = _pass(scorer, samples)
+        first = _pass(scorer, samples, images)
         peak = scorer.peak_bytes()
         scorer.close()  # SIGKILL, as after a time-out
         scorer.start()
-        again = _pass(scorer, samples)
-        together = _together(scorer, samples) if call.is_batch else []
+        again = _pass(scorer, samples, images)
+        together = _together(scorer, samples, images) if call.is_batch else []
     finally:
         scorer.close()
     checks = [
@@ -179,21 +188,21 @@ def make_responses(row: dict[str, Any], *, response_key: str, prompt_key: str) -
     ]
 
 
-def _pass(scorer: Scorer, samples: Sequence[tuple[int, str, RewardSample]]) -> list[Outcome]:
+def _pass(scorer: Scorer, samples: Samples, images: Mapping[str, bytes]) -> list[Outcome]:
     """Each sample in a separate job."""
     found = []
     for row, kind, sample in samples:
         results: list[Result] = []
         began = time.monotonic()
-        scorer.score([sample], results.append)
+        scorer.score([sample], results.append, images)
         found.append(Outcome(row, kind, results[0], time.monotonic() - began))
     return found
 
 
-def _together(scorer: Scorer, samples: Sequence[tuple[int, str, RewardSample]]) -> list[Result]:
+def _together(scorer: Scorer, samples: Samples, images: Mapping[str, bytes]) -> list[Result]:
     """All samples in one job, by their places."""
     results: dict[int, Result] = {}
-    scorer.score([sample for _, _, sample in samples], lambda result: results.update({result.place: result}))
+    scorer.score([sample for _, _, sample in samples], lambda result: results.update({result.place: result}), images)
     return [results[place] for place in range(len(samples))]
 
 
@@ -296,10 +305,39 @@ def _cut(text: str, size: int) -> str:
 # ---------------------------------------------------------------- command
 
 
-def load_rows(path: str, *, count: int, prompt_key: str) -> list[dict[str, Any]]:
-    """The first rows of a file. Raises `config.data`."""
-    prompts = Prompts(DataConfig(path=path, prompt_key=prompt_key, shuffle=False), seed=0)
-    return [prompts.row_for(number) for number in range(prompts.count(count))]
+def load_rows(path: str, *, count: int, prompt_key: str) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """The first rows of a file, and their images by digest. Raises `config.data`."""
+    data = DataConfig(path=path, prompt_key=prompt_key, shuffle=False)
+    prompts = Prompts(data, seed=0, sees=True)
+    if not find_media(prompts.columns):
+        prompts = Prompts(data, seed=0)
+    rows: list[dict[str, Any]] = []
+    images: dict[str, bytes] = {}
+    try:
+        for number in range(prompts.count(count)):
+            rows.append(prompts.row_for(number))
+            images |= zip(image_digests(rows[-1]), prompts.images_of(rows[-1]), strict=True)
+    except BadPrompt as problem:
+        raise ConfigError("config.data", f"row {len(rows)}: {problem.reason}", where=path) from None
+    return rows, images
+
+
+def read_images(
+    rows: Sequence[Mapping[str, Any]], images: Mapping[str, bytes], *, prompt_key: str
+) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """Rows with digests instead of images, and the images. Raises `config.data`."""
+    found: list[dict[str, Any]] = []
+    held = dict(images)
+    for number, row in enumerate(rows):
+        made = Normalised(dict(row), {})
+        if row.get(IMAGES) and not image_digests(row):
+            try:
+                made = normalise_row(dict(row), prompt_key=prompt_key, image_key=IMAGES, folder=Path.cwd())
+            except ImageProblem as problem:
+                raise ConfigError("config.data", problem.reason, where=f"row {number}") from None
+        found.append(made.row)
+        held |= made.images
+    return found, held
 
 
 def parser() -> argparse.ArgumentParser:
@@ -323,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         prompt_key = args.prompt_key or prompt_column(data_paths(args.data))
-        rows = load_rows(args.data, count=max(1, args.samples), prompt_key=prompt_key)
+        rows, images = load_rows(args.data, count=max(1, args.samples), prompt_key=prompt_key)
         report = check_reward(
             args.function,
             rows,
@@ -333,6 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             timeout_s=args.timeout_s,
             memory_bytes=args.memory_bytes,
             sandbox=args.sandbox,
+            images=images,
         )
     except AsyncRLError as error:
         print(error.render(), file=sys.stderr)

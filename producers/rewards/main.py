@@ -20,6 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -28,6 +29,7 @@ from asyncrl.config import Config
 from asyncrl.config.judges import Judge, display_name, find_judge, list_judges
 from asyncrl.errors import ConfigError, Unavailable
 from asyncrl.evaluation.ids import is_evaluation
+from asyncrl.images.digests import image_digests
 from asyncrl.runtime import role
 from asyncrl.runtime import run_dir as rundir
 from asyncrl.runtime.failpoints import failpoint
@@ -118,6 +120,7 @@ class Worker:
     async def _score(self, tasks: Sequence[RewardTask]) -> None:
         """Score a batch on the scorer's thread, and send finished results meanwhile."""
         failpoint("reward.before_score")
+        tasks, images = await self._fetch_images(tasks)
         samples = [make_sample(task, self.tokenizer, prompt_key=self.config.data.prompt_key) for task in tasks]
         loop = asyncio.get_running_loop()
         ready: list[Result] = []
@@ -132,7 +135,7 @@ class Worker:
         def hand_over(result: Result) -> None:  # on the scorer's thread
             loop.call_soon_threadsafe(arrive, result)
 
-        scoring = loop.run_in_executor(self.thread, self.scorer.score, samples, hand_over)
+        scoring = loop.run_in_executor(self.thread, self.scorer.score, samples, hand_over, images)
         scoring.add_done_callback(lambda _: bell.ring())
         while ready or not scoring.done():
             await bell.wait(timeout_s=LOOK_S)
@@ -143,6 +146,22 @@ class Worker:
                 failpoint("reward.after_ack")
         self._busy_s += time.monotonic() - started
         scoring.result()
+
+    async def _fetch_images(self, tasks: Sequence[RewardTask]) -> tuple[Sequence[RewardTask], dict[str, bytes]]:
+        """The tasks that can be scored, and their images; those without theirs fail."""
+        named = [image_digests(task.row) if self.scorer.sees_images else () for task in tasks]
+        if not any(named):
+            return tasks, {}
+        images, problems = await self._patiently(lambda: self.client.images(chain.from_iterable(named)))
+        lost = {
+            place: Result(place, reason="raised", detail=problems[digest])
+            for place, digests in enumerate(named)
+            for digest in digests
+            if digest in problems
+        }
+        if lost:
+            await self._send(tasks, list(lost.values()), ())
+        return [task for place, task in enumerate(tasks) if place not in lost], images
 
     async def _send(
         self, tasks: Sequence[RewardTask], batch: Sequence[Result], samples: Sequence[RewardSample]

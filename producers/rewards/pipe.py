@@ -63,6 +63,7 @@ class Ready(msgspec.Struct, frozen=True, tag=2):
 
 class Job(msgspec.Struct, frozen=True, tag=3):
     samples: tuple[RewardSample, ...]
+    images: dict[str, bytes] = {}  # digest -> encoded image, of the samples
 
 
 class Begin(msgspec.Struct, frozen=True, tag=4):

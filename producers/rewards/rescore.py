@@ -22,6 +22,8 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.config.judges import Judge, judges_for, list_judges
 from asyncrl.errors import AsyncRLError, WireError
+from asyncrl.images.batches import read_images
+from asyncrl.images.folder import ImageFolder
 from asyncrl.runs.rescore import LINES, PLAN, VERSIONS, Plan
 from asyncrl.runs.score_file import GroupScores, responses_digest
 from asyncrl.runtime import batch_file
@@ -56,7 +58,7 @@ class Bench:
         for done in calls:
             done.result()  # bounded: by the import limit of the scorer
 
-    def score(self, samples: dict[Place, RewardSample]) -> dict[Place, Result]:
+    def score(self, samples: dict[Place, RewardSample], images: dict[str, bytes]) -> dict[Place, Result]:
         """The results of all samples; failures are retried as in a run."""
         found: dict[Place, Result] = {}
         left, size = list(samples), min(self.judge.batch_samples, -(-len(samples) // self.judge.count) or 1)
@@ -65,7 +67,8 @@ class Bench:
             for number, at in enumerate(range(0, len(left), size)):
                 places = left[at : at + size]
                 who = (number + turn) % len(self._scorers)
-                job = self._threads[who].submit(self._job, self._scorers[who], [samples[place] for place in places])
+                mine = [samples[place] for place in places]
+                job = self._threads[who].submit(self._job, self._scorers[who], mine, images)
                 calls.append((places, job))
             for places, job in calls:
                 # bounded: every call of a function has its timeout
@@ -76,9 +79,9 @@ class Bench:
         return found
 
     @staticmethod
-    def _job(scorer: Scorer, samples: Sequence[RewardSample]) -> list[Result]:
+    def _job(scorer: Scorer, samples: Sequence[RewardSample], images: dict[str, bytes]) -> list[Result]:
         results: list[Result] = []
-        scorer.score(samples, results.append)
+        scorer.score(samples, results.append, images)
         return results
 
     def close(self) -> None:
@@ -95,6 +98,7 @@ class Rescoring:
         self._config = config
         self._plan = plan
         self._archive = RunDir(Path(plan.run)).archive
+        self._images = ImageFolder(RunDir(Path(plan.run)).images)
         self._tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         self._rules = [(judge.name, judge.data_sources) for judge in list_judges(config)]
         self.benches = {judge.name: Bench(config, judge) for judge in list_judges(config)}
@@ -107,16 +111,21 @@ class Rescoring:
         except (WireError, OSError) as error:
             print(f"warning: the archived batch of step {step} is skipped: {error}", flush=True)
             return []
-        groups = {group.group: group for group in decode_batch(file.batch, file.payloads).groups}
+        batch = read_images(decode_batch(file.batch, file.payloads), self._images)
+        for number, why in batch.invalid.items():
+            print(f"warning: group {number} of step {step} is skipped: {why}", flush=True)
+        groups = {group.group: group for group in batch.groups}
         contents = {number: responses_digest(one.response for one in group.samples) for number, group in groups.items()}
         fresh = [group for number, group in groups.items() if (number, contents[number]) not in self._known]
-        for scored in self._score_groups(step, fresh, contents):
+        for scored in self._score_groups(step, fresh, contents, batch.images):
             self._known[scored.group, scored.content] = scored
         return [
             msgspec.structs.replace(self._known[number, content], step=step) for number, content in contents.items()
         ]
 
-    def _score_groups(self, step: int, groups: Iterable[Any], contents: dict[int, str]) -> list[GroupScores]:
+    def _score_groups(
+        self, step: int, groups: Iterable[Any], contents: dict[int, str], images: dict[str, bytes]
+    ) -> list[GroupScores]:
         asked: dict[str, dict[Place, RewardSample]] = {name: {} for name in self.benches}
         groups = list(groups)
         for group in groups:
@@ -124,7 +133,7 @@ class Rescoring:
                 sample = self._sample(group, one)
                 for judge in judges_for(sample.data_source, self._rules):
                     asked[judge][group.group, one.index] = sample
-        results = {name: self.benches[name].score(samples) for name, samples in asked.items() if samples}
+        results = {name: self.benches[name].score(samples, images) for name, samples in asked.items() if samples}
         return [self._group(step, group, contents[group.group], results) for group in groups]
 
     def _sample(self, group: Any, one: Any) -> RewardSample:

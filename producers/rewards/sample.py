@@ -19,7 +19,8 @@ ANSWERS = ("pred", "answer", "extracted_answer")  # keys of the answer in a dict
 class RewardSample(msgspec.Struct, frozen=True):
     """The argument of a reward function. `prompt` and `response` are text without special tokens; `row` holds all
     columns of the prompt's row; `finish` is stop | length. With several turns `response` is everything after the
-    prompt, with observations, and `turns` has the policy's turns."""
+    prompt, with observations, and `turns` has the policy's turns. Images of the prompt are PIL images in
+    `row["images"]` and `extra_info["images"]`."""
 
     prompt: str
     response: str

@@ -19,13 +19,15 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.process_plan.interpreters import python_with
 from asyncrl.runtime.child_environment import child_environment
 from asyncrl.runtime.host_facts import group_members
+from producers.rewards.images import sees_images, select_images
 from producers.rewards.outcome import JudgeSettings
 from producers.rewards.pipe import (
     WHOLE_BATCH,
@@ -122,12 +124,23 @@ class Scorer:
             raise ConfigError("config.reward", problem)
         self.version = ready.version
 
-    def score(self, samples: Sequence[RewardSample], on_result: Callable[[Result], None]) -> None:
-        """Score all samples; `on_result` gets each result with the sample's place in `samples`, as it is ready."""
+    @property
+    def sees_images(self) -> bool:
+        """Whether a function may look at the images of a sample."""
+        return self._setup.judge is None and sees_images(spec.function for spec in self._setup.functions)
+
+    def score(
+        self,
+        samples: Sequence[RewardSample],
+        on_result: Callable[[Result], None],
+        images: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
+        """Score all samples; `on_result` gets each result with the sample's place in `samples`, as it is ready.
+        `images`: encoded, by the digests in the samples' rows."""
         waiting = [list(range(len(samples)))]  # jobs, as places
         while waiting:
             places = waiting.pop(0)
-            left, culprit, reason = self._run(samples, places, on_result)
+            left, culprit, reason = self._run(samples, places, on_result, images)
             if self._stopped:
                 return
             if not left:
@@ -156,14 +169,19 @@ class Scorer:
         return f"{self._label or names}: its process ended ({self._ending})"
 
     def _run(
-        self, samples: Sequence[RewardSample], places: list[int], on_result: Callable[[Result], None]
+        self,
+        samples: Sequence[RewardSample],
+        places: list[int],
+        on_result: Callable[[Result], None],
+        images: Mapping[str, bytes],
     ) -> tuple[list[int], int, str]:
         """Run one job. The remaining places, the place at fault and the reason; no places after a success."""
         assert self._pipe is not None
         left, culprit, self._label, self._ending = list(places), WHOLE_BATCH, "", ""
         log = _output()
         try:
-            self._pipe.send(Job(tuple(samples[place] for place in places)))
+            job = tuple(samples[place] for place in places)
+            self._pipe.send(Job(job, select_images(job, images) if self.sees_images else {}))
             while left:
                 frame = self._receive(log)
                 if isinstance(frame, Begin):

@@ -8,15 +8,18 @@ import os
 import signal
 import sys
 from collections import Counter
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from asyncrl import wire
 from asyncrl.config import dump, parse
+from asyncrl.images.digests import image_digest
 from asyncrl.net.addresses import ipc_address
 from asyncrl.net.responder import Call, Responder
 
@@ -31,6 +34,9 @@ def reward(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "raise": raise RuntimeError("on purpose")
     print("scoring", solution_str)
     return {"score": float(solution_str == ground_truth), "length": len(solution_str)}
+
+def brightness(sample):
+    return float(sum(image.getpixel((0, 0))[0] for image in sample.row["images"]))
 
 def length(sample):
     assert sample.prompt_ids and sample.finish == "stop" and sample.row["reward_model"]
@@ -74,12 +80,16 @@ class Buffer:
                 self.stats = message.stats
                 call.reply(wire.Ok())
 
+    def more(self, text: str) -> dict[str, Any]:
+        """Further columns of the row."""
+        return {}
+
     def _hand_out(self, call: Call, count: int) -> None:
         items, payloads = [], []
         for group, text in self.todo[:count]:
             response = np.append(ids_of(text), 2).astype(np.int32)
             fields, payload = wire.pack_arrays({"prompt": ids_of("what"), "response": response})
-            row = {"prompt": "what", "data_source": "add", "reward_model": {"ground_truth": "right"}}
+            row = {"prompt": "what", "data_source": "add", "reward_model": {"ground_truth": "right"}, **self.more(text)}
             items.append(wire.RewardItem(group, 0, 1000 + group, 1, json.dumps(row), "stop", fields))
             payloads.append(payload)
         del self.todo[:count]
@@ -178,6 +188,38 @@ def test_scores_failures_and_the_end_of_the_run(tmp_path: Path) -> None:
     assert len(buffer.versions) == 1 and "" not in buffer.versions
     assert buffer.counts["Heartbeat"] >= 5 and buffer.stats["failed_rewards"] >= 1  # also while a call hung
     assert "scoring right" in output  # what functions print lands in the worker's log
+
+
+class ImageBuffer(Buffer):
+    """Its rows name two images, of which one is gone for the response "gone"."""
+
+    def handle(self, calls: list[Call]) -> None:
+        for call in calls:
+            if isinstance(call.message, wire.FetchImages):
+                known = {digest: PICTURES[digest] for digest in call.message.digests if digest in PICTURES}
+                missing = {digest: "image: missing" for digest in call.message.digests if digest not in PICTURES}
+                call.reply(wire.Images(tuple(known), missing), list(known.values()))
+        super().handle(calls)
+
+    def more(self, text: str) -> dict[str, Any]:
+        return {"images": [*PICTURES, "0" * 64] if text == "gone" else list(PICTURES)}
+
+
+def picture(red: int) -> bytes:
+    buffer = BytesIO()
+    Image.new("RGB", (2, 2), (red, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+PICTURES = {image_digest(data): data for data in (picture(7), picture(30))}
+
+
+def test_a_function_sees_images_that_the_worker_fetched(tmp_path: Path) -> None:
+    buffer = ImageBuffer(["right", "gone", "wrong"])
+    code, output = run(tmp_path, prepare(tmp_path, function="brightness"), buffer)
+    assert code == 0, output
+    assert {group: score.parts["correct"] for group, score in buffer.scores.items()} == {0: 37.0, 2: 37.0}
+    assert {group: item.detail for group, item in buffer.failures.items()} == {1: "image: missing"}
 
 
 def test_a_worker_of_a_judge_scores_with_its_functions_alone(tmp_path: Path) -> None:

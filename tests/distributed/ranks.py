@@ -55,6 +55,7 @@ CASE_MODULES = (
     "eight_bit_cases",
     "checkpoint_cases",
     "float16_cases",
+    "vision_cases",
 )
 #: By the number of ranks, jobs by name.
 LAUNCHES: dict[int, dict[str, Job]] = {

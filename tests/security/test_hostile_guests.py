@@ -6,12 +6,14 @@ import asyncio
 import sys
 import time
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))  # buffer_lab
 
@@ -22,7 +24,8 @@ from buffer_lab import TOML, sample
 from asyncrl import wire
 from asyncrl.config import Config, dump, parse
 from asyncrl.engine import GenDelta
-from asyncrl.errors import AsyncRLError, HandshakeError
+from asyncrl.errors import AsyncRLError, HandshakeError, WorkError
+from asyncrl.images.digests import image_digest
 from asyncrl.net.auth import ALLOWED, is_allowed
 from asyncrl.net.keys import GUESTS, Keys, add_key, key_path, read_keys, revoke_key, write_keys
 from asyncrl.net.peers import MOST_NAMES
@@ -139,6 +142,8 @@ def outside(what: str, lease: wire.Lease) -> dict[str, Any]:
         arguments["samples"] = [sample(index, tokens=60_000) for index in lease.missing]
     elif what == "impossible log-probs":
         arguments["samples"] = [sample(index, logprob=-1e38) for index in lease.missing]
+    elif what == "an image that it never sent":
+        arguments["row"] = {"images": ["a" * 64]}
     elif what == "a long prompt":
         arguments["prompt_ids"] = np.zeros(5000, np.int32)
     elif what == "many sequences":
@@ -150,7 +155,8 @@ def outside(what: str, lease: wire.Lease) -> dict[str, Any]:
 
 
 OUTSIDE = (
-    "rewards of its own", "rewards of turns", "60,000 tokens", "impossible log-probs", "a long prompt", "many sequences"
+    "rewards of its own", "rewards of turns", "60,000 tokens", "impossible log-probs", "a long prompt",
+    "many sequences", "an image that it never sent",
 )  # fmt: skip
 
 
@@ -188,6 +194,33 @@ def test_a_producer_loses_its_own_work_alone(host: Host, what: str) -> None:
         honest.close()
 
     asyncio.run(play())
+    learner.close()
+    host.stop()
+
+
+def test_bytes_that_are_no_image_are_not_stored(host: Host) -> None:
+    """Neither what came with them; the sender gets no work for a while."""
+    add_key(host.server, "producer", "hostile")
+    host.start("buffer")
+    learner = host.learner()
+    buffer = BytesIO()
+    Image.new("RGB", (2, 2)).save(buffer, "PNG")
+    good, bad = buffer.getvalue(), b"<svg onload='alert(1)'/>"
+
+    async def play() -> None:
+        guest = host.producer("guest", key="hostile")
+        await guest.hello()
+        for named in ([good, bad], [good, good]):  # the second one is sent under another name
+            digests = tuple(map(image_digest, named)) if bad in named else (image_digest(good), "0" * 64)
+            with pytest.raises(WorkError) as refused:
+                await guest._ask(wire.StoreImages("guest", digests), named)
+            assert refused.value.code == "image.invalid"
+        waits = await guest.lease(engine_version=0, max_groups=8, wait_s=0.0)
+        assert not waits.leases and "no work for" in waits.reason, waits
+        guest.close()
+
+    asyncio.run(play())
+    assert not host.run.images.exists()
     learner.close()
     host.stop()
 

@@ -214,7 +214,7 @@ def test_every_request_of_the_wire_is_in_the_table_of_roles() -> None:
     handled = set(BufferService.__init__.__code__.co_names) & {kind.__name__ for kind in ALLOWED}
     answers = {"Leases", "Ok", "Refused", "Replies", "StatusReply", "Tuned", "Welcome", "SamplesReply", "PiecesReply"}
     answers |= {"RewardWork", "ScoresReply", "Registered", "NotYet", "Batch", "LedgerReply", "EvaluationsReply"}
-    answers |= {"Published", "RoundReply", "Instruction", "Fetched"}
+    answers |= {"Published", "RoundReply", "Instruction", "Fetched", "Images"}
     messages = {kind.__name__ for kind in typing.get_args(wire.AnyMessage)}
     assert messages - answers == {kind.__name__ for kind in ALLOWED} and len(handled) > 15
     for kind, roles in ALLOWED.items():

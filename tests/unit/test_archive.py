@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from PIL import Image
 
 from asyncrl import wire
 from asyncrl.config import Config, load, parse
 from asyncrl.errors import WireError
+from asyncrl.images.folder import ImageFolder
 from asyncrl.runtime import batch_file
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.trace.history import load_words
@@ -28,7 +32,13 @@ def make_config(root: Path, *, lr: float = 1e-3) -> Config:
 
 
 def make_claim(
-    step: int = 3, *, groups: tuple[int, ...] = (7, 9, 4), replayed: bool = False, reward: float = 0.5, tuning: str = ""
+    step: int = 3,
+    *,
+    groups: tuple[int, ...] = (7, 9, 4),
+    replayed: bool = False,
+    reward: float = 0.5,
+    tuning: str = "",
+    row: str = '{"a":1}',
 ) -> ClaimedBatch:
     heads, payloads = [], []
     for number in groups:
@@ -42,7 +52,7 @@ def make_claim(
             }
         )
         samples = tuple(wire.SampleHead(i, n, "stop", ((step - 1, n),)) for i, n in enumerate(lengths))
-        record = wire.Samples("producer-0", number, 77, samples, {step - 1: "d"}, fields, '{"a":1}', 4)
+        record = wire.Samples("producer-0", number, 77, samples, {step - 1: "d"}, fields, row, 4)
         heads.append(wire.GroupHead(number, 2, "", (wire.encode_header(record),), {0: reward, 1: 0.25}, {}))
         payloads.append(payload)
     places = tuple(wire.Place(0, 1, 2, 3, 4) for _ in groups)
@@ -202,3 +212,17 @@ def test_a_damaged_archive_is_a_sentence(archive: Archive, tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[:-9])
     words = load_words(RunDir(tmp_path), make_config(tmp_path), group=9, steps=[3])
     assert words is not None and "step 3 cannot be read" in words.problem and words.responses == {}
+
+
+def test_a_recorded_batch_comes_with_its_images(archive: Archive) -> None:
+    """From the folder of the run; a group whose image is gone is named instead of being trained without it."""
+    buffer = BytesIO()
+    Image.new("RGB", (2, 2)).save(buffer, "PNG")
+    images = ImageFolder(RunDir(archive.folder.parent).images)
+    digest = images.put(buffer.getvalue())
+    archive.put(make_claim(row=json.dumps({"images": [digest, digest]})), epoch=1)
+    batch, _ = read_step(archive.folder, 3)
+    assert batch.images == {digest: buffer.getvalue()} and len(batch.groups) == 3 and not batch.invalid
+    (images.path / digest[:2] / digest).unlink()
+    batch, _ = read_step(archive.folder, 3)
+    assert batch.groups == () and batch.images == {} and "missing" in batch.invalid[7]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import re
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from synthetic_run import START, write_run
 from test_report import parsed
 
 from asyncrl.cli import main
+from asyncrl.images.folder import ImageFolder
 from asyncrl.report import write_report
 from asyncrl.report.data import load_run
 from asyncrl.report.samples import SHOWN, answer, gaps, newest
@@ -79,7 +83,7 @@ def test_every_chapter_has_an_entry(made: tuple[RunDir, str]) -> None:
     assert entries == ["top", *re.findall(r'<h2 id="(\w+)"', text)]
     assert "evaluation" not in entries, "nothing was evaluated"
     assert '<meta http-equiv="Content-Security-Policy" content="default-src &#x27;none&#x27;' in text or (
-        "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\"" in text
+        "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'\"" in text
     )
 
 
@@ -210,3 +214,18 @@ def test_a_comparison_with_an_empty_run(tmp_path: Path) -> None:
     text = write_comparison([good, empty], out=tmp_path / "c.html").read_text()
     parsed(text)
     assert "a config.toml cannot be read" in text
+
+
+def test_images_of_a_prompt_are_thumbnails_in_the_page(tmp_path: Path) -> None:
+    """At most 96 pixels, decoded and encoded again; one that is gone is named. Nothing is loaded from elsewhere."""
+    run = write_run(tmp_path / "run", steps=5)
+    buffer = BytesIO()
+    Image.new("RGB", (400, 200), (9, 80, 200)).save(buffer, "JPEG")
+    digest = ImageFolder(run.images).put(buffer.getvalue())
+    line = {**SAMPLE, "step": 5, "prompt": "who?", "response": "4", "images": [digest, "0" * 64]}
+    run.samples.write_text(json.dumps(line) + "\n")
+    text = write_report(run).read_text()
+    [source] = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt="image 400x200 ' + digest[:8] + '"', text)
+    small = Image.open(BytesIO(base64.b64decode(source)))
+    assert small.size == (96, 48) and abs(small.getpixel((5, 5))[2] - 200) < 12
+    assert "image: 00000000 is missing" in text and "img-src data:" in text and "http" not in source

@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from PIL import Image
 
 from asyncrl.testing import assert_reward, check_reward
+from producers.rewards.contract_test import load_rows
 
 ROOT = Path(__file__).parents[2]
 REWARDS = """
@@ -34,6 +39,9 @@ def careless(sample):
 
 def backwards(sample):
     return -float(sample.response == sample.ground_truth)
+
+def how_red(sample):
+    return float(sample.response == str(sample.row["images"][0].getpixel((0, 0))[0]))
 
 def hungry(sample):
     held = bytearray(600 << 20) if len(sample.response) > 1000 else b""
@@ -138,3 +146,27 @@ def test_the_helpers_import_nothing_heavy() -> None:
     code = "import sys, asyncrl.testing; print([n for n in ('torch', 'numpy', 'producers', 'zmq') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_function_of_images_is_tried_with_those_of_the_rows(tmp_path: Path) -> None:
+    """Rows of an author's test hold images; those of a file too."""
+    rows = [
+        {"prompt": [{"role": "user", "content": "<image>how red?"}], "images": [encode(red)], "answer": str(red)}
+        for red in (7, 200)
+    ]
+    report = check_reward("author_rewards:how_red", rows, timeout_s=60.0)
+    assert report.ok, report.render()
+    found = {(outcome.row, outcome.kind): outcome.result.reward for outcome in report.outcomes}
+    assert [found[row, kind] for row in (0, 1) for kind in ("good", "bad")] == [1.0, 0.0, 1.0, 0.0]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    loaded, images = load_rows(str(tmp_path / "rows.parquet"), count=4, prompt_key="prompt")
+    assert [row["images"] for row in loaded] == [[digest] for digest in images] and list(images.values()) == [
+        encode(7),
+        encode(200),
+    ]
+
+
+def encode(red: int) -> bytes:
+    buffer = BytesIO()
+    Image.new("RGB", (2, 2), (red, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from asyncrl.cli import main
+from asyncrl.images.folder import ImageFolder
 from asyncrl.monitor.samples import plain
 
 
@@ -64,3 +67,13 @@ def test_texts_are_cut_and_cannot_steer_the_terminal(run: Path, capsys: pytest.C
     assert main(["samples", str(run), "--full"]) == 0
     assert "x" * 5000 in capsys.readouterr().out
     assert plain("a\nb\tc\u202e") == "a\nb\\tc\\u202e"
+
+
+def test_images_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    buffer = BytesIO()
+    Image.new("RGB", (30, 20)).save(buffer, "PNG")
+    digest = ImageFolder(run / "images").put(buffer.getvalue())
+    (run / "samples.jsonl").write_text(line(3, 1.0, "seen", images=[digest, "0" * 64]))
+    assert main(["samples", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert f"image 30x20 {digest[:8]}, image: 00000000 is missing" in said

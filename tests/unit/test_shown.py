@@ -114,3 +114,11 @@ def test_a_sample_of_several_sequences_is_shown_as_one() -> None:
     assert line["learner"] == [-1.0, -2.0, None, None, -3.0, -4.0]
     assert line["engine"] == [-0.5, -0.5, None, None, -0.5, -0.5]
     assert found[1] == [0.0, 0.0]
+
+
+def test_a_line_names_the_images_of_its_prompt() -> None:
+    made = batch([[1.0]])
+    digests = ["a" * 64, "b" * 64]
+    group = msgspec.structs.replace(made.groups[0], row={"images": digests})
+    assert shown.lines(msgspec.structs.replace(made, groups=(group,)), 1, decode, {})[0]["images"] == digests
+    assert "images" not in shown.lines(made, 1, decode, {})[0]

@@ -129,3 +129,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["trace", str(tmp_path / "nothing"), "1"]) == 2
     assert main(["trace", str(run.root), "--step", "77"]) == 2
     assert "step 77 was never claimed" in capsys.readouterr().err
+
+
+def test_images_of_a_prompt_are_named(tmp_path: Path) -> None:
+    story = told(made(tmp_path / "run", good_history()), 2)
+    story.prompt, story.images = {"images": ["a" * 64]}, ("image 30x20 aaaaaaaa",)
+    assert "images    image 30x20 aaaaaaaa" in story_text(story)

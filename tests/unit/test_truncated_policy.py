@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.wire import Support, join_supports
-from learners.backends.base import support_of, to_device
+from learners.backends.base import extra_inputs, to_device
 from learners.batch.micro_batches import Sample, packed_row, padded_rows
 from learners.models.policy_model import PolicyModel
 from producers.engines.hf.sampling import Cut, sample
@@ -104,7 +104,7 @@ def expected(policy: PolicyModel, draws: Draws, *, supports: bool, build: Any = 
     Without supports both log-probs of the weight are of the full softmax.
     """
     micro = to_device(build(rows(draws, supports=supports)), torch.device("cpu"))
-    logprobs, _ = policy(micro.input_ids, micro.position_ids, micro.positions, micro.targets, **support_of(micro))
+    logprobs, _ = policy(micro.input_ids, micro.position_ids, micro.positions, micro.targets, **extra_inputs(micro))
     totals = torch.zeros(len(draws.tokens), dtype=torch.float64).index_add(0, micro.sequences, logprobs)
     chance = torch.stack(draws.logprobs).sum(-1)
     recorded = chance if supports else torch.stack(draws.full).sum(-1)
@@ -141,7 +141,7 @@ def test_the_reference_of_a_kl_is_over_the_same_support() -> None:
     micro = to_device(packed_row(rows(draws, supports=True)), torch.device("cpu"))
     inputs = (micro.input_ids, micro.position_ids, micro.positions, micro.targets)
     with torch.no_grad():
-        ours, theirs = (one(*inputs, **support_of(micro))[0] for one in (policy, reference))
+        ours, theirs = (one(*inputs, **extra_inputs(micro))[0] for one in (policy, reference))
     chance = torch.stack(draws.logprobs).sum(-1).exp()
     gap = torch.zeros(len(chance), dtype=torch.float64).index_add(0, micro.sequences, ours - theirs)
     k3 = torch.expm1(-gap) + gap

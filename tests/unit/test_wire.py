@@ -63,6 +63,9 @@ EXAMPLES: list[wire.Message] = [
     wire.SamplesReply((1,), (2,), {3: "token"}, ((7, 2),)),
     wire.SamplesAt("p0", wire.Place(5 << 32, 64, 100, 2000, 99)),
     wire.LeaseReturn("producer-0", ((7, 2),), "stopping", False),
+    wire.StoreImages("producer-0", ("aa" * 32,)),
+    wire.FetchImages(("aa" * 32, "bb" * 32)),
+    wire.Images(("aa" * 32,), {"bb" * 32: "image: missing"}),
     wire.RewardRequest("reward-0", 8, 5.0, "slow"),
     wire.RewardWork((wire.RewardItem(7, 1, 3, 1, "{}", "stop", FIELDS[:2], "slow"),), False),
     wire.Scores(

@@ -27,6 +27,8 @@ class DataConfig(Section, frozen=True):
     chat_template: bool = True  # render lists of messages by the tokenizer's template; plain text stays unchanged
     as_chat: bool = False  # treat plain text as a user message, so that the template renders it
     system_prompt: str = ""  # first message for prompts without a system message
+    image_key: str = "images"  # column of images, for a model that sees them (docs/images.md)
+    max_image_pixels: Count = 0  # larger images are scaled down to this; 0: as the model's preprocessor says
 
 
 class SamplingConfig(Section, frozen=True):

@@ -92,6 +92,15 @@ class MegatronConfig(Section, frozen=True):
     sequence_parallel: bool = False  # norms on slices of a row over the tensor ranks; needs TransformerEngine
 
 
+class VisionConfig(Section, frozen=True):
+    """`[learner.vision]`: what trains of a vision-language model besides its language part."""
+
+    tower: bool = True  # train the vision tower
+    projector: bool = True  # train the layers between the tower and the language part
+    tower_lr_scale: Annotated[float, Meta(gt=0)] = 1.0  # its learning rate, as a multiple of learner.optim.lr
+    projector_lr_scale: Annotated[float, Meta(gt=0)] = 1.0  # the same for the projector
+
+
 class LearnerConfig(Section, frozen=True):
     """`[learner]`: the training gang."""
 
@@ -109,7 +118,7 @@ class LearnerConfig(Section, frozen=True):
     reference_offload: bool = False  # keep the frozen reference model in host memory between its passes
     offload_idle: bool = False  # also other models, and the optimizer states between updates
     load: Literal["auto", "parts", "whole"] = "auto"  # start weights: each rank its part, or all; auto: by files
-    liger: bool = False  # start weights: each rank reads its part, or all; auto: by files
+    liger: bool = False  # fused norms and activations of liger-kernel, on CUDA devices
     compile: bool = False  # torch.compile of every decoder layer: minutes at the start, then faster steps
     checkpoint_every: Positive = 20  # steps between checkpoints
     checkpoint_keep: Positive = 2  # newest checkpoints to keep
@@ -123,6 +132,7 @@ class LearnerConfig(Section, frozen=True):
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     process_reward: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)

@@ -34,8 +34,8 @@ from learners.backends.base import (
     UpdateInfo,
     WeightSpec,
     check_packing,
+    extra_inputs,
     published_dtype,
-    support_of,
     tensor_bytes,
     to_device,
     toy_samples,
@@ -51,7 +51,7 @@ from learners.backends.fsdp2.companion import (
 from learners.backends.fsdp2.gathering import Gathering, fits
 from learners.backends.fsdp2.loading import (
     build_optimizer,
-    decoder_layers,
+    language_layers,
     load_model,
     make_policy,
     plain_attention,
@@ -63,6 +63,7 @@ from learners.backends.fsdp2.reference import Reference
 from learners.backends.fsdp2.sharded_module import PLAIN, Rests, Sharded, View
 from learners.backends.hf_folder import write_folder
 from learners.backends.sharded_checkpoint import HostShard, host_shard, load_shards, read_about
+from learners.backends.vision import Vision, freeze_parts
 from learners.batch.micro_batches import MicroBatch, packed_row, padded_rows
 from learners.gang.gang import Gang
 from learners.models.logprobs import TokenNumbers
@@ -79,7 +80,9 @@ class FSDP2Backend:
         self._dtype = DTYPES[config.model.dtype][1]
         self._sent_name, self._sent_dtype = DTYPES[published_dtype(config)]
         hf = load_model(config, gang.device, say=_print if gang.lead else str)
-        self._lora = Lora(hf, decoder_layers(hf), config, gang) if config.learner.lora.rank else None
+        self._vision = Vision.open(config)
+        self._lora = Lora(hf, language_layers(hf), config, gang) if config.learner.lora.rank else None
+        freeze_parts(hf, config.learner.vision)
         self._view: View = PLAIN if self._lora is None else Leaving(self._lora, merged=True)
         self._policy = make_policy(hf, config)
         self._reference: Reference | None = None  # created on first use
@@ -108,14 +111,14 @@ class FSDP2Backend:
     # ------------------------------------------------------------ forward and backward
 
     def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Any]:
-        tensors = to_device(micro, self._device.torch_device)
+        tensors = to_device(micro, self._device.torch_device, self._vision)
         logprobs, entropy = self._policy(
             tensors.input_ids,
             tensors.position_ids,
             tensors.positions,
             tensors.targets,
             whole=False,
-            **support_of(tensors),
+            **extra_inputs(tensors),
         )
         return logprobs, entropy, tensors
 
@@ -139,9 +142,11 @@ class FSDP2Backend:
         try:
             for piece in micro:
                 if squares:
-                    t = to_device(piece, self._device.torch_device)
+                    t = to_device(piece, self._device.torch_device, self._vision)
                     found.append(
-                        self._policy(t.input_ids, t.position_ids, t.positions, t.targets, squares=True, **support_of(t))
+                        self._policy(
+                            t.input_ids, t.position_ids, t.positions, t.targets, squares=True, **extra_inputs(t)
+                        )
                     )
                 else:
                     found.append(TokenNumbers(*self._forward(piece)[:2], None))
@@ -174,15 +179,18 @@ class FSDP2Backend:
     @torch.no_grad()
     def self_check(self) -> None:
         """Compare three toy sequences in one row (or padded rows) with each alone, by the model's full logits."""
-        vocabulary = int(self._config_json.vocab_size)
+        vocabulary = int(self._config_json.get_text_config().vocab_size)
         samples = toy_samples(vocabulary)
+        if self._vision is not None:
+            samples += self._vision.toy_samples()
         together = packed_row(samples) if self._config.learner.packing else padded_rows(samples)
         rows = self.forward_logprobs([together])[0].float()
         singles = []
         with plain_attention(self._policy.model, self._config):
             for sample in samples:
-                t = to_device(packed_row([sample]), self._device.torch_device)
-                singles.append(self._policy(t.input_ids, t.position_ids, t.positions, t.targets, whole=True)[0].float())
+                t = to_device(packed_row([sample]), self._device.torch_device, self._vision)
+                inputs = (t.input_ids, t.position_ids, t.positions, t.targets)
+                singles.append(self._policy(*inputs, whole=True, **extra_inputs(t))[0].float())
         self._sharded.reshard()
         check_packing(rows, singles, self._config.model.dtype, f"log-probs of {type(self._policy.model).__name__}")
         for model in self._companions().values():

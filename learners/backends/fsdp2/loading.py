@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from asyncrl.config import Config, OptimConfig
-from asyncrl.config.capabilities import ATTENTION_CAP, find_cap, find_folder_refusals
+from asyncrl.config.capabilities import find_folder_refusals
+from asyncrl.config.model_facts import ATTENTION_CAP, find_cap
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
 from asyncrl.runtime.model_folder import load_model as read_model
@@ -20,6 +21,7 @@ from learners.backends import start_weights
 from learners.backends.base import DTYPES
 from learners.backends.fsdp2 import mesh as layout
 from learners.backends.optimizers import Optimizers, make_optimizer
+from learners.backends.vision import vision_part
 from learners.gang.gang import Gang
 from learners.models import attention, liger
 from learners.models import sequence_parallel as sequence
@@ -93,8 +95,15 @@ def make_policy(hf: Any, config: Config) -> PolicyModel | ScoreModel:
     return PolicyModel(hf, temperature=config.sampling.temperature, chunk_tokens=config.learner.logprob_chunk_tokens)
 
 
+def language_layers(model: Any) -> list[nn.Module]:
+    """Return the decoder layers without those of a vision tower."""
+    return decoder_layers(getattr(model.base_model, "language_model", model))
+
+
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks: classes that the model must not split, otherwise its longest list of modules."""
+    """Return the repeated blocks, also of a vision tower: classes that the model must not split, otherwise its longest
+    list of modules.
+    """
     classes = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__ in classes]
     if found:
@@ -136,7 +145,9 @@ def build_optimizer(
 ) -> Optimizers:
     """Return the optimizer of a sharded module: fused if the device supports it and holds the states."""
     fused = device.supports("fused_adamw") and not config.learner.cpu_offload
-    return make_optimizer(module, units[1:], optim, fused=fused)
+    vision = config.learner.vision
+    scales = {"": 1.0, "tower": vision.tower_lr_scale, "projector": vision.projector_lr_scale}
+    return make_optimizer(module, units[1:], optim, fused=fused, lr_scale=lambda name: scales[vision_part(name)])
 
 
 def plain_attention(model: Any, config: Config) -> AbstractContextManager[None]:

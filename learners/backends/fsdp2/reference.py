@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import Config
-from learners.backends.base import support_of, to_device
+from learners.backends.base import extra_inputs, to_device
 from learners.backends.fsdp2.loading import load_model, shard
+from learners.backends.vision import Vision
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.gang import Gang
 from learners.models.policy_model import PolicyModel
@@ -33,6 +34,7 @@ def waits_on_host(config: Config) -> bool:
 class Reference:
     def __init__(self, config: Config, gang: Gang, *, path: str = "", temperature: float | None = None) -> None:
         self._device = gang.device
+        self._vision = Vision.open(config)
         self._waits_on_host = waits_on_host(config)
         self._policy = PolicyModel(
             load_model(config, gang.device, path=path),
@@ -50,9 +52,9 @@ class Reference:
         if self._waits_on_host:
             self._policy.to(self._device.torch_device)
         for piece in micro:
-            t = to_device(piece, self._device.torch_device)
+            t = to_device(piece, self._device.torch_device, self._vision)
             found.append(
-                self._policy(t.input_ids, t.position_ids, t.positions, t.targets, whole=False, **support_of(t))[0]
+                self._policy(t.input_ids, t.position_ids, t.positions, t.targets, whole=False, **extra_inputs(t))[0]
             )
         for unit in self._units:
             unit.reshard()

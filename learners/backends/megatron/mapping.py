@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from asyncrl.config.capabilities import MEGATRON_MODELS, find_dense_variant
+from asyncrl.config.model_facts import MEGATRON_MODELS, find_dense_variant
 from asyncrl.errors import ConfigError
 from learners.gang.topology import Topology
 from weightsync.plan.buckets import Box, full_box

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,21 @@ Tokens = npt.NDArray[np.int32]
 UNFIT = (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError, AssertionError)
 
 
+class Prompt(NamedTuple):
+    """Tokens to prefill, and the encoded images of their placeholders in order."""
+
+    tokens: Tokens
+    images: tuple[bytes, ...] = ()
+
+
 class Memory(Protocol):
     max_len: int  # tokens of a sample, prompt and response
 
-    def prefill(self, prompts: Sequence[Tokens]) -> list[Any]:
-        """The cache of each of these token rows (one token or more each), to be seated later."""
+    def prefill(self, prompts: Sequence[Prompt]) -> list[Any]:
+        """The cache of each of these prompts (one token or more each), to be seated later."""
+
+    def shift(self, prompt: Prompt) -> int:
+        """Position of the token after a prompt minus its place: images move it."""
 
     def seat(self, first: int, lanes: Sequence[int], kept: Any | None) -> None:
         """Put new samples in rows `first..first+len(lanes)`, each with a copy of `kept`; None: an empty cache."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from producers.engines.hf.cache_interface import UNFIT, Tokens, call_options, pieces
+from producers.engines.hf.cache_interface import UNFIT, Prompt, Tokens, call_options, pieces
 from producers.engines.hf.slots import LAST, Moves, SlotTable
 
 CACHE_NAMES = ("past_key_values", "cache_params")
@@ -82,9 +82,14 @@ class CohortMemory:
 
     # ------------------------------------------------------------ Memory
 
-    def prefill(self, prompts: Sequence[Tokens]) -> list[Any]:
+    def prefill(self, prompts: Sequence[Prompt]) -> list[Any]:
         """The cache of each prompt, one forward each."""
-        return [self._feed_rows([prompt]) for prompt in prompts]
+        return [self._feed_rows([prompt.tokens]) for prompt in prompts]
+
+    def shift(self, prompt: Prompt) -> int:
+        """0: models with images have slots."""
+        del prompt
+        return 0
 
     def seat(self, first: int, lanes: Sequence[int], kept: Any | None) -> None:
         del first
@@ -108,7 +113,7 @@ class CohortMemory:
         row_of = {lane: row for row, lane in enumerate(table.lanes)}
         made: list[Cohort] = []
         for cohort in self.cohorts:
-            rows = [table.sequence(row_of[lane]) for lane in cohort.lanes]
+            rows = [table.sequence(row_of[lane])[0] for lane in cohort.lanes]
             for piece in pieces([len(row) for row in rows]):
                 made.append(Cohort(cohort.lanes[piece], self._feed_rows(rows[piece]) if len(rows[0]) else None))
         self.cohorts = made

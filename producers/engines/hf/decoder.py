@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.engine import GenDelta, GenRequest
-from producers.engines.hf.cache_interface import Memory, pieces
+from producers.engines.hf.cache_interface import Memory, Prompt, pieces
 from producers.engines.hf.sampling import Cut, Drawn, sample
 from producers.engines.hf.slots import TOP_K, SlotTable
 
@@ -32,13 +32,15 @@ PREFILL_GROUPS = 16  # prompts to prefill in advance
 
 
 class Prefix:
-    """The cache of a prompt without its last token, made after swap `era`; `kept` None: it has one token."""
+    """The cache of a prompt without its last token, made after swap `era`; `kept` None: it has one token. `shift`: of
+    the positions after it."""
 
-    __slots__ = ("era", "kept")
+    __slots__ = ("era", "kept", "shift")
 
-    def __init__(self, era: int, kept: Any | None) -> None:
+    def __init__(self, era: int, kept: Any | None, shift: int = 0) -> None:
         self.era = era
         self.kept = kept
+        self.shift = shift
 
 
 class Waiting:
@@ -161,7 +163,7 @@ class Decoder:
                 continue
             indices = entry.todo[: self.table.free]
             del entry.todo[: len(indices)]
-            first = self.table.add(entry.request, indices, step=self.steps)
+            first = self.table.add(entry.request, indices, step=self.steps, shift=entry.prefix.shift)
             self.memory.seat(first, self.table.lanes[first:], entry.prefix.kept)
             if not entry.todo:
                 self._waiting.popleft()
@@ -175,9 +177,9 @@ class Decoder:
             entry.prefix = Prefix(self._era, None)
         several = [entry for entry in chosen if len(entry.request.prompt_ids) > 1]
         if several:
-            made = self.memory.prefill([entry.request.prompt_ids[:-1] for entry in several])
-            for entry, kept in zip(several, made, strict=True):
-                entry.prefix = Prefix(self._era, kept)
+            prompts = [Prompt(entry.request.prompt_ids[:-1], entry.request.images) for entry in several]
+            for entry, prompt, kept in zip(several, prompts, self.memory.prefill(prompts), strict=True):
+                entry.prefix = Prefix(self._era, kept, self.memory.shift(prompt))
 
     def _release(self, rows: list[int]) -> None:
         lanes = [self.table.lanes[row] for row in rows]

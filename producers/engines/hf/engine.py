@@ -25,6 +25,7 @@ import torch
 from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest, PauseMode
 from asyncrl.errors import AsyncRLError, WorkError
+from asyncrl.images.model_inputs import ImageInputs, open_inputs
 from asyncrl.runtime.device import Device
 from asyncrl.runtime.fingerprint import model_fingerprint
 from asyncrl.wire import Buffer, Manifest, Tensor
@@ -65,6 +66,7 @@ class HFEngine:
         self._outboxes: dict[str, _Outbox] = {}
         self._weights: ModelWeights | None = None
         self._second: SecondWeights | None = None
+        self._images: ImageInputs | None = None
         self._wanted = self._kept = -1  # last version of `keep_version`; -1 in `_kept` if it is not kept
         self._limit: asyncio.TimerHandle | None = None  # of the kept version
         self._dirty = False  # in place: the parameters are of no version
@@ -86,12 +88,14 @@ class HFEngine:
         device = Device.find(config.producers.device).torch_device
         self._model = load_model(config, device=device, max_len=self._max_len)
         self._weights = ModelWeights(self._model, in_place=config.weightsync.in_place)
+        self._images = open_inputs(config)
         build = partial(
             build_decoder,
             max_prompt=config.data.max_prompt_tokens,
             max_new=self._max_new,
             recompute=config.producers.kv_at_swap == "recompute",
             where=config.model.path,
+            images=self._images,
         )
         held_out = config.held_out_slots
         copies = self._weights.second_copy * (2 if held_out else 1)
@@ -142,6 +146,7 @@ class HFEngine:
             in_place=in_place,
             continues=True,
             supports=True,
+            images=self._images is not None,
             priority=True,
             second_weights=not in_place,
         )
@@ -180,7 +185,7 @@ class HFEngine:
         version, taken = self._require().version, request.id in self._outboxes
         embedding: Any = self._model.get_input_embeddings()  # type: ignore[union-attr, operator]
         vocab = int(embedding.weight.shape[0])
-        able = {"supports": True, "keeps": self._second is not None}
+        able = {"supports": True, "keeps": self._second is not None, "images": self._images is not None}
         if problem := request_problem(request, self._config, vocab=vocab, taken=taken, version=version, **able):
             raise WorkError("sample.invalid", problem, where=request.id)
 

@@ -11,14 +11,17 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from asyncrl.config import Config
-from asyncrl.config.capabilities import ATTENTION_CAP, find_cap, refuse
+from asyncrl.config.capabilities import refuse
+from asyncrl.config.model_facts import ATTENTION_CAP, find_cap
 from asyncrl.errors import ConfigError
+from asyncrl.images.model_inputs import ImageInputs
 from asyncrl.runtime.host_facts import free_host_bytes
 from asyncrl.runtime.model_folder import POSITIONS_REMEDY, load_config, model_json, positions_problem
 from asyncrl.runtime.model_folder import load_model as read_model
@@ -111,6 +114,7 @@ def build_decoder(
     held_out: int = 0,
     extra_bytes: int = 0,
     tried: Sequence[str] = TRIED,
+    images: ImageInputs | None = None,
 ) -> Built:
     """The first decoder that passes the self-check. Memory must have room for K/V of `held_out` more samples (a
     second decoder's) and for `extra_bytes` of further copies of the weights.
@@ -121,15 +125,15 @@ def build_decoder(
     device = next(model.parameters()).device
     max_len = max_prompt + max_new
     why: list[str] = []
-    for kind in tried:
-        make = {"slots": _slot_memory, "caches": _cache_memory}[kind]
+    for kind in tried if images is None else [kind for kind in tried if kind == "slots"]:
+        make: Any = _cache_memory if kind == "caches" else partial(_slot_memory, images=images)
         try:
             memory, need = make(model, slots=slots, max_len=max_len, device=device, where=where)
             need = need // slots * (slots + held_out)
             check_memory(need, slots=slots, held_out=held_out, max_len=max_len, device=device, extra_bytes=extra_bytes)
             table = SlotTable(slots, max_new_tokens=max_new, device=device)
             decoder = Decoder(memory, table, recompute=recompute)
-            check_decoder(decoder, model, max_prompt=max_prompt, max_new=max_new, where=where)
+            check_decoder(decoder, model, max_prompt=max_prompt, max_new=max_new, where=where, images=images)
             return Built(decoder, kind, "; ".join(why))
         except ConfigError as error:
             if error.code != "config.model":
@@ -139,10 +143,10 @@ def build_decoder(
 
 
 def _slot_memory(
-    model: torch.nn.Module, *, slots: int, max_len: int, device: torch.device, where: str
+    model: torch.nn.Module, *, slots: int, max_len: int, device: torch.device, where: str, images: ImageInputs | None
 ) -> tuple[Memory, int]:
     """The memory and its maximum size in bytes."""
-    memory = SlotMemory(model, slots=slots, max_len=max_len, device=device, where=where)
+    memory = SlotMemory(model, slots=slots, max_len=max_len, device=device, where=where, images=images)
     attention.install(model)
     return memory, KVStore.nbytes(memory.like, slots=slots, max_len=max_len)
 

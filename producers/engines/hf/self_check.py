@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import ConfigError
+from asyncrl.images.forward import Seen, join_images, stray_placeholders
+from asyncrl.images.model_inputs import ImageInputs, test_image
 from producers.engines.hf.cache_interface import UNFIT, call_options
 from producers.engines.hf.decoder import Decoder
 
@@ -31,8 +32,12 @@ HALF_LIMIT = 0.5  # bfloat16 on random weights differs by up to 0.18 between two
 BORDERS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size", "index_topk")
 
 
-def check_decoder(decoder: Decoder, model: Any, *, max_prompt: int, max_new: int, where: str) -> None:
-    """Sample a few tokens of prompts of unequal length in one batch, and compare with a forward of each."""
+def check_decoder(
+    decoder: Decoder, model: Any, *, max_prompt: int, max_new: int, where: str, images: ImageInputs | None = None
+) -> None:
+    """Sample a few tokens of prompts of unequal length in one batch, and compare with a forward of each; of a
+    vision-language model (`images`) also prompts with images of two sizes.
+    """
     vocab = int(model.get_input_embeddings().weight.shape[0])
     new = min(TOKENS, max_new)
 
@@ -43,12 +48,12 @@ def check_decoder(decoder: Decoder, model: Any, *, max_prompt: int, max_new: int
     groups = [make_request(length, (0, 1, 2)) for length in sorted({min(2, max_prompt), min(5, max_prompt)})]
     longest = max_prompt + max_new - new
     crossing = [make_request(border - 1, (0,)) for border in sorted(borders(model.config)) if 6 < border <= longest]
-    requests = groups + crossing
+    requests = groups + crossing + (_image_requests(images, max_prompt, new) if images else [])
     samples = _run(decoder, requests)
     early = [make_request(len(item.prompt_ids), (0, 1, 2), _stop(item.id, samples)) for item in groups]
     samples += _run(decoder, early)
-    prompts = {request.id: request.prompt_ids for request in requests}
-    gap = max(_gap(model, prompts[item.id], item) for item in samples)
+    asked = {request.id: request for request in requests}
+    gap = max(_gap(model, asked[item.id], item, images) for item in samples)
     limit = LIMIT.get(next(model.parameters()).dtype, HALF_LIMIT)
     if not gap <= limit:  # NaN is refused too
         raise ConfigError(
@@ -94,12 +99,34 @@ def _run(decoder: Decoder, requests: Sequence[GenRequest]) -> list[GenDelta]:
     return samples
 
 
+def _image_requests(images: ImageInputs, max_prompt: int, new: int) -> list[GenRequest]:
+    """A prompt with one image and one with two, as far as they fit."""
+    found = []
+    for sides in ([(64, 32)], [(32, 64), (48, 48)]):
+        pictures = tuple(test_image(*side) for side in sides)
+        ids = images.expand([1, *[images.token, 2] * len(pictures), 1], pictures)
+        if len(ids) <= max_prompt:
+            found.append(GenRequest(f"check-{len(pictures)}-images", ids, (0, 1), 1, new, images=pictures))
+    return found
+
+
 @torch.inference_mode()
-def _gap(model: torch.nn.Module, prompt: npt.NDArray[np.int32], item: GenDelta) -> float:
+def _gap(model: torch.nn.Module, request: GenRequest, item: GenDelta, images: ImageInputs | None) -> float:
     device = next(model.parameters()).device
+    prompt = request.prompt_ids
     ids = torch.from_numpy(np.concatenate([prompt, item.token_ids]).astype(np.int64)).to(device)
     new = len(item.token_ids)
-    few = dict.fromkeys(call_options(model), new + 1)  # for a long prompt, only the last logits
-    logits = model(input_ids=ids[None], use_cache=False, **few).logits[0, -new - 1 : -1]
+    more: dict[str, Any] = dict.fromkeys(call_options(model), new + 1)  # for a long prompt, only the last logits
+    given, seen = ids[None], None
+    if images is not None and request.images:
+        kinds = given == images.token  # by them the model finds its positions itself
+        stray = kinds.clone()
+        stray[:, : len(prompt)], kinds[:, len(prompt) :] = False, False
+        arguments = join_images([images.pixels(image) for image in request.images], device)
+        seen = Seen(arguments, stray, images.token)
+        given = seen.mask(given)
+        more |= {**(arguments or {}), "mm_token_type_ids": kinds.int()}
+    with stray_placeholders(model, seen):
+        logits = model(input_ids=given, use_cache=False, **more).logits[0, -new - 1 : -1]
     plain = torch.log_softmax(logits.float(), -1).gather(1, ids[len(prompt) :, None])[:, 0]
     return float((plain.cpu() - torch.from_numpy(item.logprobs)).abs().max())

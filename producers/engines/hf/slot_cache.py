@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
+from asyncrl.images.forward import Seen, join_images, stray_placeholders
+from asyncrl.images.model_inputs import ImageInputs, Pixels
 from producers.engines.hf.attention import Band, plan
-from producers.engines.hf.cache_interface import UNFIT, Tokens, call_options, pieces
+from producers.engines.hf.cache_interface import UNFIT, Prompt, Tokens, call_options, pieces
 from producers.engines.hf.kv_cache import KV, CaptureCache, KVStore, SlotCache
-from producers.engines.hf.slots import LAST, POSITION, Moves, SlotTable
+from producers.engines.hf.slots import LAST, POSITION, SHIFT, Moves, SlotTable
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
@@ -62,9 +64,19 @@ def sights(config: Any, *, max_len: int) -> dict[str, Sight]:
 
 
 class SlotMemory:
-    def __init__(self, model: torch.nn.Module, *, slots: int, max_len: int, device: torch.device, where: str) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        slots: int,
+        max_len: int,
+        device: torch.device,
+        where: str,
+        images: ImageInputs | None = None,
+    ) -> None:
         """Raises ConfigError `config.model` if the model keeps something else than K and V."""
         self.model = model
+        self._images = images
         self.max_len = max_len
         self._device = device
         self._options = call_options(model)
@@ -77,7 +89,7 @@ class SlotMemory:
         self._places = torch.arange(max_len, device=device)
         try:
             self._sights = sights(text, max_len=max_len)
-            self.like = self._capture(np.zeros((1, 1), dtype=np.int64))
+            self.like = self._capture([Prompt(np.zeros(1, dtype=np.int32))])
             if len(self.like) == 0 or any(part.dim() != 4 for pair in self.like for part in pair):
                 raise ValueError(f"{len(self.like)} layers store keys and values as [rows, heads, tokens, width]")
         except torch.OutOfMemoryError:
@@ -92,14 +104,18 @@ class SlotMemory:
 
     # ------------------------------------------------------------ Memory
 
-    def prefill(self, prompts: Sequence[Tokens]) -> list[Any]:
+    def prefill(self, prompts: Sequence[Prompt]) -> list[Any]:
         """K and V of each prompt by layer, `[1, kv_heads, T, head_dim]`."""
-        layers = self._capture(_pad(prompts))
+        layers = self._capture(prompts)
 
         def part(held: Tensor, row: int) -> Tensor:
-            return held[row : row + 1, :, : len(prompts[row])]
+            return held[row : row + 1, :, : len(prompts[row].tokens)]
 
         return [[(part(k, row), part(v, row)) for k, v in layers] for row in range(len(prompts))]
+
+    def shift(self, prompt: Prompt) -> int:
+        """Of models with positions by time, height and width."""
+        return 0 if self._images is None else self._images.shift(prompt.tokens, prompt.images)
 
     def seat(self, first: int, lanes: Sequence[int], kept: Any | None) -> None:
         """Copy K and V of the prompt to the rows."""
@@ -117,16 +133,17 @@ class SlotMemory:
             self._rows = torch.arange(self.store.slots, device=self._device)
         positions = state[:, POSITION]
         cache = SlotCache(self.store, self._rows[:live], positions, visible, bands=_clip_bands(bands, visible))
-        output = self._call(state[:, LAST, None], positions[:, None], self._mask(visible, positions), cache)
+        shifted = (positions + state[:, SHIFT])[:, None]
+        output = self._call(state[:, LAST, None], shifted, self._mask(visible, positions), cache)
         logits: Tensor = output.logits[:, -1]
         return logits
 
     def remake(self, table: SlotTable) -> None:
         """Prefill every live row again, some at a time."""
-        rows = [table.sequence(row) for row in range(table.live)]
-        for piece in pieces([len(row) for row in rows]):
-            if any(len(row) for row in rows[piece]):
-                self.store.write(piece.start, piece.stop - piece.start, self._capture(_pad(rows[piece])))
+        rows = [Prompt(*table.sequence(row)) for row in range(table.live)]
+        for piece in pieces([len(row.tokens) for row in rows]):
+            if any(len(row.tokens) for row in rows[piece]):
+                self.store.write(piece.start, piece.stop - piece.start, self._capture(rows[piece]))
 
     def release(self, lanes: Sequence[int], moves: Moves) -> None:
         """Move the last rows into the holes."""
@@ -141,13 +158,35 @@ class SlotMemory:
 
     # ------------------------------------------------------------ forward
 
-    def _capture(self, padded: Any) -> KV:
-        """K and V of these token rows `[N, T]` by layer, `[N, kv_heads, T, head_dim]`."""
+    def _capture(self, prompts: Sequence[Prompt]) -> KV:
+        """K and V of these prompts by layer, `[N, kv_heads, T, head_dim]`, T the longest one's tokens."""
+        padded = _pad([prompt.tokens for prompt in prompts])
         places = self._places[: padded.shape[1]]
         cache = CaptureCache()
         ids = torch.from_numpy(padded).to(self._device)
-        self._call(ids, places[None].expand(len(padded), -1), self._mask(len(places), None), cache)
+        positions, seen = places[None].expand(len(padded), -1), None
+        if self._images is not None and any(prompt.images for prompt in prompts):
+            positions, seen = self._see(prompts, padded.shape[1])
+            ids = seen.mask(ids)
+        with stray_placeholders(self.model, seen):
+            mask = self._mask(len(places), None)
+            self._call(ids, positions, mask, cache, **((seen and seen.arguments) or {}))
         return cache.layers
+
+    def _see(self, prompts: Sequence[Prompt], width: int) -> tuple[Tensor, Seen]:
+        """Positions `[3, N, width]` and images of a prefill."""
+        assert self._images is not None
+        positions = np.tile(np.arange(width), (3, len(prompts), 1))
+        stray = np.zeros((len(prompts), width), bool)
+        images: list[Pixels] = []
+        for number, prompt in enumerate(prompts):
+            row = self._images.row(prompt.tokens, prompt.images)
+            positions[:, number, : len(prompt.tokens)] = row.positions
+            stray[number, : len(prompt.tokens)] = row.stray
+            images += row.images
+        held = torch.from_numpy(stray).to(self._device) if stray.any() else None
+        seen = Seen(join_images(images, self._device), held, self._images.token)
+        return torch.from_numpy(positions).to(self._device), seen
 
     def _mask(self, visible: int, positions: Tensor | None) -> Any:
         """`[live, 1, 1, visible]` for a step; `[1, 1, T, T]` for a prefill (`positions` None); by type of layer if
@@ -162,7 +201,7 @@ class SlotMemory:
             seen[kind] = mask
         return seen if len(seen) > 1 else next(iter(seen.values()))
 
-    def _call(self, ids: Tensor, positions: Tensor, mask: Any, cache: Any) -> Any:
+    def _call(self, ids: Tensor, positions: Tensor, mask: Any, cache: Any, **images: Tensor) -> Any:
         return self.model(
             input_ids=ids,
             position_ids=positions,
@@ -170,6 +209,7 @@ class SlotMemory:
             past_key_values=cache,
             use_cache=True,
             **self._options,
+            **images,
         )
 
 

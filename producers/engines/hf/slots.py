@@ -32,7 +32,7 @@ _MASK = (1 << 64) - 1
 _NOTHING = np.zeros(0, np.int32)
 
 # Columns of the integer state of a row.
-LANE, LAST, POSITION, COUNT, LIMIT, TOP_K, STOP = range(7)
+LANE, LAST, POSITION, COUNT, LIMIT, TOP_K, SHIFT, STOP = range(8)
 
 
 class Occupant(NamedTuple):
@@ -74,7 +74,7 @@ def runs_between(eras: list[tuple[int, int]], start: int, stop: int) -> Runs:
 
 
 class SlotTable:
-    """State of all rows, on `device`. `state` i8 `[slots, 6 + stops]`, `knobs` f4 `[slots, 3]`."""
+    """State of all rows, on `device`. `state` i8 `[slots, 7 + stops]`, `knobs` f4 `[slots, 3]`."""
 
     def __init__(self, slots: int, *, max_new_tokens: int, device: torch.device, stops: int = 4) -> None:
         self.slots = slots
@@ -114,15 +114,16 @@ class SlotTable:
             return None
         return torch.tensor([lane in self._supports for lane in self.lanes], device=self.state.device)
 
-    def add(self, request: GenRequest, indices: list[int], *, step: int) -> int:
-        """Put these samples after the live rows; the first row. The prompt without its last token must be in K/V."""
+    def add(self, request: GenRequest, indices: list[int], *, step: int, shift: int = 0) -> int:
+        """Put these samples after the live rows; the first row. The prompt without its last token must be in K/V.
+        `shift`: of the positions after the prompt."""
         first, count = self.live, len(indices)
         self._widen(len(request.stop_ids))
         prompt = request.prompt_ids
         lanes = [self._free.pop() for _ in indices]
         width = self.state.shape[1]
         stops = [*request.stop_ids, *([NO_TOKEN] * (width - STOP - len(request.stop_ids)))]
-        common = [int(prompt[-1]), len(prompt) - 1, 0, request.max_new_tokens, request.top_k, *stops]
+        common = [int(prompt[-1]), len(prompt) - 1, 0, request.max_new_tokens, request.top_k, shift, *stops]
         rows = slice(first, first + count)
         self.state[rows] = torch.tensor([[lane, *common] for lane in lanes], device=self.state.device)
         knobs = [request.temperature, request.top_p, request.min_p]
@@ -208,13 +209,14 @@ class SlotTable:
                 self._due[row] += request.delta_tokens
         return deltas
 
-    def sequence(self, row: int) -> npt.NDArray[np.int32]:
-        """Prompt and response tokens of a row without the last one: the tokens of its K/V, i4 `[position]`."""
+    def sequence(self, row: int) -> tuple[npt.NDArray[np.int32], tuple[bytes, ...]]:
+        """Prompt and response tokens of a row without the last one, i4 `[position]`: the tokens of its K/V; and the
+        images of the prompt."""
         lane = self.lanes[row]
-        prompt = self.occupants[lane].request.prompt_ids
-        made = int(self.positions[row]) - (len(prompt) - 1)
+        request = self.occupants[lane].request
+        made = int(self.positions[row]) - (len(request.prompt_ids) - 1)
         response = self.tokens[lane, :made].cpu().numpy()
-        return np.concatenate([prompt, response])[:-1].astype(np.int32)
+        return np.concatenate([request.prompt_ids, response])[:-1].astype(np.int32), request.images
 
     def rows_for(self, ids: set[str] | None) -> list[int]:
         """Live rows of these requests (None: all), ascending."""

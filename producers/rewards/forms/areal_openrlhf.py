@@ -41,15 +41,17 @@ class OpenRLHF(Form):
     name = "openrlhf"
     signature = "reward_func(queries, prompts, labels)"
     batch = True
-    given = frozenset({"queries", "prompts", "labels"})
+    given = frozenset({"queries", "prompts", "labels", "images"})
 
     @classmethod
     def claims(cls, parameters: Parameters) -> bool:
         return "queries" in parameters.names
 
     def keywords(self, samples: Sequence[RewardSample]) -> dict[str, Any]:
-        """Texts and ground truths."""
+        """Texts and ground truths, and the images if there are any."""
+        images = [sample.row.get("images") or [] for sample in samples]
         return {
+            **({"images": images} if any(images) else {}),
             "queries": [sample.prompt + sample.response for sample in samples],
             "prompts": [sample.prompt for sample in samples],
             "labels": [sample.ground_truth for sample in samples],

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from PIL import Image
 
 from learners.warm_start.tiny_model import SPECIAL_IDS
 from learners.warm_start.tiny_vision import FAMILIES, image_processor, make_tiny_vision, make_vision_tokenizer
@@ -122,3 +127,17 @@ def write_vision_folder(folder: Path, family: str, *, seed: int = 0) -> Path:
     model.generation_config = transformers.GenerationConfig(do_sample=True, **SPECIAL_IDS)
     model.save_pretrained(str(folder))
     return folder
+
+
+@cache
+def vision_folder(family: str) -> Path:
+    """The folder of this family, written once per process."""
+    return write_vision_folder(Path(mkdtemp(prefix=f"{family}-")), family)
+
+
+def png(width: int, height: int, seed: int = 0) -> bytes:
+    """A picture of noise."""
+    data = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(data, "PNG")
+    return data.getvalue()

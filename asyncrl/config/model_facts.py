@@ -1,0 +1,69 @@
+"""What a model's config.json says of its architecture. Pure: no file is read and nothing is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Model = Mapping[str, Any]  # a config.json; empty: not known
+
+
+def count_experts(model: Model) -> int:
+    """Experts of a layer; 0 for a dense model."""
+    inner = model.get("text_config") or model
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return next((found for name in names if isinstance(found := inner.get(name), int) and found > 0), 0)
+
+
+def list_senses(model: Model) -> list[str]:
+    """Inputs other than token ids.
+
+    >>> list_senses({"model_type": "qwen2_vl", "vision_config": {}})
+    ['vision']
+    """
+    return [name for name in ("vision", "audio") if model.get(f"{name}_config") is not None]
+
+
+#: Vision-language models of the learner and the hf engine: positions by time, height and width (M-RoPE).
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def find_senses(model: Model, *, known: bool) -> str:
+    """Inputs other than token ids of a model; `known`: it is one of VISION_MODELS."""
+    senses = list_senses(model)
+    right = (model.get("model_type") in VISION_MODELS) == known
+    return f"{' and '.join(senses)} inputs" if senses and right else ""
+
+
+MEGATRON_MODELS = ("llama", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3")  # frequencies independent of the length of a row
+#: Fields that scale the logits behind the head.
+HEAD_SCALES = ("logits_scaling", "logit_scale")
+#: Fields of soft caps, `cap tanh(x / cap)`, of the logits behind the head and of attention scores.
+HEAD_CAP, ATTENTION_CAP = "final_logit_softcapping", "attn_logit_softcapping"
+
+
+def find_dense_variant(model: Model) -> str:
+    """What a dense decoder has beyond those that Megatron's layers are built for; empty: nothing."""
+    for name, right in (("hidden_act", "silu"), ("mlp_bias", False), ("use_sliding_window", False)):
+        if model.get(name, right) != right:
+            return f"{name} = {model[name]!r}"
+    if model.get("model_type") != "qwen2" and model.get("attention_bias", False):
+        return "attention_bias = true"
+    if set(model.get("layer_types") or ()) - {"full_attention"}:
+        return "layer_types other than full_attention"
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return "" if kind in ROPE_TYPES else f"rope type {kind!r}"
+
+
+def find_head_scale(model: Model) -> str:
+    """How a model scales its logits after the head; empty: not at all."""
+    inner = model.get("text_config") or model
+    return next((f"{name} = {inner[name]}" for name in HEAD_SCALES if inner.get(name) not in (None, 1.0)), "")
+
+
+def find_cap(model: Model, name: str) -> float | None:
+    """The soft cap `HEAD_CAP` or `ATTENTION_CAP` of a model."""
+    found: float | None = (model.get("text_config") or model).get(name)
+    return found

@@ -1,0 +1,1 @@
+"""Images of prompts: reading and keeping them, and what a vision-language model gets of them."""

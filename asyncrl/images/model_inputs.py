@@ -1,0 +1,185 @@
+"""From a prompt's images to the inputs of a vision-language model: placeholder tokens, pixels, positions.
+
+An engine and the learner make the same inputs from the same bytes, so that their log-probs agree. Guarantees:
+1. a prompt with n images has n placeholder tokens before `expand`, and afterwards as many for each image as the model
+   has features of it;
+2. pixels are those of transformers' image processor of the model folder, and depend on the bytes of the image alone;
+3. placeholders beyond those of the images are plain tokens: a policy may sample one (`Row.stray`).
+
+Example: Qwen2.5-VL, patches of 14 pixels, 2 x 2 of them merged: an image of 56 x 84 pixels has 2 x 3 = 6 tokens, with
+the positions (5, 5..6, 5..7) by time, height and width after a text of 5 tokens. The next token has position 8.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.config import Config
+from asyncrl.config.model_facts import VISION_MODELS
+from asyncrl.errors import ConfigError
+from asyncrl.images.decoding import open_image
+from asyncrl.images.rows import takes_images
+from asyncrl.runtime.model_folder import load_image_processor, model_json
+
+Array = npt.NDArray[Any]
+Ids = npt.NDArray[np.int32]
+KEPT_BYTES = 256 << 20  # of pixels, in the memory of one process
+
+
+class Pixels(NamedTuple):
+    """One image as the processor gives it: `arrays` by the name of the model's argument; `grid`: patches by time,
+    height and width; `tokens`: placeholders that stand for it."""
+
+    arrays: dict[str, Array]
+    grid: tuple[int, int, int]
+    tokens: int
+
+
+class Row(NamedTuple):
+    """A sequence of token ids as model inputs: `positions` i8 `[3, T]`; `stray` bool `[T]`: placeholders that stand for
+    no image; `images` in the order of their tokens."""
+
+    positions: Array
+    stray: Array
+    images: tuple[Pixels, ...]
+
+
+class ImageInputs:
+    def __init__(self, folder: str | Path, *, max_pixels: int = 0, trust_remote_code: bool = False) -> None:
+        """`max_pixels`: larger images are scaled down to it; 0: to the processor's own limit.
+
+        Raises:
+            ConfigError: `config.model`: another family, no placeholder token, or no image processor in the folder.
+        """
+        model = model_json(folder)
+        kind = str(model.get("model_type"))
+        if kind not in VISION_MODELS:
+            what = f"model_type {kind!r}: images work with {', '.join(VISION_MODELS)}"
+            raise ConfigError("config.model", what, where=str(folder))
+        token = model.get("image_token_id")
+        if not isinstance(token, int):
+            raise ConfigError("config.model", "config.json names no image_token_id", where=str(folder))
+        self.token = token
+        self.merge = int(model["vision_config"].get("spatial_merge_size", 2))
+        try:
+            self._processor = load_image_processor(folder, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError("config.model", f"no image processor: {error}", where=str(folder)) from None
+        self._options: dict[str, Any] = {}
+        if max_pixels:
+            least = min(self._processor.size["shortest_edge"], max_pixels)
+            self._options["size"] = {"shortest_edge": least, "longest_edge": max_pixels}
+        self._kept: OrderedDict[bytes, Pixels] = OrderedDict()
+        self._kept_bytes = 0
+
+    def pixels(self, image: bytes) -> Pixels:
+        """Inputs of one encoded image (PNG, JPEG, ...); the newest ones are kept."""
+        found = self._kept.get(image)
+        if found is not None:
+            self._kept.move_to_end(image)
+            return found
+        given = self._processor(images=[open_image(image)], return_tensors="np", **self._options)
+        time, height, width = (int(one) for one in given["image_grid_thw"][0])
+        found = Pixels(
+            {"pixel_values": np.asarray(given["pixel_values"], np.float32)},
+            (time, height, width),
+            time * height * width // self.merge**2,
+        )
+        self._keep(image, found)
+        return found
+
+    def _keep(self, image: bytes, pixels: Pixels) -> None:
+        self._kept[image] = pixels
+        self._kept_bytes += sum(array.nbytes for array in pixels.arrays.values())
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+            _, old = self._kept.popitem(last=False)
+            self._kept_bytes -= sum(array.nbytes for array in old.arrays.values())
+
+    def blank(self) -> Pixels:
+        """The smallest image, of one token, for a pass that has none."""
+        vision = self._processor
+        width = 3 * vision.temporal_patch_size * vision.patch_size**2
+        values = np.zeros((self.merge**2, width), np.float32)
+        return Pixels({"pixel_values": values}, (1, self.merge, self.merge), 1)
+
+    def expand(self, ids: Sequence[int] | Ids, images: Sequence[bytes]) -> Ids:
+        """The ids with each placeholder repeated for the tokens of its image, i4 `[P]`.
+
+        Raises:
+            ValueError: another number of placeholders than of images.
+        """
+        given = np.asarray(ids, np.int32)
+        places = (given == self.token).nonzero()[0]
+        if len(places) != len(images):
+            raise ValueError(f"{len(images)} images for {len(places)} placeholders in the prompt")
+        counts = np.ones(len(given), np.int64)
+        counts[places] = [self.pixels(image).tokens for image in images]
+        return np.repeat(given, counts)
+
+    def row(self, ids: Ids, images: Sequence[bytes]) -> Row:
+        """Inputs of a sequence whose prompt `expand` made.
+
+        Raises:
+            ValueError: the placeholders of an image are not there, or not next to each other.
+        """
+        found = tuple(self.pixels(image) for image in images)
+        stray = np.asarray(ids) == self.token
+        parts: list[Array] = []
+        place = start = 0  # next token, next position
+        for one in found:
+            later = stray[place:].nonzero()[0]
+            first = place + int(later[0]) if len(later) else len(ids)
+            end = first + one.tokens
+            if not stray[first:end].all() or end > len(ids):
+                raise ValueError(f"an image of {one.tokens} tokens has fewer placeholders")
+            parts += [_text(first - place, start), self._grid(one.grid, start + first - place)]
+            start += first - place + max(one.grid[1:]) // self.merge
+            stray[first:end] = False
+            place = end
+        parts.append(_text(len(ids) - place, start))
+        return Row(np.concatenate(parts, axis=1), stray, found)
+
+    def shift(self, ids: Ids, images: Sequence[bytes]) -> int:
+        """Position of the token after a sequence, minus its place: 0 without images."""
+        return int(self.row(ids, images).positions.max()) + 1 - len(ids) if images else 0
+
+    def _grid(self, grid: tuple[int, int, int], start: int) -> Array:
+        time, height, width = grid[0], grid[1] // self.merge, grid[2] // self.merge
+        axes = np.meshgrid(np.arange(time), np.arange(height), np.arange(width), indexing="ij")
+        return np.stack([axis.reshape(-1) for axis in axes]) + start
+
+
+def test_image(width: int, height: int) -> bytes:
+    """A PNG for the checks at the start of an engine and a learner."""
+    from PIL import Image
+
+    data = io.BytesIO()
+    values = (np.arange(width * height * 3) * 7 % 251).astype(np.uint8)
+    Image.fromarray(values.reshape(height, width, 3)).save(data, "PNG")
+    return data.getvalue()
+
+
+def open_inputs(config: Config) -> ImageInputs | None:
+    """Those of the run's model; None for a language model. Raises like `ImageInputs`."""
+    if not takes_images(config.model.path):
+        return None
+    return _open(config.model.path, config.data.max_image_pixels, config.model.trust_remote_code)
+
+
+@cache
+def _open(folder: str, max_pixels: int, trust_remote_code: bool) -> ImageInputs:
+    """One per process, so that its parts share the pixels that are kept."""
+    return ImageInputs(folder, max_pixels=max_pixels, trust_remote_code=trust_remote_code)
+
+
+def _text(count: int, start: int) -> Array:
+    """Positions of text `[3, count]`: the same on every axis."""
+    return np.tile(np.arange(start, start + count), (3, 1))
