@@ -132,12 +132,10 @@ def _make_rows(label: str, task: str, path: Path, size: int, *, seed: int, split
         return
     if task == "shapes":
         from asyncrl.demo import shapes
+        from asyncrl.images.decoding import require_pillow
 
-        try:
-            count = shapes.write_parquet(path, shapes.prompt_rows(size, seed, split=split))
-        except ImportError as error:
-            what = f"pictures need Pillow: {error}"
-            raise ConfigError("config.extra", what, where="--task shapes", remedy="pip install 'asyncrl[hf]'") from None
+        require_pillow()
+        count = shapes.write_parquet(path, shapes.prompt_rows(size, seed, split=split))
     else:
         from asyncrl.demo import tasks
 

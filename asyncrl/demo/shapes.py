@@ -1,21 +1,23 @@
 """The demonstration task of images: small pictures of equal shapes, and questions about colour, number and place.
 
 Cheap to import; Pillow and pyarrow are imported when pictures are drawn. Everything is a function of (split, seed,
-index). A picture has 48 x 48 pixels: 1 to 5 circles, squares or triangles of one colour in cells of a 3 x 3 grid, each
-moved a little, on dark grey with noise. The truths of a question are equally likely, so the picture alone tells which
-one is right: the best answers without it are right with `CHANCE` = (1/6 + 1/5 + 1/5) / 3 = 0.189.
+index), but another version of Pillow may compress the same pixels to other bytes. A picture has 48 x 48 pixels: 1 to 5
+circles, squares or triangles of one colour in cells of a 3 x 3 grid, each moved a little, on dark grey with noise. The
+truths of a question are equally likely, so only the picture tells which one is right: the best answers without it are
+right with `CHANCE` = (1/6 + 1/5 + 1/5) / 3 = 0.189.
 
 Example: two red circles, "what colour?" -> "red" and "how many?" -> "2"; one square below, "where?" -> "bottom".
 """
 
 from __future__ import annotations
 
-import io
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from asyncrl.images.decoding import encode_png
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -80,13 +82,6 @@ def _draw(rng: random.Random, colour: str, cells: Sequence[tuple[int, int]]) -> 
         else:
             pen.polygon([(x, box[1]), (box[0], box[3]), (box[2], box[3])], fill=COLOURS[colour])
     return picture
-
-
-def encode_png(picture: Image) -> bytes:
-    """The picture as PNG. Other versions of Pillow may compress the same pixels to other bytes."""
-    buffer = io.BytesIO()
-    picture.save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 def demonstration(question: str, truth: str, *, noise: float, rng: random.Random) -> str:

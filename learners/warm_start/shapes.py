@@ -36,7 +36,7 @@ from learners.warm_start.tiny_vision import (
 ROWS = 64  # demonstrations per step
 STAGES = (
     Stage(steps=180, lr=3e-3, noise=0.0),
-    Stage(steps=60, lr=2e-4, noise=0.73, warmup=5, optimizer="adamw"),
+    Stage(steps=60, lr=2e-4, noise=0.7, warmup=5, optimizer="adamw"),
 )
 
 

@@ -297,7 +297,7 @@ def test_a_demo_of_images_without_pillow_says_what_to_install(
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert main(["demo", "--task", "shapes", "--prepare-only"]) == 2
     said = capsys.readouterr().err
-    assert "error[config.extra]" in said and "pip install 'asyncrl[hf]'" in said
+    assert "error[config.extra]" in said and 'pip install "asyncrl[hf]"' in said
 
 
 # ---------------------------------------------------------------- progress
