@@ -41,8 +41,9 @@ def vision_part(name: str) -> str:
 
 def freeze_parts(model: Any, settings: VisionConfig) -> None:
     """Freeze the parts that `[learner.vision]` leaves as they are."""
+    trained = {"": True, "tower": settings.tower, "projector": settings.projector}
     for name, parameter in model.named_parameters():
-        if (part := vision_part(name)) and not getattr(settings, part):
+        if not trained[vision_part(name)]:
             parameter.requires_grad_(False)
 
 
