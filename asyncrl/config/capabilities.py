@@ -210,7 +210,7 @@ OF_LEARNERS = tuple(name for name in FEATURES if name not in OF_ENGINES[:3])
 
 FSDP2 = "use fsdp2"
 TEXT_ALONE = ("trains on token ids alone", "use a language model without other inputs")
-NO_IMAGES = ("gets no images", "set producers.engine = 'hf', or use a language model")
+NO_IMAGES = ("gets no images", "set producers.engine = 'hf' or 'vllm', or use a language model")
 NO_FAMILY = ("has no inputs for it", f"use a language model, or one of {', '.join(VISION_MODELS)}")
 ENCODES = ("trains decoders alone", "use a decoder")
 HEAD = ("computes log-probs from the head itself", "use a model without it")
@@ -265,7 +265,7 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
             "adapter": ("takes whole weights alone", "set learner.lora.publish = 'auto'"),
             "exact_truncation": NO_SUPPORT,
             "second_weights": NO_SECOND,
-            **dict.fromkeys(("senses", "other_senses"), NO_IMAGES),
+            **({"other_senses": NO_FAMILY} if name == "vllm" else dict.fromkeys(("senses", "other_senses"), NO_IMAGES)),
         }
         for name in TAKE_WHOLE
     },

@@ -73,10 +73,10 @@ class ImageInputs:
             self._processor = load_image_processor(folder, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError("config.model", f"no image processor: {error}", where=str(folder)) from None
-        self._options: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}  # of the processor
         if max_pixels:
             least = min(self._processor.size["shortest_edge"], max_pixels)
-            self._options["size"] = {"shortest_edge": least, "longest_edge": max_pixels}
+            self.options["size"] = {"shortest_edge": least, "longest_edge": max_pixels}
         self._kept: OrderedDict[bytes, Pixels] = OrderedDict()
         self._kept_bytes = 0
 
@@ -86,7 +86,7 @@ class ImageInputs:
         if found is not None:
             self._kept.move_to_end(image)
             return found
-        given = self._processor(images=[open_image(image)], return_tensors="np", **self._options)
+        given = self._processor(images=[open_image(image)], return_tensors="np", **self.options)
         time, height, width = (int(one) for one in given["image_grid_thw"][0])
         found = Pixels(
             {"pixel_values": np.asarray(given["pixel_values"], np.float32)},
@@ -123,6 +123,24 @@ class ImageInputs:
         counts = np.ones(len(given), np.int64)
         counts[places] = [self.pixels(image).tokens for image in images]
         return np.repeat(given, counts)
+
+    def collapse(self, ids: Ids, images: Sequence[bytes]) -> Ids:
+        """The ids with one placeholder for each image: what `expand` was given, for engines that expand themselves.
+
+        Raises:
+            ValueError: as `row`, or there are more placeholders.
+        """
+        row, given = self.row(ids, images), np.asarray(ids, np.int32)
+        if row.stray.any():
+            raise ValueError("placeholders that stand for no image")
+        kept = given != self.token
+        place = 0
+        for one in row.images:
+            place += int((given[place:] == self.token).argmax())
+            kept[place] = True
+            place += one.tokens
+        found: Ids = given[kept]
+        return found
 
     def row(self, ids: Ids, images: Sequence[bytes]) -> Row:
         """Inputs of a sequence whose prompt `expand` made.

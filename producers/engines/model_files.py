@@ -23,6 +23,8 @@ from asyncrl.wire import Tensor
 
 LONGEST_HEADER = 64 << 20
 HEAD = "lm_head.weight"
+#: Model types whose folders have names from before transformers put tower and language part next to each other.
+OLDER_NAMES = ("qwen2_vl", "qwen2_5_vl")
 
 
 class _Entry(msgspec.Struct):
@@ -34,6 +36,7 @@ class _Text(msgspec.Struct):
 
 
 class _Shape(msgspec.Struct):
+    model_type: str = ""
     vocab_size: int = 0
     tie_word_embeddings: bool = True
     text_config: _Text = msgspec.field(default_factory=_Text)
@@ -57,7 +60,22 @@ def read_facts(path: str | Path) -> ModelFacts:
             shapes.update(_header(file))
     except (OSError, *UNREADABLE) as error:
         raise ConfigError("config.model", f"{type(error).__name__}: {error}", where=str(folder)) from None
+    if shape.model_type in OLDER_NAMES:
+        shapes = {published_name(name): known for name, known in shapes.items()}
     return ModelFacts(shape.vocab_size or shape.text_config.vocab_size, shapes, shape.tie_word_embeddings)
+
+
+def published_name(name: str) -> str:
+    """The name of a tensor in transformers' model, by which a learner publishes it, from its name in a folder of
+    `OLDER_NAMES`.
+
+    >>> published_name("visual.merger.ln_q.weight"), published_name("model.norm.weight")
+    ('model.visual.merger.ln_q.weight', 'model.language_model.norm.weight')
+    """
+    if name.startswith("visual."):
+        return f"model.{name}"
+    body = name.removeprefix("model.")
+    return name if body == name or body.startswith(("visual.", "language_model.")) else f"model.language_model.{body}"
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:

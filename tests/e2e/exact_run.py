@@ -19,8 +19,8 @@ class Exact(NamedTuple):
     largest: float
 
 
-def assert_exact(run: Any, done: Any) -> Exact:
-    """The run ended well, and learned from in-flight updates."""
+def assert_exact(run: Any, done: Any, *, gap: float = GAP) -> Exact:
+    """The run ended well, and learned from in-flight updates. `gap`: of log-probs under the same weights."""
     assert done.returncode == 0, done.stdout + run.logs()
     audit = run.audit()
     assert audit["exit"] == 0, audit
@@ -29,7 +29,7 @@ def assert_exact(run: Any, done: Any) -> Exact:
     assert max(line["lag_max"] for line in lines) in (1, 2)
     gaps = [line["lag/0/logprob_gap_max"] for line in lines if "lag/0/logprob_gap_max" in line]
     means = [line["lag/0/logprob_gap_mean"] for line in lines if "lag/0/logprob_gap_mean" in line]
-    assert gaps and max(gaps) <= GAP, gaps
+    assert gaps and max(gaps) <= gap, gaps
     rounds = [line for line in run.lines("metrics/weightsync.jsonl") if line.get("members_committed")]
     assert len(rounds) >= 3
     for line in rounds:

@@ -27,7 +27,9 @@ import msgspec
 
 from asyncrl.config import Config, SamplingConfig
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
+from asyncrl.images.model_inputs import open_inputs
 from producers.engines.model_files import weights_dtype
+from producers.engines.vllm.images import engine_arguments
 
 TABLE = "producers.engine_args"
 #: Arguments with a meaning for the run, with the setting that they follow from.
@@ -94,10 +96,10 @@ def arguments(config: Config, *, known: Collection[str], cpu: bool, free_bytes: 
         "model": config.model.path, "trust_remote_code": config.model.trust_remote_code,
         "dtype": weights_dtype(config),
         "max_num_seqs": producers.slots, "max_model_len": longest, "generation_config": "vllm", "max_logprobs": 1,
-        "skip_tokenizer_init": True, "disable_log_stats": True, "enable_log_requests": False,
+        "disable_log_stats": True, "enable_log_requests": False,
         "scheduling_policy": "priority", "logprobs_mode": choose_logprobs_mode(config.sampling),
         "worker_extension_cls": "producers.engines.vllm.weight_transfer.HeldWeights",
-    }  # fmt: skip
+    } | engine_arguments(open_inputs(config))  # fmt: skip
     if cpu:
         if given.get(CHUNKED):
             what = f"vLLM on a CPU dies where it computes the prompt of a seeded request in pieces ({CHUNKED})"

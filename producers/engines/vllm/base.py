@@ -17,6 +17,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import AsyncRLError, WorkError
+from asyncrl.images.model_inputs import ImageInputs
 from asyncrl.versions import Runs, expand
 from asyncrl.wire import Manifest, Tensor
 from producers.engines import served
@@ -58,6 +59,7 @@ class VLLMBase(served.ServedBase):
         self._samples: dict[tuple[str, int], Sample] = {}
         self._full_softmax = False  # of the log-probs, for every request
         self._logprobs_mode = "processed_logprobs"
+        self._images: ImageInputs | None = None  # of a vision-language model, if the engine sees
         self._checksums = Checksums(self._checksums_now, self._fail)
 
     async def _decode(self, sample: Sample) -> None:
@@ -124,7 +126,9 @@ class VLLMBase(served.ServedBase):
         """Why the request cannot be taken; empty if it can."""
         taken = any(key[0] == request.id for key in self._samples)
         vocab, version = self._facts.vocab, self._version
-        if problem := request_problem(request, self._config, vocab=vocab, taken=taken, version=version):
+        if problem := request_problem(
+            request, self._config, vocab=vocab, taken=taken, version=version, images=self._images is not None
+        ):
             return problem
         return "" if self._full_softmax else unfit_logprobs(request, self._logprobs_mode)
 

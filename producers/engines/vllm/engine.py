@@ -27,11 +27,13 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, PauseMode
 from asyncrl.errors import ConfigError, WorkError
+from asyncrl.images.model_inputs import open_inputs
 from asyncrl.runtime.host_facts import free_host_bytes
 from producers.engines.served import sample_seed
 from producers.engines.staged_weights import StagedVersion
 from producers.engines.vllm.args import arguments, engine_argument_names, logprobs_problem
 from producers.engines.vllm.base import CALL_LIMIT_S, Sample, VLLMBase, one_digest, update_info
+from producers.engines.vllm.images import image_prompt
 from producers.engines.vllm.lifecycle import end, engine_processes, prepare
 from producers.engines.vllm.stats import Stats
 
@@ -64,6 +66,7 @@ class VLLMEngine(VLLMBase):
             raise ConfigError("config.extra", f"engine vllm: {error}", where="producers.engine") from error
         from producers.engines.vllm.plugin import BACKEND
 
+        self._images = open_inputs(self._config)
         self._args = arguments(
             self._config, known=engine_argument_names(), cpu=current_platform.is_cpu(), free_bytes=free_host_bytes()
         )
@@ -119,6 +122,7 @@ class VLLMEngine(VLLMBase):
             max_tokens=self._max_len,
             kv_tokens=int(cache.kv_cache_size_tokens or 0),
             priority=self._args.get("scheduling_policy") == "priority",
+            images=self._images is not None,
         )
 
     def _dead(self) -> str:
@@ -145,10 +149,16 @@ class VLLMEngine(VLLMBase):
 
         request = sample.request
         try:
-            prompt = TokensPrompt(prompt_token_ids=request.prompt_ids.tolist(), cache_salt=self._labels.current)
+            label = self._labels.current
+            if request.images and self._images is not None:
+                prompt = TokensPrompt(**image_prompt(self._images, request, label))  # type: ignore[typeddict-item]
+            else:
+                prompt = TokensPrompt(prompt_token_ids=request.prompt_ids.tolist(), cache_salt=label)
             outputs = self._llm.generate(prompt, _params(sample), sample.name, priority=request.priority)
             async with aclosing(outputs):
                 async for output in outputs:
+                    if request.images and list(output.prompt_token_ids or ()) != request.prompt_ids.tolist():
+                        raise ValueError("it makes other tokens of the images than the learner")
                     self._take_output(sample, output.outputs[0])
         except (VLLMClientError, ValueError) as error:
             sample.outbox.put_nowait(
