@@ -99,7 +99,8 @@ def arguments(config: Config, *, known: Collection[str], cpu: bool, free_bytes: 
         "disable_log_stats": True, "enable_log_requests": False,
         "scheduling_policy": "priority", "logprobs_mode": choose_logprobs_mode(config.sampling),
         "worker_extension_cls": "producers.engines.vllm.weight_transfer.HeldWeights",
-    } | engine_arguments(open_inputs(config))  # fmt: skip
+    }  # fmt: skip
+    made |= engine_arguments(open_inputs(config))
     if cpu:
         if given.get(CHUNKED):
             what = f"vLLM on a CPU dies where it computes the prompt of a seeded request in pieces ({CHUNKED})"
