@@ -24,15 +24,19 @@ def list_senses(model: Model) -> list[str]:
     return [name for name in ("vision", "audio") if model.get(f"{name}_config") is not None]
 
 
-#: Vision-language models of the learner and the hf engine: positions by time, height and width (M-RoPE).
-VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+#: Vision-language models with positions by time, height and width, and all those of the learner and the hf engine.
+MROPE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VISION_MODELS = (*MROPE_MODELS, "llava", "internvl")
+#: Models whose tokens of an image also see those behind them, which rows of causal attention do not reproduce.
+BOTH_WAYS = ("gemma3", "paligemma")
 
 
 def find_senses(model: Model, *, known: bool) -> str:
     """Inputs other than token ids of a model; `known`: it is one of VISION_MODELS."""
     senses = list_senses(model)
     right = (model.get("model_type") in VISION_MODELS) == known
-    return f"{' and '.join(senses)} inputs" if senses and right else ""
+    ways = ", attended to in both directions" if model.get("model_type") in BOTH_WAYS else ""
+    return f"{' and '.join(senses)} inputs{ways}" if senses and right else ""
 
 
 MEGATRON_MODELS = ("llama", "qwen2", "qwen3")
