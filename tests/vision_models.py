@@ -56,7 +56,7 @@ def _internvl(folder: Path) -> tuple[Any, Any]:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
     tokens = ("<img>", "</img>", "<IMG_CONTEXT>")
-    tokenizer = make_vision_tokenizer(folder, tokens=tokens, image="<img><IMG_CONTEXT></img>")
+    tokenizer = make_vision_tokenizer(folder, tokens=tokens, image="<IMG_CONTEXT>\n")  # as of InternVL3-1B-hf
     config = transformers.InternVLConfig(
         text_config={"model_type": "qwen2", **TEXT, "vocab_size": len(tokenizer)},
         vision_config=VISION,

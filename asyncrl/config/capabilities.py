@@ -19,6 +19,8 @@ from asyncrl.config.model_facts import (
     ATTENTION_CAP,
     HEAD_CAP,
     MEGATRON_MODELS,
+    MROPE_MODELS,
+    TILE_MODELS,
     VISION_MODELS,
     Model,
     count_experts,
@@ -177,8 +179,9 @@ FEATURES: dict[str, Feature] = {
     "mixture_of_experts": _model(
         "a mixture of experts", lambda m: f"mixture of experts ({count_experts(m)})" if count_experts(m) else ""
     ),
-    "senses": _model(f"a vision-language model ({', '.join(VISION_MODELS)})", lambda m: find_senses(m, known=True)),
-    "other_senses": _model("another vision-language model, or audio", lambda m: find_senses(m, known=False)),
+    "senses": _model(f"vision-language models {', '.join(MROPE_MODELS)}", lambda m: find_senses(m, MROPE_MODELS)),
+    "tile_senses": _model(f"vision-language models {', '.join(TILE_MODELS)}", lambda m: find_senses(m, TILE_MODELS)),
+    "other_senses": _model("another vision-language model, or audio", find_senses),
     "vision_layout": Feature(
         "a vision-language model with a critic, process rewards, mode reward_model, `compile`, `liger`, or split "
         "matrices, rows or experts", "learner.vision", _find_beside_vision,
@@ -203,14 +206,23 @@ FEATURES: dict[str, Feature] = {
     ),
 }  # fmt: skip
 #: Features that a learner or an engine is asked for.
-OF_ENGINES = ("adapter", "exact_truncation", "second_weights", "senses", "other_senses", "encoder_decoder")
+OF_ENGINES = (
+    "adapter",
+    "exact_truncation",
+    "second_weights",
+    "senses",
+    "tile_senses",
+    "other_senses",
+    "encoder_decoder",
+)
 OF_LEARNERS = tuple(name for name in FEATURES if name not in OF_ENGINES[:3])
 
 # ---------------------------------------------------------------- refusals
 
 FSDP2 = "use fsdp2"
 TEXT_ALONE = ("trains on token ids alone", "use a language model without other inputs")
-NO_IMAGES = ("gets no images", "set producers.engine = 'hf' or 'vllm', or use a language model")
+SENSES = ("senses", "tile_senses", "other_senses")
+NO_IMAGES = ("gets no images of such a model", "set producers.engine = 'hf', or use a language model")
 NO_FAMILY = ("has no inputs for it", f"use a language model, or one of {', '.join(VISION_MODELS)}")
 ENCODES = ("trains decoders alone", "use a decoder")
 HEAD = ("computes log-probs from the head itself", "use a model without it")
@@ -248,7 +260,7 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
         "muon": ("has no muon", "use adamw, or fsdp2"),
         "adamw_8bit": ("has no adamw_8bit", "use adamw, or fsdp2"),
         "mixture_of_experts": ("builds dense decoders alone", FSDP2),
-        **dict.fromkeys(("senses", "other_senses", "vision_layout"), TEXT_ALONE),
+        **dict.fromkeys((*SENSES, "vision_layout"), TEXT_ALONE),
         "encoder_decoder": ENCODES,
         "architecture": (f"builds {', '.join(MEGATRON_MODELS)}", FSDP2),
         "dense_variant": ("has no layers for it", FSDP2),
@@ -265,7 +277,7 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
             "adapter": ("takes whole weights alone", "set learner.lora.publish = 'auto'"),
             "exact_truncation": NO_SUPPORT,
             "second_weights": NO_SECOND,
-            **({"other_senses": NO_FAMILY} if name == "vllm" else dict.fromkeys(("senses", "other_senses"), NO_IMAGES)),
+            **dict.fromkeys(SENSES[1:] if name == "vllm" else SENSES, NO_IMAGES),
         }
         for name in TAKE_WHOLE
     },

@@ -24,14 +24,18 @@ def list_senses(model: Model) -> list[str]:
     return [name for name in ("vision", "audio") if model.get(f"{name}_config") is not None]
 
 
-#: Vision-language models of the learner and the hf engine: positions by time, height and width (M-RoPE).
-VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+#: Vision-language models with positions by time, height and width, and all those of the learner and the hf engine.
+MROPE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+TILE_MODELS = ("llava", "internvl")  # images in squares, positions as of text
+VISION_MODELS = (*MROPE_MODELS, *TILE_MODELS)
+#: Models whose tokens of an image also see those behind them, which rows of causal attention do not reproduce.
+BOTH_WAYS = ("gemma3", "paligemma")
 
 
-def find_senses(model: Model, *, known: bool) -> str:
-    """Inputs other than token ids of a model; `known`: it is one of VISION_MODELS."""
-    senses = list_senses(model)
-    right = (model.get("model_type") in VISION_MODELS) == known
+def find_senses(model: Model, families: tuple[str, ...] = ()) -> str:
+    """Inputs other than token ids of a model of these types; without types, of one that is not in VISION_MODELS."""
+    senses, kind = list_senses(model), model.get("model_type")
+    right = kind in families if families else kind not in VISION_MODELS
     return f"{' and '.join(senses)} inputs" if senses and right else ""
 
 

@@ -15,13 +15,14 @@ from asyncrl.images.model_inputs import Pixels
 
 class Seen(NamedTuple):
     """What a pass gets besides text: `arguments` of the model by name (None without images); `stray` bool `[R, W]`:
-    placeholders that are plain tokens (None: there are none); `token`: the placeholder; `order`: the image of each
-    place, where several places have the same one (None: each image has one place)."""
+    placeholders that are plain tokens (None: there are none); `token`: the placeholder. For `body_arguments`: `tokens`
+    of each image of `arguments`, and `order`: the image of each place, as several places may have the same one."""
 
     arguments: dict[str, Tensor] | None
     stray: Tensor | None
     token: int
-    order: list[int] | None = None
+    tokens: Sequence[int] = ()
+    order: Sequence[int] = ()
 
     def mask(self, input_ids: Tensor) -> Tensor:
         """The ids `[R, W]` without stray placeholders, which transformers would count as images."""
@@ -32,25 +33,30 @@ def join_images(images: Sequence[Pixels], device: torch.device) -> dict[str, Ten
     """The arguments for these images, in the order of their tokens; None without images."""
     if not images:
         return None
-    joined: dict[str, Tensor] = {
+    return {
         name: torch.from_numpy(np.concatenate([one.arrays[name] for one in images])).to(device)
         for name in images[0].arrays
     }
-    return {**joined, "image_grid_thw": torch.tensor([one.grid for one in images], device=device)}
 
 
 def body_arguments(body: Any, seen: Seen | None) -> dict[str, Any]:
     """The arguments for the body of a model: its vision tower runs once for each different image."""
     if seen is None or seen.arguments is None:
         return {}
-    if seen.order is None:
-        return dict(seen.arguments)
+
+    def place(features: Sequence[Tensor] | Tensor) -> Tensor:
+        """Features of the images, or of their tiles, `[..., H]`, at all places: `[tokens, H]`."""
+        whole = torch.cat(list(features))[: sum(seen.tokens)]  # a blank tile has more features than tokens
+        parts = torch.split(whole, list(seen.tokens))
+        return torch.cat([parts[image] for image in seen.order])
+
     found = body.get_image_features(**seen.arguments, return_dict=True)
-    found.pooler_output = [found.pooler_output[place] for place in seen.order]
+    placed = place(found.pooler_output)
+    found.pooler_output = placed if isinstance(found.pooler_output, Tensor) else [placed]
     if (layers := getattr(found, "deepstack_features", None)) is not None:  # of Qwen3-VL
-        found.deepstack_features = [[layer[place] for place in seen.order] for layer in layers]
-    grid = seen.arguments["image_grid_thw"][seen.order]
-    return {"mm_encoder_outputs": {"image": found}, "image_grid_thw": grid}
+        found.deepstack_features = [[place(layer)] for layer in layers]
+    grids = {name: grid[list(seen.order)] for name, grid in seen.arguments.items() if name == "image_grid_thw"}
+    return {"mm_encoder_outputs": {"image": found}, **grids}
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class Micro(NamedTuple):
     right: Tensor  # bool [S]
     siblings: Tensor  # i8 [S]: trained tokens in the other sequences of its sample
     support: Supports | None = None  # what each target was drawn from; None: the whole vocabulary
-    seen: Seen | None = None  # of a vision-language model; `position_ids` are then [4, R, W]
+    seen: Seen | None = None  # of a vision-language model; with M-RoPE `position_ids` are [4, R, W]
 
 
 class WeightSpec(NamedTuple):

@@ -1,4 +1,4 @@
-"""Micro-batches of a vision-language model: their images, and positions by time, height and width.
+"""Micro-batches of a vision-language model: their images and positions.
 
 Guarantees:
 1. the vision tower runs once for each different image of a micro-batch, however many samples have it;
@@ -23,9 +23,9 @@ from asyncrl.images.forward import Seen, join_images
 from asyncrl.images.model_inputs import Array, ImageInputs, Pixels, open_inputs, test_image
 from learners.batch.micro_batches import MicroBatch, Sample
 
-#: Part of the names of parameters of the vision tower, and parts of those between it and the language part.
-VISION_TOWER = ".visual."
-PROJECTOR = (".merger.", ".deepstack_merger_list.")
+#: Parts of the names of parameters before the language part, and of those between it and the vision tower.
+VISION_PARTS = (".visual.", ".vision_tower.", ".multi_modal_projector.")
+PROJECTOR = (".merger.", ".deepstack_merger_list.", ".multi_modal_projector.")
 
 
 def vision_part(name: str) -> str:
@@ -34,7 +34,7 @@ def vision_part(name: str) -> str:
     >>> vision_part("model.visual.merger.mlp.0.weight"), vision_part("model.language_model.norm.weight")
     ('projector', '')
     """
-    if VISION_TOWER not in f".{name}":
+    if not any(part in f".{name}" for part in VISION_PARTS):
         return ""
     return "projector" if any(part in name for part in PROJECTOR) else "tower"
 
@@ -68,8 +68,8 @@ class Vision:
         return found
 
     def see(self, micro: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor, Seen]:
-        """Return ids `[R, W]`, positions `[4, R, W]` (text, time, height, width) and images of a micro-batch; with the
-        blank image a packed row is one token longer, and others are one row more.
+        """Return ids `[R, W]`, positions `[4, R, W]` (text, time, height, width; plain ones `[R, W]`) and images of a
+        micro-batch; with the blank image a packed row is one token longer, and others are one row more.
         """
         ids = micro.input_ids.reshape(-1, micro.width)
         text = micro.position_ids.reshape(-1, micro.width)
@@ -90,10 +90,12 @@ class Vision:
             ids, positions, stray = _add_blank(ids, positions, stray, self._inputs.token)
         different = list({id(one): one for one in images}.values())
         place = {id(one): number for number, one in enumerate(different)}
-        order = [place[id(one)] for one in images] if len(different) < len(images) else None
+        order = [place[id(one)] for one in images]
         held = torch.from_numpy(stray).to(device) if stray.any() else None
-        seen = Seen(join_images(different, device), held, self._inputs.token, order)
+        tokens = [one.tokens for one in different]
+        seen = Seen(join_images(different, device), held, self._inputs.token, tokens, order)
         given = torch.from_numpy(ids.astype(np.int64)).to(device)
+        positions = positions if self._inputs.mrope else positions[0]
         return seen.mask(given), torch.from_numpy(positions.astype(np.int64)).to(device), seen
 
 

@@ -96,9 +96,7 @@ def attend(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
-    if (
-        attention_mask is None and given.get("is_causal") is not False
-    ):  # a vision tower is not causal, and splits itself
+    if attention_mask is None and _is_causal(module, given):  # a vision tower is not, and splits itself
         positions = given.get("position_ids")
         if positions is None:
             why = f"{type(module).__name__} passes no positions: set model.attn_implementation = 'sdpa'"
@@ -121,15 +119,18 @@ def _cached_lengths(positions: Tensor) -> list[int]:
     return known
 
 
+def _is_causal(module: Any, given: dict[str, Any]) -> bool:
+    found = given.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if found is None else found)
+
+
 def attend_varlen(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
     """Like `attend`, with one call of torch's kernel for all sequences of a row."""
     from torch.nn.attention.varlen import varlen_attn
 
-    other = (
-        given.get("dropout") or given.get("softcap") or given.get("is_causal") is False
-    )  # transformers refuses the latter in `attend`
+    other = given.get("dropout") or given.get("softcap") or not _is_causal(module, given)
     if attention_mask is not None or given.get("position_ids") is None or query.shape[0] > 1 or other:
         return attend(module, query, key, value, attention_mask, **given)
     lengths = _cached_lengths(given["position_ids"])

@@ -60,7 +60,7 @@ class PolicyModel(nn.Module):
 
         Args:
             input_ids: int64 `[R, W]`; one packed row, or rows with one sequence each.
-            position_ids: int64 `[R, W]`, starting at 0 in every sequence; of a vision-language model `[4, R, W]`.
+            position_ids: int64 `[R, W]`, starting at 0 in every sequence; of a model with M-RoPE `[4, R, W]`.
             positions: index into the flattened `[R * W]` of the token that predicts the target.
             targets: token ids.
             whole: compute full logits by the model's own forward (for the check at the start).

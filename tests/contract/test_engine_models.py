@@ -98,7 +98,7 @@ def test_the_others_are_refused_with_a_reason(kind: str) -> None:
     assert caught.value.code == "config.model" and caught.value.remedy
     said = {
         "t5": "encoder-decoder: engine 'hf' serves decoders alone",
-        "gemma3": "vision inputs: engine 'hf' serves token ids alone",
+        "gemma3": "vision inputs, attended to in both directions: engine 'hf' has no inputs for it",
         "rwkv": "no cache by one of the names",
         "recurrent_gemma": "makes no cache",
     }

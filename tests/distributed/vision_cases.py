@@ -18,7 +18,7 @@ from learners.backends.fsdp2.backend import FSDP2Backend
 from learners.batch.micro_batches import Sample, packed_row
 from learners.gang.gang import Gang
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava")
 #: Images of the samples of each step, by rank: a blank takes the place of those that a rank does not have.
 STEPS = ((((48, 32), (32, 80)), ()), ((), ((48, 48),)), ((), ()), (((32, 32),), ((64, 48),)))
 LINES = 'data.max_prompt_tokens = 64\n[[reward]]\nfunction = "a:b"'

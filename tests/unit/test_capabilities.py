@@ -80,6 +80,7 @@ ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "second_weights": (("evaluation.path=rows.jsonl", "evaluation.lane=second_weights"), {}),
     "mixture_of_experts": ((), {"model_type": "qwen3_moe", "num_experts": 8}),
     "senses": ((), {"vision_config": {"hidden_size": 8}, "model_type": "qwen2_vl"}),
+    "tile_senses": ((), {"vision_config": {"hidden_size": 8}, "model_type": "llava"}),
     "other_senses": ((), {"vision_config": {"hidden_size": 8}}),
     "vision_layout": (("learner.compile=true",), {"vision_config": {"hidden_size": 8}, "model_type": "qwen2_vl"}),
     "encoder_decoder": ((), {"is_encoder_decoder": True}),

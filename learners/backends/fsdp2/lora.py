@@ -19,6 +19,7 @@ moments and step count, and the same for B.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,7 @@ from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, ConfigError
 from learners.backends.base import DTYPES, WeightSpec, published_dtype, tensor_bytes
 from learners.backends.fsdp2.sharded_module import OWN, Sharded
-from learners.backends.vision import VISION_TOWER
+from learners.backends.vision import VISION_PARTS, vision_part
 from learners.gang.gang import Gang
 from learners.models.logprobs import gather_whole
 from weightsync.encoding.adapter import A, AdapterConfig, B, adapter_product, config_text, peft_name
@@ -200,7 +201,7 @@ def find_targets(hf: Any, layers: Sequence[nn.Module], wanted: Sequence[str]) ->
         ConfigError: `config.model`: there are none, or some with that name lie outside the decoder layers.
     """
     inside = {id(module) for layer in layers for module in layer.modules()}
-    modules = [(name, module) for name, module in hf.named_modules() if VISION_TOWER not in f".{name}."]
+    modules = [(name, module) for name, module in hf.named_modules() if not vision_part(f"{name}.")]
     linear = {name: id(module) in inside for name, module in modules if isinstance(module, nn.Linear)}
     known = sorted({name.rpartition(".")[2] for name, is_inside in linear.items() if is_inside})
     if unknown := sorted(set(wanted) - set(known)):
@@ -220,14 +221,16 @@ def _inject(hf: Any, settings: AdapterConfig, *, dropout: float, seed: int) -> A
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError("config.extra", f"learner.lora.rank needs peft: {error}", where="learner.lora") from error
-    sees = any(VISION_TOWER in f".{name}." for name, _ in hf.named_modules())
+    sees = any(vision_part(f"{name}.") for name, _ in hf.named_modules())
     alpha: Any = settings.lora_alpha  # other readers of the file expect an integer
     made = LoraConfig(
         r=settings.r,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
         lora_dropout=dropout,
         target_modules=list(settings.target_modules),
-        exclude_modules=rf".*\{VISION_TOWER}.*" if sees else None,  # its layers may have the same names
+        exclude_modules=rf".*({'|'.join(map(re.escape, VISION_PARTS))}).*"
+        if sees
+        else None,  # it may have the same names
         use_rslora=settings.use_rslora,
         bias="none",
         task_type=settings.task_type,

@@ -125,7 +125,7 @@ def _gap(model: torch.nn.Module, request: GenRequest, item: GenDelta, images: Im
         arguments = join_images([images.pixels(image) for image in request.images], device)
         seen = Seen(arguments, stray, images.token)
         given = seen.mask(given)
-        more |= {**(arguments or {}), "mm_token_type_ids": kinds.int()}
+        more |= {**(arguments or {}), **({"mm_token_type_ids": kinds.int()} if images.mrope else {})}
     with stray_placeholders(model, seen):
         logits = model(input_ids=given, use_cache=False, **more).logits[0, -new - 1 : -1]
     plain = torch.log_softmax(logits.float(), -1).gather(1, ids[len(prompt) :, None])[:, 0]

@@ -174,7 +174,7 @@ class SlotMemory:
         return cache.layers
 
     def _see(self, prompts: Sequence[Prompt], width: int) -> tuple[Tensor, Seen]:
-        """Positions `[3, N, width]` and images of a prefill."""
+        """Positions `[3, N, width]` (plain ones `[N, width]`) and images of a prefill."""
         assert self._images is not None
         positions = np.tile(np.arange(width), (3, len(prompts), 1))
         stray = np.zeros((len(prompts), width), bool)
@@ -186,7 +186,7 @@ class SlotMemory:
             images += row.images
         held = torch.from_numpy(stray).to(self._device) if stray.any() else None
         seen = Seen(join_images(images, self._device), held, self._images.token)
-        return torch.from_numpy(positions).to(self._device), seen
+        return torch.from_numpy(positions if self._images.mrope else positions[-1]).to(self._device), seen
 
     def _mask(self, visible: int, positions: Tensor | None) -> Any:
         """`[live, 1, 1, visible]` for a step; `[1, 1, T, T]` for a prefill (`positions` None); by type of layer if
