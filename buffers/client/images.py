@@ -23,6 +23,8 @@ CACHE_BYTES = 256 << 20
 PIECE_BYTES = 16 << 20  # of images in one message, or one image
 FRAMES_BYTES = 4096  # of a message with one image, without the image
 MOST_ASKED = 256  # digests in one request
+SLOWEST = 1 << 20  # bytes/s of a connection: nothing is sent again before it may have arrived
+FETCH_S = 32.0  # for an answer with the largest image
 
 
 def shared_folder(segments: str, nonce: str) -> ImageFolder | None:

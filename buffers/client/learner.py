@@ -22,7 +22,7 @@ from asyncrl.net.keys import Keys
 from asyncrl.net.requester import Requester
 from asyncrl.wire.batch_arrays import ClaimedBatch, decode_batch
 from buffers.client.connection import MAX_BYTES
-from buffers.client.images import ImageReader, shared_folder
+from buffers.client.images import FETCH_S, ImageReader, shared_folder
 from buffers.client.place_reader import PlaceReader
 
 
@@ -102,7 +102,7 @@ class LearnerClient:
     def _add_images(self, batch: ClaimedBatch) -> ClaimedBatch:
         search = self._images.search(digests_in(batch))
         while search.wanted:
-            search.take_answer(self._ask(search.request()))
+            search.take_answer(self._ask(search.request(), wait_s=FETCH_S))
         return add_images(batch, search.images, search.problems)
 
     def commit(self, *, step: int, version: int, digest: str) -> str:

@@ -17,7 +17,7 @@ from asyncrl.net.keys import Keys
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import IntArray
 from buffers.client.connection import MAX_BYTES, AsyncClient
-from buffers.client.images import cut_pieces, shared_folder
+from buffers.client.images import SLOWEST, cut_pieces, shared_folder
 from buffers.client.partial_samples import BegunSample, PieceData, pack_pieces, unpack_begun
 from buffers.client.place_writer import PlaceWriter
 
@@ -45,6 +45,7 @@ class ProducerClient(AsyncClient):
         self.begun: dict[tuple[int, int], tuple[BegunSample, ...]] = {}
         self._max_bytes = max_bytes
         self._stored: set[str] = set()  # digests of images that the service has
+        self._storing = asyncio.Lock()  # groups that share an image begin together: one of them sends it
         self._orphans: set[asyncio.Future[None]] = set()
 
     async def hello(
@@ -157,14 +158,18 @@ class ProducerClient(AsyncClient):
         Raises:
             WorkError: `image.invalid`, the service does not accept one.
         """
-        fresh = {digest: data for digest, data in images.items() if digest not in self._stored}
-        for piece in cut_pieces(fresh, max_bytes=self._max_bytes):
-            if self._folder is None:
-                await self._ask(wire.StoreImages(self.name, tuple(piece)), list(piece.values()))
-            else:
-                for data in piece.values():
-                    await asyncio.to_thread(self._folder.put, data)
-            self._stored |= piece.keys()
+        if images.keys() <= self._stored:
+            return
+        async with self._storing:
+            fresh = {digest: data for digest, data in images.items() if digest not in self._stored}
+            for piece in cut_pieces(fresh, max_bytes=self._max_bytes):
+                if self._folder is None:
+                    wait_s = sum(map(len, piece.values())) / SLOWEST
+                    await self._ask(wire.StoreImages(self.name, tuple(piece)), list(piece.values()), wait_s=wait_s)
+                else:
+                    for data in piece.values():
+                        await asyncio.to_thread(self._folder.put, data)
+                self._stored |= piece.keys()
 
     async def _submit_place(
         self, writer: PlaceWriter, message: wire.Samples, payload: bytes

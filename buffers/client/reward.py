@@ -12,7 +12,7 @@ from asyncrl.net.keys import Keys
 from asyncrl.wire import IntArray
 from asyncrl.wire.batch_arrays import decode_row
 from buffers.client.connection import MAX_BYTES, AsyncClient
-from buffers.client.images import ImageReader, shared_folder
+from buffers.client.images import FETCH_S, ImageReader, shared_folder
 
 
 class RewardTask(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ class RewardClient(AsyncClient):
         """The encoded images by digest, and the reasons of those that cannot be had."""
         search = self._images.search(digests)
         while search.wanted:
-            search.take_answer(await self._ask(search.request()))
+            search.take_answer(await self._ask(search.request(), wait_s=FETCH_S))
         return search.images, search.problems
 
     async def work(self, *, max_samples: int, wait_s: float) -> tuple[list[RewardTask], bool]:

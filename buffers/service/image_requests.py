@@ -18,7 +18,7 @@ from asyncrl.net.responder import Call
 from asyncrl.runtime.run_dir import RunDir
 from buffers.service.context import Context
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 16 << 20
 
 
 class ImageRequests:

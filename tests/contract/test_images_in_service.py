@@ -16,7 +16,8 @@ import pyarrow.parquet
 import pytest
 from buffer_lab import ROOT, Make, Producer, Service, claim, history, learner, sample
 from PIL import Image
-from small_folder import write_folder
+from proxy import Link, Proxies, free_port
+from vision_models import vision_folder
 
 from asyncrl import wire
 from asyncrl.config import parse
@@ -116,6 +117,130 @@ def test_a_claimed_batch_has_the_images_of_its_rows(
     client.close()
 
 
+SAMPLES = 64  # of a prompt
+SUBMITS = 4
+
+
+@pytest.fixture
+def proxies() -> Iterator[Proxies]:
+    made = Proxies()
+    yield made
+    made.close()
+
+
+def resend_after(client: Any, seconds: float) -> None:
+    """When a request without an answer is sent again: late, because a busy machine may be silent for seconds."""
+    client._requester._resend_s = seconds
+
+
+def through(proxies: Proxies, port: int) -> tuple[Link, dict[str, bytearray]]:
+    """A link to the service, and what crosses it in both ways."""
+    link = proxies.link(port)
+    return link, {way: link.record(way) for way in ("up", "down")}
+
+
+def assert_once(crossed: dict[str, bytearray], way: str, images: list[str]) -> None:
+    """These images crossed this way once, others and the other way never, in no encoding."""
+    for name, data in crossed.items():
+        found = {digest: bytes(data).count(IMAGES[digest]) for digest in HEX}
+        assert found == {digest: int(name == way and digest in images) for digest in HEX}
+        rest = len(data) - sum(len(IMAGES[digest]) for digest, count in found.items() if count)
+        assert rest < min(map(len, IMAGES.values())), "nor as base64 in a row"
+
+
+async def make_groups(address: str, name: str, rows: list[list[str]]) -> None:
+    """Groups of 64 samples in 4 submits, all at once, as a producer does it on a host without the folder."""
+    producer = Producer(address, name)
+    resend_after(producer.client, 100)
+    await producer.client.hello("model")
+    leases: list[wire.Lease] = []
+    while len(leases) < len(rows):
+        leases += (await producer.lease(count=len(rows) - len(leases), wait_s=8.0)).leases
+
+    async def group(lease: wire.Lease, digests: list[str]) -> None:
+        await producer.client.store_images({digest: IMAGES[digest] for digest in digests})
+        size = SAMPLES // SUBMITS
+        for start in range(0, SAMPLES, size):
+            samples = [sample(index) for index in lease.missing[start : start + size]]
+            reply = await producer.client.submit(
+                lease,
+                prompt_ids=np.array([7], np.int32),
+                samples=samples,
+                digests={0: "d0"},
+                row={"images": digests, "ground_truth": ""},
+            )
+            assert len(reply.accepted) == size
+
+    await asyncio.gather(*map(group, leases, rows))
+    producer.client.close()
+
+
+async def score(address: str, samples: int) -> None:
+    """A reward worker that looks at the images of every sample."""
+    worker = RewardClient(address, name="r0", timeout_s=60)
+    resend_after(worker, 100)
+    await worker.hello()
+    while samples:
+        tasks, _ = await worker.work(max_samples=24, wait_s=8.0)
+        images, problems = await worker.images(digest for task in tasks for digest in task.row["images"])
+        assert tasks and images and not problems
+        scores = [wire.Score(task.item.group, task.item.index, task.item.token, 1.0) for task in tasks]
+        await worker.submit(scores)
+        samples -= len(tasks)
+    worker.close()
+
+
+def test_each_image_crosses_each_socket_once(make: Make, proxies: Proxies) -> None:
+    """Two producers, a reward worker and a learner on other hosts; two images per prompt, which prompts share."""
+    port = free_port()
+    service = make(
+        sampling__group_size=str(SAMPLES), network__buffer=f"tcp://127.0.0.1:{port}", buffer__lease_timeout_s="200"
+    ).start()
+    (service.run.segments / "nonce").unlink()  # by it clients know that they see the folder
+    link, at_learner = through(proxies, port)
+    client = learner(link.address)
+    resend_after(client, 100)
+    a, b, c, d = HEX
+    for name, rows in {"p0": [[a, b], [a, c]], "p1": [[b, a], [b, d]]}.items():
+        link, crossed = through(proxies, port)
+        asyncio.run(make_groups(link.address, name, rows))
+        assert_once(crossed, "up", [digest for row in rows for digest in row])
+    link, crossed = through(proxies, port)
+    asyncio.run(score(link.address, 4 * SAMPLES))
+    assert_once(crossed, "down", HEX)
+    for step in (1, 2):
+        batch = claim(client, step)
+        assert len(batch.groups) == 2 and not batch.invalid
+        client.commit(step=step, version=step, digest=f"d{step}")
+    assert_once(at_learner, "down", HEX)
+    client.close()
+
+
+def test_a_slow_connection_carries_an_image_once(make: Make, proxies: Proxies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent again before it could arrive, a large image would never get through."""
+    monkeypatch.setattr(producer_client, "SLOWEST", 1 << 12)
+    port = free_port()
+    service = make(network__buffer=f"tcp://127.0.0.1:{port}").start()
+    (service.run.segments / "nonce").unlink()
+
+    async def work() -> None:
+        (up, stored), (down, fetched) = through(proxies, port), through(proxies, port)
+        producer = ProducerClient(up.address, name="p0", timeout_s=60)
+        worker = RewardClient(down.address, name="r0", timeout_s=60)
+        for client, link in ((producer, up), (worker, down)):
+            await client.hello("model")
+            resend_after(client, 0.3)
+            link.delay_s = 0.5
+        await producer.store_images({HEX[0]: IMAGES[HEX[0]]})
+        assert_once(stored, "up", HEX[:1])
+        assert (await worker.images(HEX[:1]))[0]
+        assert_once(fetched, "down", HEX[:1])
+        producer.close()
+        worker.close()
+
+    asyncio.run(work())
+
+
 def test_an_image_that_is_gone_or_changed_sets_its_group_aside(service: Service, remote: bool) -> None:
     client = learner(service.address)
     produce(service.address, [[HEX[0]], [HEX[1]], [HEX[2]], [HEX[3]]])
@@ -191,21 +316,15 @@ def test_an_image_beyond_a_message_is_refused_by_its_size(service: Service, monk
     asyncio.run(work())
 
 
-PARTS = (
-    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{% if p.type == 'image' %}#{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
-)
-
-
 @pytest.mark.long
 def test_a_producer_stores_images_before_its_samples(tmp_path: Path) -> None:
     """A real process that streams a data set in verl's form; a bad image sets its row aside with the reason."""
-    model = write_folder(tmp_path / "model", template=PARTS, model_type="qwen2_vl", vision_config={})
+    model = vision_folder("qwen2_5_vl")
     rows = [
         {
-            "prompt": [{"role": "user", "content": "<image>who?"}],
+            "prompt": [{"role": "user", "content": "<image>what colour?"}],
             "images": [{"bytes": data, "path": None}],
-            "response": "me",
+            "response": "red",
         }
         for data in (IMAGES[HEX[0]], b"<svg/>", IMAGES[HEX[1]], IMAGES[HEX[0]])
     ]
@@ -215,6 +334,7 @@ def test_a_producer_stores_images_before_its_samples(tmp_path: Path) -> None:
         model.path = "{model}"
         data.path = "{tmp_path}/rows.parquet"
         data.shuffle = false
+        data.max_image_pixels = 4096
         learner.mode = "sft"
         learner.steps = 4
         producers.engine = "dataset"

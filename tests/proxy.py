@@ -4,7 +4,7 @@
 on while its attribute is set: `closed` (nobody gets through), `held` (ways, "up" to the service and "down" from it,
 on which nothing moves), `delay_s`, `lost` (ways on which whole messages vanish), `twice` and `flips` (the share of
 messages that is sent again or has one bit flipped, framing included). `cut()` breaks the connections there are.
-`counts` says what really hit a message.
+`counts` says what really hit a message. `record(way)` returns an array that gets the bytes of a way from then on.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Link:
         self.delay_s = self.twice = self.flips = 0.0
         self.next_flip: tuple[int, int] | None = None  # (byte, bit) of the next message to the service
         self.counts: Counter[str] = Counter()
+        self._records: dict[str, bytearray] = {}
         self._loop = loop
         self._target = target
         self._random = random.Random(seed)
@@ -79,6 +80,10 @@ class Link:
     def cut(self) -> None:
         """Break every connection; also a stopped peer sees a reset."""
         self._loop.call_soon_threadsafe(self._cut)
+
+    def record(self, way: str) -> bytearray:
+        """Everything that peers send from now on, "up" to the service or "down" from it."""
+        return self._records.setdefault(way, bytearray())
 
     def heal(self) -> None:
         """No more faults. What was lost meanwhile stays lost."""
@@ -121,6 +126,8 @@ class Link:
         cutter = Cutter()
         try:
             while data := await reader.read(1 << 16):
+                if way in self._records:
+                    self._records[way] += data
                 for whole, piece in cutter.feed(data):
                     for copy in self._faulty(piece, way) if whole else (piece,):
                         pieces.put_nowait((self._loop.time() + self.delay_s, copy))
