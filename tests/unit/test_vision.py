@@ -98,13 +98,15 @@ def test_every_image_needs_its_placeholder() -> None:
     assert len(inputs.expand([1, image, 2], TWO[:1])) == 2 + (48 // 16) * (32 // 16)
 
 
-def test_collapse_undoes_expand(inputs: ImageInputs) -> None:
-    ids = np.array([5, 9, IMAGE, 11, 9, IMAGE, 11, 7], np.int32)
-    assert inputs.collapse(inputs.expand(ids, TWO), TWO).tolist() == ids.tolist()
-    side_by_side = np.array([IMAGE, IMAGE], np.int32)  # nothing between them
-    assert inputs.collapse(inputs.expand(side_by_side, TWO), TWO).tolist() == side_by_side.tolist()
-    with pytest.raises(ValueError, match="stand for no image"):
-        inputs.collapse(np.append(inputs.expand(ids, TWO), IMAGE).astype(np.int32), TWO)
+@pytest.mark.parametrize("family", MROPE_MODELS)  # those of the engine vllm
+def test_collapse_undoes_expand(family: str) -> None:
+    inputs = ImageInputs(vision_folder(family))
+    image = inputs.token
+    for given in ([5, 9, image, 11, 9, image, 11, 7], [image, image]):  # in the second, nothing between them
+        ids = np.array(given, np.int32)
+        assert inputs.collapse(inputs.expand(ids, TWO), TWO).tolist() == given
+        with pytest.raises(ValueError, match="stand for no image"):
+            inputs.collapse(np.append(inputs.expand(ids, TWO), image).astype(np.int32), TWO)
 
 
 def test_large_images_are_scaled_down() -> None:
