@@ -205,23 +205,15 @@ FEATURES: dict[str, Feature] = {
         if c.learner.parallel.sequence > 1 and c.model.attn_implementation in ("auto", "eager") else "",
     ),
 }  # fmt: skip
+SENSES = ("senses", "tile_senses", "other_senses")
 #: Features that a learner or an engine is asked for.
-OF_ENGINES = (
-    "adapter",
-    "exact_truncation",
-    "second_weights",
-    "senses",
-    "tile_senses",
-    "other_senses",
-    "encoder_decoder",
-)
+OF_ENGINES = ("adapter", "exact_truncation", "second_weights", *SENSES, "encoder_decoder")
 OF_LEARNERS = tuple(name for name in FEATURES if name not in OF_ENGINES[:3])
 
 # ---------------------------------------------------------------- refusals
 
 FSDP2 = "use fsdp2"
 TEXT_ALONE = ("trains on token ids alone", "use a language model without other inputs")
-SENSES = ("senses", "tile_senses", "other_senses")
 NO_IMAGES = ("gets no images of such a model", "set producers.engine = 'hf', or use a language model")
 NO_FAMILY = ("has no inputs for it", f"use a language model, or one of {', '.join(VISION_MODELS)}")
 ENCODES = ("trains decoders alone", "use a decoder")

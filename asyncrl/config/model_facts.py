@@ -36,7 +36,8 @@ def find_senses(model: Model, families: tuple[str, ...] = ()) -> str:
     """Inputs other than token ids of a model of these types; without types, of one that is not in VISION_MODELS."""
     senses, kind = list_senses(model), model.get("model_type")
     right = kind in families if families else kind not in VISION_MODELS
-    return f"{' and '.join(senses)} inputs" if senses and right else ""
+    ways = ", attended to in both directions" if kind in BOTH_WAYS else ""
+    return f"{' and '.join(senses)} inputs{ways}" if senses and right else ""
 
 
 MEGATRON_MODELS = ("llama", "qwen2", "qwen3")

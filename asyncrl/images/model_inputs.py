@@ -93,7 +93,7 @@ class ImageInputs:
         self._kept_bytes = 0
 
     def _limit(self, kind: str, most: int) -> dict[str, Any]:
-        """Options of the processor for images of at most so many pixels; LLaVA has one size."""
+        """Options of the processor for images of at most `most` pixels; LLaVA has one size."""
         if kind == "internvl":
             return {"crop_to_patches": True, **({"max_patches": most // int(self._square.prod()) or 1} if most else {})}
         if not self.mrope or not most:
@@ -107,11 +107,11 @@ class ImageInputs:
             self._kept.move_to_end(image)
             return found
         given = self._processor(images=[open_image(image)], return_tensors="np", **self.options)
-        found = self._made(np.asarray(given["pixel_values"], np.float32), given.get("image_grid_thw"))
+        found = self._pack(np.asarray(given["pixel_values"], np.float32), given.get("image_grid_thw"))
         self._keep(image, found)
         return found
 
-    def _made(self, values: Array, grids: Array | None) -> Pixels:
+    def _pack(self, values: Array, grids: Array | None) -> Pixels:
         """`grids` `[1, 3]`: of a family with positions by time, height and width."""
         if grids is None:
             tokens = len(values) * self._tile
@@ -130,11 +130,11 @@ class ImageInputs:
     def blank(self) -> Pixels:
         """The smallest image, for a pass that has none. It has one token; of a tile the first feature stands there."""
         if not self.mrope:
-            return self._made(np.zeros((1, 3, *self._square), np.float32), None)._replace(grid=(1, 1, 1), tokens=1)
+            return self._pack(np.zeros((1, 3, *self._square), np.float32), None)._replace(grid=(1, 1, 1), tokens=1)
         vision = self._processor
         width = 3 * vision.temporal_patch_size * vision.patch_size**2
         values = np.zeros((self.merge**2, width), np.float32)
-        return self._made(values, np.array([[1, self.merge, self.merge]]))
+        return self._pack(values, np.array([[1, self.merge, self.merge]]))
 
     def expand(self, ids: Sequence[int] | Ids, images: Sequence[bytes]) -> Ids:
         """The ids with each placeholder repeated for the tokens of its image, i4 `[P]`.

@@ -15,7 +15,7 @@ import transformers
 from vision_models import PATCH, png, vision_folder
 
 from asyncrl.config import Config, load
-from asyncrl.config.model_facts import VISION_MODELS
+from asyncrl.config.model_facts import MROPE_MODELS, VISION_MODELS
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import ConfigError
 from asyncrl.images.decoding import open_image
