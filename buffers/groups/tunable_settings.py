@@ -134,14 +134,13 @@ class DepthController:
 
     It takes one observation per step and changes the depth by one at a time: up when the share of the last steps is
     above the target, down when it is below half of it. A depth that was too small is not tried again for `PATIENCE`
-    steps, twice as long each time. So is a depth that did not help: steps did not become shorter by at least half of
-    what the learner had waited. That is so where producers are too slow, or share processors with the learner.
+    steps, twice as long each time. If no depth helps because the producers are too slow, it ends at the limit; the
+    lag stays small, because little is outstanding then.
 
     >>> control = DepthController(target=0.1)
     >>> depth = 1
     >>> for step in range(40):
-    ...     idle_s = (0, 0.6, 0.3, 0, 0)[depth]
-    ...     depth = control.observe(idle_s=idle_s, step_s=1 + idle_s, depth=depth, limit=4)
+    ...     depth = control.observe(idle_s=0.5 if depth < 3 else 0.0, step_s=1.0, depth=depth, limit=4)
     >>> depth
     3
     """
@@ -159,7 +158,6 @@ class DepthController:
         self._settling = 0  # steps to leave out: they still show the depth before
         self._blocked: dict[int, int] = {}  # depth -> count until which it is not tried
         self._patience: dict[int, int] = {}
-        self._hoped_s = 0.0  # length of a step with which the depth that was just raised stays; 0: it was not raised
 
     def observe(self, *, idle_s: float, step_s: float, depth: int, limit: int) -> int:
         """The learner waited `idle_s` of a step of `step_s` seconds with this depth; the depth from now on."""
@@ -172,21 +170,12 @@ class DepthController:
         self._steps += 1
         share = self._idle_s / self._total_s if self._total_s > 0 else 0.0
         wanted = depth
-        mean_s = self._total_s / self._steps
-        if self._hoped_s and self._steps >= self.WINDOW and mean_s > self._hoped_s:
-            wanted = depth - 1
-            self._hoped_s = 0.0
-            self._block(depth)
-        elif share > self.target and (
+        if share > self.target and (
             self._steps >= self.WINDOW or (self._steps >= self.HASTE and share > 2 * self.target)
         ):
             wanted = min(depth + 1, limit)
-            if self._blocked.get(wanted, 0) > self._count:
-                wanted = depth
-            self._hoped_s = 0.0
             if wanted > depth:
                 self._block(depth)
-                self._hoped_s = mean_s * (1 - share / 2)
         elif share < self.target / 2 and self._steps >= self.WINDOW:
             wanted = depth - 1 if depth > 1 and self._blocked.get(depth - 1, 0) <= self._count else depth
         elif self._steps < self.WINDOW:
