@@ -57,10 +57,9 @@ class Schedule:
 
     def versions_behind(self, engine_version: int) -> int:
         """How many versions an engine is behind, as far as (D) and the order to sync first count them. With an
-        automatic depth at most that depth: an engine that an evaluation holds back still gets one batch of work.
+        automatic depth they do not: it says how much work the learner needs, not how old that may be; (F) says that.
         """
-        behind = self.training_version - engine_version
-        return min(behind, self.depth) if self.live.current.depth_rule == "auto" else behind
+        return 0 if self.live.current.depth_rule == "auto" else self.training_version - engine_version
 
     @property
     def training_version(self) -> int:
