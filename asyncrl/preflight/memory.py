@@ -136,8 +136,8 @@ def _shape(model: Mapping[str, Any]) -> Shape:
 
 
 def _vision(vision: Mapping[str, Any], kind: str, out: int) -> tuple[int, int]:
-    """Parameters of the vision tower and of the projector of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (`kind`); `out`: width of
-    the language part. Qwen2-VL calls the width of its tower `embed_dim`.
+    """Parameters of the vision tower and of the projector of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (`kind`); `out`: width
+    of the language part. Qwen2-VL calls the width of its tower `embed_dim`.
     """
     width = vision.get("embed_dim") or vision["hidden_size"]
     matrices = 3 if kind.startswith("qwen2_5") else 2
