@@ -17,10 +17,13 @@ import multiprocessing
 import os
 import platform
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ import stages  # noqa: E402, RUF100
 from asyncrl import wire  # noqa: E402, RUF100
 from asyncrl.config import Config, dump, parse  # noqa: E402, RUF100
 from asyncrl.engine import GenDelta  # noqa: E402, RUF100
+from asyncrl.images.digests import image_digest
 from asyncrl.monitor.control import ServiceClient
 from asyncrl.net.frames import keep_memory
 from asyncrl.runtime.run_dir import RunDir, endpoint
@@ -160,7 +164,17 @@ def run_direct(size: str, count: int, *, plain: bool = False) -> dict[str, float
 # ---------------------------------------------------------------- the buffer
 
 
-def buffer_producer(address: str, size: str, count: int, by_place: bool, queue: Any) -> None:
+def buffer_producer(
+    address: str, size: str, count: int, by_place: bool, queue: Any, *, images: Sequence[bytes] = ()
+) -> None:
+    """Answer leases. `images`: PNG files of every prompt; each prompt gets bytes of its own."""
+
+    async def submit(client: ProducerClient, lease: wire.Lease, prompt: Any, samples: list[GenDelta]) -> Any:
+        own = {image_digest(data): data for data in (marked(image, lease.group) for image in images)}
+        await client.store_images(own)
+        row = ROW | ({"images": list(own)} if own else {})
+        return await client.submit(lease, prompt_ids=prompt, samples=samples, digests={}, row=row, rewards=REWARDS)
+
     async def work() -> None:
         keep_memory()
         groups = make_groups(size)
@@ -194,9 +208,7 @@ def buffer_producer(address: str, size: str, count: int, by_place: bool, queue: 
                     for s in made
                 ]
                 await credits.acquire()
-                task = asyncio.ensure_future(
-                    client.submit(lease, prompt_ids=prompt, samples=samples, digests={}, row=ROW, rewards=REWARDS)
-                )
+                task = asyncio.ensure_future(submit(client, lease, prompt, samples))
                 under_way.add(task)
                 task.add_done_callback(answered)
                 sent += 1
@@ -206,6 +218,12 @@ def buffer_producer(address: str, size: str, count: int, by_place: bool, queue: 
         client.close()
 
     uvloop.run(work())
+
+
+def marked(png: bytes, number: int) -> bytes:
+    """The same picture in a file of other bytes: with a private chunk before the last one."""
+    body = b"prVt" + number.to_bytes(8, "big")
+    return png[:-12] + struct.pack(">I", 8) + body + struct.pack(">I", zlib.crc32(body)) + png[-12:]
 
 
 def main_thread_of(pid: int) -> float:
@@ -219,26 +237,30 @@ def cpu_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def learn(client: LearnerClient, steps: int) -> tuple[float, float]:
-    """Claim, look at every array, commit; when the first batch was there, and when the last was committed."""
+def learn(client: LearnerClient, steps: int, images: int = 0) -> tuple[float, float]:
+    """Claim, look at every array and count the images of a prompt, commit; when it began and when it ended."""
     started = time.monotonic()
     for step in range(1, steps + 1):
         batch = client.claim(step=step, version=step - 1, wait_s=20.0)
         assert isinstance(batch, ClaimedBatch) and len(batch.groups) == BATCH and not batch.invalid, batch
         for group in batch.groups:
             assert all(sample.logprobs.size == sample.response.size for sample in group.samples)
+        assert len(batch.images) == BATCH * images
         client.commit(step=step, version=step, digest="")
         if step % 4 == 0:
             client.checkpointed(step=step)
     return started, time.monotonic()
 
 
-def run_buffer(size: str, count: int, store: str, fsync: str, profile: str = "") -> dict[str, float]:
-    """Groups per second and CPU through the service."""
+def run_buffer(
+    size: str, count: int, store: str, fsync: str, profile: str = "", *, images: Sequence[bytes] = (), port: int = 0
+) -> dict[str, float]:
+    """Groups per second and CPU through the service. With `port`, clients do not see its folder: all goes by TCP."""
     with tempfile.TemporaryDirectory() as folder:
         steps = count // BATCH
         fsync, _, how = fsync.partition("+")
-        config: Config = parse(TOML.format(dir=f"{folder}/run", store=store, fsync=fsync, steps=steps, batch=BATCH))
+        toml = TOML.format(dir=f"{folder}/run", store=store, fsync=fsync, steps=steps, batch=BATCH)
+        config: Config = parse(toml + (f'[network]\nbuffer = "tcp://127.0.0.1:{port}"\n' if port else ""))
         run = RunDir(config.run_dir).create()
         run.config.write_text(dump(config))
         address = endpoint(config, "buffer")
@@ -250,9 +272,15 @@ def run_buffer(size: str, count: int, store: str, fsync: str, profile: str = "")
         )
         observer = ServiceClient(address, timeout_s=20)
         observer.status()
+        if port:
+            (run.segments / "nonce").unlink()  # by it clients know that they see the folder
         spawn = multiprocessing.get_context("spawn")
         queue = spawn.Queue()
-        producer = spawn.Process(target=buffer_producer, args=(address, size, count, how != "frames", queue))
+        producer = spawn.Process(
+            target=buffer_producer,
+            args=(address, size, count, how != "frames", queue),
+            kwargs={"images": images},
+        )
         producer.start()
         time.sleep(1.5)
         client = LearnerClient(address, name="l")
@@ -263,7 +291,7 @@ def run_buffer(size: str, count: int, store: str, fsync: str, profile: str = "")
         before, own, loop = sum(map(cpu_of, servers)), time.process_time(), main_thread_of(service.pid)
         thread = time.thread_time()
         queue.put("go")
-        started, ended = learn(client, steps)
+        started, ended = learn(client, steps, len(images))
         own, thread = time.process_time() - own, time.thread_time() - thread
         loop = main_thread_of(service.pid) - loop
         served = sum(map(cpu_of, servers)) - before

@@ -21,6 +21,9 @@ from tokenizers import Tokenizer
 
 from asyncrl.config import parse
 from asyncrl.errors import AsyncRLError
+from asyncrl.images.decoding import check_image
+from asyncrl.images.digests import IMAGES, image_digests
+from asyncrl.images.rows import normalise_row, takes_images
 from asyncrl.preflight.files import data_paths, has_template, has_texts, prompt_column
 from asyncrl.preflight.machine import REDIS_SERVERS, Machine, device_memory
 from asyncrl.preflight.memory import estimate, model_shape
@@ -31,6 +34,7 @@ from asyncrl.runtime.model_folder import find_positions, model_json
 ROWS = 256  # prompts that are measured
 SHARE = 0.7  # of the host's memory
 TEMPLATE_TOKENS = 16  # of a chat template, per message
+LEAST_PIXELS, MOST_PIXELS = 56 * 56, 28 * 28 * 1280  # of an image, where the model's folder does not say
 UNIT = 32  # limits are multiples of it
 SMALL, LARGE = 50e6, 1e9  # parameters
 
@@ -65,14 +69,39 @@ def prompt_lengths(model: Path, data: str) -> Iterator[int]:
     paths = data_paths(data)
     try:
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        column = prompt_column(paths)
+        column, sees = prompt_column(paths), takes_images(model)
         for row in islice(first_rows(paths[0]), ROWS) if paths else ():
+            images = 0
+            if sees:
+                row, files = normalise_row(  # noqa: PLW2901
+                    dict(row), prompt_key=column, image_key=IMAGES, folder=paths[0].parent
+                )
+                images = sum(image_tokens(model, *check_image(files[digest])) for digest in image_digests(row))
             prompt = row.get(column)
             messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
-            texts = [str(one.get("content") or "") for one in messages if isinstance(one, dict)]
-            yield sum(len(tokenizer.encode(text).ids) + TEMPLATE_TOKENS for text in texts)
+            texts = [_text(one.get("content")) for one in messages if isinstance(one, dict)]
+            yield images + sum(len(tokenizer.encode(text).ids) + TEMPLATE_TOKENS for text in texts)
     except Exception:  # the package of tokenizers raises bare Exception; the check says what is wrong with the files
         return
+
+
+def _text(content: Any) -> str:
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "".join(str(part.get("text") or "") for part in parts)
+
+
+def image_tokens(model: Path, width: int, height: int) -> int:
+    """Most tokens of an image of these pixels, by the model's preprocessor_config.json: sides of whole tokens, and an
+    area within its limits (`smart_resize` of Qwen2-VL).
+    """
+    try:
+        found = json.loads((model / "preprocessor_config.json").read_bytes())
+    except (OSError, ValueError):
+        found = {}
+    size, side = found.get("size") or {}, found.get("patch_size", 14) * found.get("merge_size", 2)
+    least = found.get("min_pixels") or size.get("shortest_edge") or LEAST_PIXELS
+    most = found.get("max_pixels") or size.get("longest_edge") or MOST_PIXELS
+    return int(min(max(-(-width // side) * -(-height // side), -(-least // side**2)), most // side**2))
 
 
 def first_rows(path: Path) -> Iterator[Mapping[str, Any]]:

@@ -68,6 +68,8 @@ class Shape(msgspec.Struct, frozen=True):
     active_width: int  # of the feed-forward part that one token uses
     linear: int  # sum of inputs and outputs of one layer's linear parts: adapters grow with it
     tied: bool
+    tower: int = 0  # parameters of a vision tower
+    projector: int = 0  # of the layers between it and the language part
 
     @property
     def embedding(self) -> int:
@@ -76,9 +78,10 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def parameters(self) -> int:
-        """Of the whole model: embeddings, layers with two norms each, the last norm."""
+        """Of the whole model: embeddings, layers with two norms each, the last norm, what sees images."""
         norms = (2 * self.layers + 1) * self.hidden
-        return self.embedding + self.layers * self.attention + sum(self.feed_forward) + norms
+        language = self.embedding + self.layers * self.attention + sum(self.feed_forward) + norms
+        return language + self.tower + self.projector
 
     @property
     def largest_layer(self) -> int:
@@ -88,9 +91,15 @@ class Shape(msgspec.Struct, frozen=True):
 
 def model_shape(model: Mapping[str, Any]) -> Shape | None:
     """The sizes in a config.json; None for an unknown architecture."""
-    model = model.get("text_config") or model
+    vision, kind = model.get("vision_config"), model.get("model_type", "")
+    if text := model.get("text_config"):
+        model = {"tie_word_embeddings": model.get("tie_word_embeddings", False)} | text
     try:
-        return _shape(model)
+        shape = _shape(model)
+        if vision is None:
+            return shape
+        tower, projector = _vision(vision, kind, shape.hidden)
+        return msgspec.structs.replace(shape, tower=tower, projector=projector)
     except (KeyError, TypeError, ZeroDivisionError):
         return None
 
@@ -124,6 +133,21 @@ def _shape(model: Mapping[str, Any]) -> Shape:
         linear,
         bool(model.get("tie_word_embeddings", False)),
     )
+
+
+def _vision(vision: Mapping[str, Any], kind: str, out: int) -> tuple[int, int]:
+    """Parameters of the vision tower and of the projector of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (`kind`); `out`: width
+    of the language part. Qwen2-VL calls the width of its tower `embed_dim`.
+    """
+    width = vision.get("embed_dim") or vision["hidden_size"]
+    matrices = 3 if kind.startswith("qwen2_5") else 2
+    inner = vision.get("intermediate_size") or vision["mlp_ratio"] * width
+    patch = vision.get("in_channels", 3) * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    places = vision.get("num_position_embeddings", 0)
+    merged = width * vision["spatial_merge_size"] ** 2
+    mergers = 1 + len(vision.get("deepstack_visual_indexes") or ())
+    layer = 4 * width * width + matrices * width * inner + 2 * width
+    return vision["depth"] * layer + (patch + places) * width, mergers * merged * (merged + out)
 
 
 def _experts(model: Mapping[str, Any]) -> int:
@@ -232,9 +256,11 @@ def _states(config: Config, shape: Shape) -> list[Part]:
 
 
 def _trained_parameters(config: Config, shape: Shape) -> int:
-    """Trained parameters: all, or those of adapters."""
-    rank = config.learner.lora.rank
-    return shape.layers * rank * shape.linear if rank else shape.parameters
+    """Trained parameters: all but frozen parts, or those of adapters."""
+    rank, vision = config.learner.lora.rank, config.learner.vision
+    if rank:
+        return shape.layers * rank * shape.linear
+    return shape.parameters - shape.tower * (not vision.tower) - shape.projector * (not vision.projector)
 
 
 def _companion_parts(config: Config, shape: Shape) -> list[Part]:

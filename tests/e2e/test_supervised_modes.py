@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from e2e_run import Run
 from safetensors.numpy import load_file
+from vision_models import vision_folder
+
+from asyncrl.demo import shapes
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +29,11 @@ def on_rows(run: Any, mode: str, *settings: str, rows: list[dict[str, Any]] | No
     answers = [{"prompt": f"{n + 10}+{n % 7}=", **answer_of(mode, n)} for n in range(ROWS)] if rows is None else rows
     path = run.folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in answers))
+    return on_file(run, mode, path, *settings)
+
+
+def on_file(run: Any, mode: str, path: Path, *settings: str) -> list[str]:
+    """The words of the command for rows of the mode."""
     every = [
         f"learner.mode={mode}",
         "producers.engine=dataset",
@@ -150,3 +163,44 @@ def test_dpo_on_pairs_that_are_generated_and_scored(run: Any) -> None:
     lines = run.lines("metrics/learner.jsonl")
     assert len(lines) == 4 and all("score_margin" in line for line in lines)
     assert {line["role"] for line in run.lines("processes.jsonl")} >= {"reward", "weightsync"}
+
+
+@pytest.fixture
+def seeing(tmp_path: Path) -> Iterator[Run]:
+    """A run with a model of random weights that takes images."""
+    made = Run(tmp_path, vision_folder("qwen2_5_vl"))
+    yield made
+    made.close()
+
+
+def colours(mode: str) -> tuple[list[dict[str, Any]], float]:
+    """48 rows that ask for the colour in a picture; the loss per token of the best answers without the pictures."""
+    asked = (row for row in shapes.prompt_rows(200, 0) if row["extra_info"]["question"] == "what colour?")
+    rows = sorted(itertools.islice(asked, 48), key=lambda row: row["reward_model"]["ground_truth"])
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    others = truths[24:] + truths[:24]  # each pair of answers comes in both orders: it says nothing by itself
+    assert all(truth != other for truth, other in zip(truths, others, strict=True))
+    for row, truth, other in zip(rows, truths, others, strict=True):
+        row.update({"response": truth} if mode == "sft" else {"chosen": truth, "rejected": other})
+    nats = sum(count * np.log(len(truths) / count) for count in Counter(truths).values())
+    return rows, float(nats / sum(len(truth) + 1 for truth in truths))  # a token per letter, and the end
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["sft", "dpo"])
+def test_answers_about_pictures_are_learnt_from_the_pictures(seeing: Run, mode: str) -> None:
+    rows, blind = colours(mode)
+    path = seeing.folder / "pictures.parquet"
+    shapes.write_parquet(path, rows)
+    done = seeing.command(
+        *on_file(seeing, mode, path, "data.epochs=25", "data.max_prompt_tokens=64", "learner.optim.lr=1e-3")
+    )
+    assert done.returncode == 0, done.stdout + seeing.logs()
+    lines = complete(seeing, steps=150)
+    losses = [line["loss"] for line in lines]
+    assert len(list((seeing.dir / "images").glob("??/*"))) == 48
+    if mode == "sft":
+        assert losses[0] > 3 and np.mean(losses[-24:]) < 0.5 * blind
+    else:
+        assert losses[0] == pytest.approx(np.log(2), abs=1e-6)
+        assert np.mean([line["pair_accuracy"] for line in lines[-24:]]) > 0.9, "0.5 without the pictures"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from vision_models import vision_folder
 
 from asyncrl.config import Config, parse
 from asyncrl.preflight.machine import Machine, find_missing, look_at_machine
@@ -76,6 +78,28 @@ def test_parameters_are_those_of_the_model_classes(kind: str) -> None:
     exact = sum(parameter.numel() for parameter in model.parameters())
     shape = model_shape(config.to_dict())
     assert shape is not None and abs(shape.parameters - exact) <= 0.02 * exact, (shape.parameters, exact)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_models_that_see_images_count_tower_and_projector(family: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    folder = vision_folder(family)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    seen = {name: size for name, size in sizes.items() if ".visual." in name}
+    joined = sum(size for name, size in seen.items() if "merger" in name)
+    values = json.loads((folder / "config.json").read_text())
+    shape = model_shape(values)
+    assert shape is not None and shape.parameters == pytest.approx(sum(sizes.values()), rel=0.02)
+    assert shape.tower == pytest.approx(sum(seen.values()) - joined, rel=0.03)
+    assert shape.projector == pytest.approx(joined, rel=0.03)
+    whole = parts(made(), "learner", "device", values)
+    frozen = parts(made(**{"learner.vision.tower": "false"}), "learner", "device", values)
+    assert whole["weights"] == frozen["weights"]
+    assert whole["gradients"] - frozen["gradients"] == 4 * shape.tower
 
 
 def test_the_example_of_the_module() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from small_folder import CHAT, write_folder
+from vision_models import png, vision_folder
 
 from asyncrl.cli import main
 from asyncrl.config import load
@@ -15,11 +16,13 @@ from asyncrl.configure.proposal import (
     Facts,
     fit_lengths,
     fit_memory,
+    image_tokens,
     learning_rate,
     proposed_settings,
     read_facts,
     used_bytes,
 )
+from asyncrl.images.model_inputs import ImageInputs
 from asyncrl.preflight.machine import Machine, device_memory
 
 GIB = 1 << 30
@@ -67,6 +70,23 @@ def test_rows_of_other_files(place: Path, suffix: str) -> None:
         pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
     facts = read_facts("model", str(path))
     assert (facts.rows, facts.longest) == ((2, 46) if suffix == ".json" else (1, 26))
+
+
+def test_prompts_count_the_tokens_of_their_images(place: Path) -> None:
+    """As many as the image processor makes of it, or a few more."""
+    folder = vision_folder("qwen2_5_vl")
+    inputs = ImageInputs(str(folder))
+    for width, height in ((48, 48), (100, 30), (16, 130), (1000, 700), (8, 8)):
+        made = inputs.pixels(png(width, height)).tokens
+        assert made <= image_tokens(folder, width, height) <= 1.3 * made + 4
+        row = {
+            "prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "7" * 10}]}],
+            "images": ["picture.png"],
+        }
+        (place / "picture.png").write_bytes(png(width, height))
+        (place / "rows.json").write_text(json.dumps([row]))
+        facts = read_facts(str(folder), str(place / "rows.json"))
+        assert facts.longest == 10 + 16 + image_tokens(folder, width, height)
 
 
 def test_what_cannot_be_read_leaves_the_defaults(place: Path) -> None:
