@@ -54,6 +54,8 @@ WAYS: dict[str, tuple[str, ...]] = {
     "IcePop": (f"{_ALGORITHM}correction=icepop",),
     "second moment (M2PO)": (f"{_ALGORITHM}correction=m2po",),
     "no momentum": ("learner.optim.beta1=0.0",),
+    "momentum 0.5": ("learner.optim.beta1=0.5",),
+    "linear decay": ("learner.optim.schedule=linear",),
     "half the learning rate": ("learner.optim.lr=5e-5",),
     "warm-up of 16 steps": ("learner.optim.warmup_steps=16",),
 }
