@@ -153,15 +153,16 @@ class ProducerClient(AsyncClient):
         return reply
 
     async def store_images(self, images: Mapping[str, bytes]) -> None:
-        """Give the run the images of a row, before its samples: each digest once in the life of this process.
+        """Give the run the images of a row, before its samples: each digest once in the life of this process. An image
+        that vanished from a folder which this process sees is stored again.
 
         Raises:
             WorkError: `image.invalid`, the service does not accept one.
         """
-        if images.keys() <= self._stored:
+        if all(map(self._is_stored, images)):
             return
         async with self._storing:
-            fresh = {digest: data for digest, data in images.items() if digest not in self._stored}
+            fresh = {digest: data for digest, data in images.items() if not self._is_stored(digest)}
             for piece in cut_pieces(fresh, max_bytes=self._max_bytes):
                 if self._folder is None:
                     wait_s = sum(map(len, piece.values())) / SLOWEST
@@ -170,6 +171,9 @@ class ProducerClient(AsyncClient):
                     for data in piece.values():
                         await asyncio.to_thread(self._folder.put, data)
                 self._stored |= piece.keys()
+
+    def _is_stored(self, digest: str) -> bool:
+        return digest in self._stored and (self._folder is None or self._folder.has(digest))
 
     async def _submit_place(
         self, writer: PlaceWriter, message: wire.Samples, payload: bytes

@@ -117,6 +117,22 @@ def test_a_claimed_batch_has_the_images_of_its_rows(
     client.close()
 
 
+def test_an_image_that_vanished_is_stored_again(service: Service) -> None:
+    async def work() -> list[bool]:
+        producer = Producer(service.address)
+        await producer.client.hello("model")
+        found = []
+        for _ in range(2):
+            await producer.client.store_images({HEX[0]: IMAGES[HEX[0]]})
+            [file] = service.run.images.glob(f"??/{HEX[0]}")
+            found.append(file.read_bytes() == IMAGES[HEX[0]])
+            file.unlink()
+        producer.client.close()
+        return found
+
+    assert asyncio.run(work()) == [True, True]
+
+
 SAMPLES = 64  # of a prompt
 SUBMITS = 4
 
