@@ -19,6 +19,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.images.digests import image_digests
 from asyncrl.versions import lag, oldest_version
 from learners.batch import estimates
 from learners.batch.micro_batches import Minibatch, Sample, StepBatch, balance, pack, packed_row, pad, padded_rows
@@ -36,9 +37,13 @@ def support_in(sample: Any) -> Support | None:
 
 
 def images_in(batch: Any, group: Any) -> tuple[bytes, ...]:
-    """Return the encoded images of a group's prompt, in order."""
-    images = getattr(batch, "images", {})
-    return tuple(images[digest] for digest in group.row.get("images") or ()) if images else ()
+    """Return the encoded images of a group's prompt, in order.
+
+    Raises:
+        KeyError: the batch lacks one: such a group must not train as text.
+    """
+    digests = image_digests(getattr(group, "row", None) or {})
+    return tuple(batch.images[digest] for digest in digests)
 
 
 def unusable(group: GroupData, *, max_tokens: int, vocabulary: int = 0) -> str:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,13 @@ from asyncrl.config.model_facts import MROPE_MODELS, VISION_MODELS
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import ConfigError
 from asyncrl.images.decoding import open_image
+from asyncrl.images.digests import image_digest
 from asyncrl.images.forward import Seen, join_images, stray_placeholders
 from asyncrl.images.model_inputs import ImageInputs
 from asyncrl.runtime.model_folder import load_image_processor, load_model, load_tokenizer
 from learners.backends.fsdp2.backend import FSDP2Backend
 from learners.backends.vision import vision_part
+from learners.batch.assembly import images_in
 from learners.batch.micro_batches import Minibatch, Sample, decode_share, encode_share, packed_row, padded_rows
 from learners.gang.gang import Gang
 from producers.engines.hf.decoder import Decoder
@@ -310,3 +313,11 @@ def test_parts_can_be_frozen_and_have_rates_of_their_own(
     # AdamW's first update is the learning rate for every number with a gradient.
     largest = {part: max(c for n, c in moved.items() if vision_part(n) == part) for part in trained}
     assert largest == pytest.approx({part: 5e-4 if part == "projector" else 1e-3 for part in trained}, rel=0.02)
+
+
+def test_a_group_without_its_images_is_not_packed_as_text() -> None:
+    image, digest = TWO[0], image_digest(TWO[0])
+    batch, group = SimpleNamespace(images={digest: image}), SimpleNamespace(row={"images": [digest, digest]})
+    assert images_in(batch, group) == (image, image)
+    with pytest.raises(KeyError):
+        images_in(SimpleNamespace(images={}), group)

@@ -157,7 +157,8 @@ class VLLMEngine(VLLMBase):
             outputs = self._llm.generate(prompt, _params(sample), sample.name, priority=request.priority)
             async with aclosing(outputs):
                 async for output in outputs:
-                    if request.images and list(output.prompt_token_ids or ()) != request.prompt_ids.tolist():
+                    first = request.images and not sample.tokens
+                    if first and list(output.prompt_token_ids or ()) != request.prompt_ids.tolist():
                         raise ValueError("it makes other tokens of the images than the learner")
                     self._take_output(sample, output.outputs[0])
         except (VLLMClientError, ValueError) as error:
