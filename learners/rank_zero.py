@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config import Config
+from asyncrl.config.judges import teacher_of
 from asyncrl.config.mode import streams
 from asyncrl.errors import AsyncRLError, StateLost, Unavailable
 from asyncrl.runtime.failpoints import failpoint
@@ -213,7 +214,8 @@ class Services:
         limit = self._config.learner.micro_batch_tokens
         bad = dict(batch.invalid)
         for group in batch.groups:
-            if why := unusable(group, max_tokens=limit, vocabulary=self._vocabulary):
+            teacher = teacher_of(self._config, str(group.row.get("data_source") or ""))
+            if why := unusable(group, max_tokens=limit, vocabulary=self._vocabulary, teacher=teacher):
                 bad[group.group] = why
         for number, why in bad.items():
             self.quarantine(batch.step, number, why)

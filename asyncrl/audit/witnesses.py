@@ -107,7 +107,9 @@ def _origins(head: wire.GroupHead) -> Iterator[tuple[int, Origin]]:
     """What made the samples of an archived group. If two records hold a sample, the first one counts."""
     seen: set[int] = set()
     for record in head.records:
-        message = wire.decode_samples(record)
+        message = wire.decode_record(record)
+        if isinstance(message, wire.TeacherLogprobs):
+            continue
         for item in message.samples:
             if item.index in seen or item.index not in head.rewards:
                 continue

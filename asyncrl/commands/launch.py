@@ -7,12 +7,12 @@ from pathlib import Path
 
 from asyncrl.commands.options import Commands, add_configs, add_folder, add_output, add_set, command, seconds
 
-TARGETS = ("all", "services", "buffer", "producers", "evaluators", "rewards", "learner", "weightsync")
+TARGETS = ("all", "services", "buffer", "producers", "evaluators", "rewards", "teachers", "learner", "weightsync")
 LAUNCH_EXAMPLES = """targets:
   all         everything on this machine
   services    buffer and weight sync
   buffer, weightsync, learner     one of each per run
-  producers, rewards              as many launchers as you like, on any host
+  producers, rewards, teachers    as many launchers as you like, on any host; rewards starts the teachers too
   evaluators                      likewise, with evaluation.lane = "evaluators"
 
 examples:

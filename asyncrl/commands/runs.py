@@ -78,6 +78,9 @@ def _add_rescore(commands: Commands) -> None:
         help="only the part of this judge (`default`: of the "
         "rewards that name none); the others' parts stay as recorded",
     )
+    one.add_argument(
+        "--teacher", default="", metavar="NAME", help="compute the log-probs of this teacher again instead of rewards"
+    )
     one.add_argument("--out", type=Path, metavar="FILE", help="file of the scores (default: RUN-scores.jsonl)")
     one.add_argument("--json", action="store_true", help="the report, as JSON")
     one.set_defaults(run=_rescore)
@@ -152,7 +155,9 @@ def _replay(args: argparse.Namespace) -> int:
 def _rescore(args: argparse.Namespace) -> int:
     from asyncrl.runs.rescore import rescore_command
 
-    return rescore_command(args.folder, rewards=args.rewards, judge=args.judge, out=args.out, as_json=args.json)
+    return rescore_command(
+        args.folder, rewards=args.rewards, judge=args.judge, out=args.out, as_json=args.json, teacher=args.teacher
+    )
 
 
 def _fork(args: argparse.Namespace) -> int:

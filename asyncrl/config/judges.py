@@ -4,7 +4,9 @@ A `[[reward]]` without `judge` belongs to the default judge, which has the setti
 table inherits the settings that it leaves out. Guarantees:
 1. the judges of a row depend only on its data source and the settings (`judges_for`): all that have a reward for it, in
    the order of the file, or the first one if none has (its workers report the reason);
-2. every judge is returned with all its settings; the default one only if a reward belongs to it.
+2. every judge is returned with all its settings; the default one only if a reward belongs to it;
+3. a `[[teacher]]` is a judge too, after all others: it is asked like one, about rows of training alone, and answers
+   with log-probs and the reward 0.
 
 Example: `[[judge]]` with `name = "slow"`, `count = 8`, `timeout_s = 120`, and `[[reward]]` with `function = "my:deep"`,
 `judge = "slow"`: a worker of the default judge and one of `slow` score a sample in parallel; its reward is the sum.
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl.config.sections.reward import DEFAULT, SHOWN_DEFAULT, JudgeConfig
+from asyncrl.config.sections.teacher import TeacherConfig
 from asyncrl.errors import UNREADABLE
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ class Judge(msgspec.Struct, frozen=True):
     rewards: tuple[RewardFunctionConfig, ...]
     data_sources: tuple[str, ...]
     table: JudgeConfig  # including the settings of a model
+    teacher: TeacherConfig | None = None  # None: it gives rewards
 
     @property
     def display_name(self) -> str:
@@ -69,14 +73,25 @@ def parse_display_name(text: str) -> str:
 
 
 def list_judges(config: Config) -> tuple[Judge, ...]:
-    """Every judge that has rewards: the default one first, then in the order of the file."""
+    """Every judge that has rewards: the default one first, then in the order of the file; then the teachers."""
     tables = {DEFAULT: JudgeConfig(DEFAULT)} | {table.name: table for table in config.judge}
     found = []
     for name, table in tables.items():
         rewards = tuple(reward for reward in config.reward if reward.judge == name)
         if rewards:
             found.append(_fill_judge(table, rewards, config))
-    return tuple(found)
+    return (*found, *map(_judge_of, config.teacher))
+
+
+def list_teachers(config: Config) -> tuple[Judge, ...]:
+    """The teachers as judges, in the order of the file."""
+    return tuple(judge for judge in list_judges(config) if judge.teacher is not None)
+
+
+def teacher_of(config: Config, source: str) -> str:
+    """The teacher of rows of a data source; empty if they have none."""
+    mine = (one.name for one in config.teacher if not one.data_sources or source in one.data_sources)
+    return next(mine, "")
 
 
 def find_judge(config: Config, name: str) -> Judge | None:
@@ -99,6 +114,36 @@ def _fill_judge(table: JudgeConfig, rewards: tuple[RewardFunctionConfig, ...], c
         rewards=rewards,
         data_sources=tuple(sources),
         table=table,
+    )
+
+
+def _judge_of(teacher: TeacherConfig) -> Judge:
+    """A teacher as a judge. `table` has the settings that it shares with judges that are models."""
+    return Judge(
+        name=teacher.name,
+        count=teacher.count,
+        restarts=teacher.restarts,
+        timeout_s=teacher.timeout_s,
+        retries=teacher.retries,
+        batch_samples=teacher.batch_samples,
+        memory_bytes=0,
+        rewards=(),
+        data_sources=teacher.data_sources,
+        table=JudgeConfig(
+            teacher.name,
+            kind="url" if teacher.url else "classifier",
+            model=teacher.model,
+            trust_remote_code=teacher.trust_remote_code,
+            url=teacher.url,
+            device=teacher.device,
+            dtype=teacher.dtype,
+            max_tokens=teacher.max_tokens,
+            concurrency=teacher.concurrency,
+            attempts=teacher.attempts,
+            api_key_env=teacher.api_key_env,
+            api_key_file=teacher.api_key_file,
+        ),
+        teacher=teacher,
     )
 
 

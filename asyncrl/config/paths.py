@@ -31,6 +31,8 @@ READ = (
     "learner.process_reward.reference",
     "judge.model",
     "judge.api_key_file",
+    "teacher.model",
+    "teacher.api_key_file",
     "sandbox.paths",
     "trackers.prometheus_key_file",
     "trackers.prometheus_cert_file",

@@ -19,6 +19,7 @@ from asyncrl.config.sections.producers import ProducersConfig
 from asyncrl.config.sections.reward import JudgeConfig, RewardFunctionConfig, RewardWorkersConfig
 from asyncrl.config.sections.run import LogConfig, NetworkConfig, RunConfig
 from asyncrl.config.sections.sandbox import SandboxConfig
+from asyncrl.config.sections.teacher import TeacherConfig
 from asyncrl.config.sections.tracker import TrackersConfig
 from asyncrl.config.sections.weightsync import WeightSyncConfig
 
@@ -42,6 +43,7 @@ class Config(Section, frozen=True, kw_only=True):
     network: NetworkConfig = field(default_factory=NetworkConfig)
     log: LogConfig = field(default_factory=LogConfig)
     judge: tuple[JudgeConfig, ...] = ()
+    teacher: tuple[TeacherConfig, ...] = ()
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 

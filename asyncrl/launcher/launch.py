@@ -36,6 +36,7 @@ from asyncrl.launcher.liveness_watch import SilenceWatch
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.supervisor import Grace, Supervisor
 from asyncrl.monitor.flat_reward import flat_reward
+from asyncrl.monitor.text import shown_mode
 from asyncrl.net.keys import worker_file
 from asyncrl.preflight import check as checks
 from asyncrl.preflight.derived import what_starts
@@ -46,7 +47,9 @@ from asyncrl.runtime.run_dir import RunDir, launcher_mark, read_object, run_keys
 from asyncrl.runtime.shared_memory import remove_stale_slots
 
 OWNERS = frozenset({"all", "services", "buffer", "learner"})  # targets that write RUN/config.toml
-SHARED = frozenset({"producers", "evaluators", "rewards"})  # targets that may be launched several times for one run
+SHARED = frozenset(
+    {"producers", "evaluators", "rewards", "teachers"}
+)  # targets that may be launched several times for one run
 _print = partial(print, flush=True)
 
 
@@ -104,7 +107,7 @@ def checked_files(
 
 def launch_config(config: Config, options: LaunchOptions) -> Launched:
     """Like `launch`, with a given configuration."""
-    _only_judge(config, options)  # report a wrong name before any other check
+    only_judges(config, options)  # report a wrong name before any other check
     checked = checks.check(config, roles_here(config, options), joining=bool(options.connect))
     if checked.errors:
         raise ConfigErrors(checked.errors)
@@ -120,7 +123,7 @@ def roles_here(config: Config, options: LaunchOptions) -> tuple[str, ...]:
 
 def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> Launched:
     roles = roles_here(config, options)
-    judge = _only_judge(config, options)
+    judges = only_judges(config, options)
     check_gang(config, roles, options)
     started = time.time()
     run = RunDir(config.run_dir).create()
@@ -139,7 +142,7 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
             worker_keys=worker_keys(config, roles),
             takeover=options.takeover,
             tag=tag,
-            judge=judge,
+            judges=judges,
             node_rank=options.node_rank,
             head=options.head,
         )
@@ -172,17 +175,24 @@ def worker_keys(config: Config, roles: Sequence[str]) -> dict[str, str]:
     return {role: str(worker_file(path, "producer" if role in ENGINES else "reward")) for role in WORKERS & {*roles}}
 
 
-def _only_judge(config: Config, options: LaunchOptions) -> str | None:
-    """The judge whose workers start; None: all judges. Raises if the run has no such judge."""
+def only_judges(config: Config, options: LaunchOptions) -> tuple[str, ...] | None:
+    """The judges whose workers start; None: all, with the teachers. Raises if the run has no such judge, or no
+    teacher.
+    """
+    known = list_judges(config)
+    if options.judge and options.target != "rewards":
+        raise ConfigError("usage", f"--judge goes with the target rewards, not {options.target}", where="--judge")
+    if options.target == "teachers":
+        teachers = tuple(judge.name for judge in known if judge.teacher is not None)
+        if not teachers:
+            raise ConfigError("usage", "the run has no teachers: there is no [[teacher]]", where="teachers")
+        return teachers
     if not options.judge:
         return None
-    if options.target != "rewards":
-        raise ConfigError("usage", f"--judge goes with the target rewards, not {options.target}", where="--judge")
-    known = list_judges(config)
     if parse_display_name(options.judge) not in [judge.name for judge in known]:
         names = ", ".join(judge.display_name for judge in known) or "none"
         raise ConfigError("reward.judge", f"{options.judge!r}: this run has {names}", where="--judge")
-    return parse_display_name(options.judge)
+    return (parse_display_name(options.judge),)
 
 
 def point_to_services(config: Config, connect: str) -> Config:
@@ -322,7 +332,7 @@ def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: L
     progress = Progress(
         run,
         steps=learner.steps,
-        mode=learner.mode,
+        mode=shown_mode(config),
         verbose=options.verbose,
         plain=options.plain,
         table=own,

@@ -77,6 +77,10 @@ CATALOGUE: dict[str, Metric] = {
     "chi2_seq": Metric("1", "learner", "mean squared ratio of whole rows minus 1: variance of sequence weights"),
     "rejected_share": Metric("share", "learner", "tokens that the correction rejected"),
     "kl_reference": Metric("nats", "learner", "KL to the reference model per token, by the estimator in force"),
+    "teacher_kl": Metric("nats", "learner", "mean log-prob of the policy minus that of the teacher, on sampled tokens"),
+    "teacher_jsd": Metric(
+        "nats", "learner", "divergence from the teacher per token, on its likeliest tokens (loss jsd)"
+    ),
     "kl_coeff": Metric("1", "learner", "weight of the KL term in the step"),
     "overlong_share": Metric("share", "learner", "samples with a penalty for their length"),
     "lag/tokens_share": Metric(

@@ -28,7 +28,7 @@ def flat_reward(lines: Sequence[Mapping[str, Any]], config: Config) -> str:
             than the first ones.
         config: of the run.
     """
-    if config.learner.mode != "rl":
+    if config.learner.mode != "rl" or (config.teacher and not config.reward):
         return ""
     earlier, lines = list(lines)[:-STEPS], list(lines)[-STEPS:]
     rewards, first = _values(lines, "reward_mean"), _values(earlier, "reward_mean")[: STEPS // 2]

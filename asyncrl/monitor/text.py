@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-#: By mode of the learner: names of the figures that show learning, and their metrics; the most telling one first.
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+#: By mode of the learner, or with teachers: names of the figures that show learning, and their metrics; the most
+#: telling one first.
 FIGURES = {
     "rl": (("reward", "reward_mean"),),
+    "rl, taught": (("reward", "reward_mean"), ("teacher", "teacher_kl")),
+    "taught": (("teacher", "teacher_kl"),),
     "sft": (("loss", "loss"),),
     "dpo": (("pairs", "pair_accuracy"), ("margin", "score_margin")),
     "reward_model": (("pairs", "pair_accuracy"), ("margin", "score_margin")),
 }
+
+
+def shown_mode(config: Config | None) -> str:
+    """The key of `FIGURES` for a run."""
+    if config is None or config.learner.mode != "rl" or not config.teacher:
+        return config.learner.mode if config is not None else "rl"
+    return "rl, taught" if config.reward else "taught"
+
+
 QUEUE_STATES = ("leased", "unscored", "ready", "claimed", "trained", "retired", "dropped", "dead")
 
 

@@ -44,6 +44,7 @@ ALLOWED: Mapping[type, frozenset[Role]] = {
     wire.Fetch: _PRODUCERS,
     wire.RewardRequest: _REWARDS,
     wire.Scores: _REWARDS,
+    wire.TeacherLogprobs: _REWARDS,
     wire.FetchImages: _REWARDS,
     wire.Stop: _OWNER,
     wire.Tune: _OWNER,

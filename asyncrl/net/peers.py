@@ -56,7 +56,7 @@ def read_speaker(message: Any) -> tuple[str, str, tuple[int, str] | None]:
     kind = type(message)
     if kind in (wire.Hello, wire.Heartbeat):
         return message.role, message.name, (message.pid, message.host)
-    if kind in (wire.RewardRequest, wire.Scores):
+    if kind in (wire.RewardRequest, wire.Scores, wire.TeacherLogprobs):
         return "reward", message.worker, None
     if kind is wire.MemberPoll:
         return "producer", message.member, (message.pid, message.host)

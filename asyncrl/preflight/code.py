@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config, dump
+from asyncrl.config.model_facts import list_senses
 from asyncrl.config.sections import algorithm_catalogue as algorithms
-from asyncrl.errors import AsyncRLError, ConfigError, error_for, near_miss
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, error_for, near_miss
 from asyncrl.plugins import is_place, known_plugins
 from asyncrl.process_plan.plan import ENGINES
 from asyncrl.runtime.child_environment import child_environment
@@ -249,3 +250,38 @@ def check_models(config: Config) -> Iterator[AsyncRLError]:
                 yield ConfigError("config.model", f"{table.model!r} has no config.json or no weights", where=where)
         if table.api_key_file and not Path(table.api_key_file).is_file():
             yield ConfigError("config.file", f"api_key_file {table.api_key_file!r} is missing", where=where)
+    for teacher in config.teacher:
+        where = f"teacher {teacher.name!r}"
+        if not teacher.url and (problem := _teacher_problem(Path(teacher.model), Path(config.model.path))):
+            yield ConfigError("config.model", f"{teacher.model!r}: {problem}", where=where)
+        if teacher.api_key_file and not Path(teacher.api_key_file).is_file():
+            yield ConfigError("config.file", f"api_key_file {teacher.api_key_file!r} is missing", where=where)
+
+
+def _teacher_problem(folder: Path, policy: Path) -> str:
+    """Why a folder cannot teach the policy; empty if it can: it reads and names the policy's token ids."""
+    found = model_json(folder)
+    if not found or not list(folder.glob("*.safetensors")):
+        return "it has no config.json or no weights"
+    if list_senses(model_json(policy)) or list_senses(found):
+        return "teachers read text alone, and one of the models has a vision tower"
+    pairs = [tokenizer_entries(path) for path in (folder, policy)]
+    if all(pairs) and pairs[0] != pairs[1]:
+        return "its tokenizer has other tokens than that of model.path: they must share a vocabulary"
+    own, wanted = (model_json(path).get("vocab_size") for path in (folder, policy))
+    if not all(pairs) and own != wanted:
+        return f"its vocabulary has {own} tokens, that of model.path {wanted}: they must share a tokenizer"
+    return ""
+
+
+def tokenizer_entries(folder: Path) -> dict[str, int]:
+    """The tokens of a folder's tokenizer.json with their ids; empty without one."""
+    try:
+        found = json.loads((folder / "tokenizer.json").read_bytes())
+        vocabulary = found["model"]["vocab"]
+        pairs = (
+            vocabulary.items() if isinstance(vocabulary, dict) else ((row[0], at) for at, row in enumerate(vocabulary))
+        )
+        return dict(pairs) | {one["content"]: one["id"] for one in found.get("added_tokens") or ()}
+    except (OSError, KeyError, IndexError, TypeError, AttributeError, *UNREADABLE):
+        return {}

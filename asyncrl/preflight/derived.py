@@ -135,9 +135,12 @@ def what_starts(config: Config, roles: Sequence[str]) -> str:
 
 def _reward_workers(config: Config) -> str:
     """`1 reward worker`; with several judges `3 reward workers (1 default, 2 slow)`."""
-    judges = list_judges(config)
+    judges = [judge for judge in list_judges(config) if judge.teacher is None]
+    teachers = ", ".join(f"{_many(one.count, 'teacher')} ({one.name})" for one in config.teacher)
+    if not judges:
+        return teachers
     of = f" ({', '.join(f'{judge.count} {judge.display_name}' for judge in judges)})" if len(judges) > 1 else ""
-    return _many(sum(judge.count for judge in judges), "reward worker") + of
+    return _many(sum(judge.count for judge in judges), "reward worker") + of + (f", {teachers}" if teachers else "")
 
 
 def _many(count: int, word: str, ending: str = "s") -> str:

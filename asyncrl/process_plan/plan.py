@@ -7,7 +7,8 @@ Guarantees:
 4. observers (trackers) come last and belong to the learner: a target without a learner has none.
 
 Example: two producers, one reward worker and one rank are 6 processes: buffer, weightsync, producer-0, producer-1,
-reward-0, learner (with several ranks, torchrun around them). Workers of a `[[judge]]` slow are reward-slow-0 and so on.
+reward-0, learner (with several ranks, torchrun around them). Workers of a `[[judge]]` slow are reward-slow-0 and so
+on, those of a `[[teacher]]` big are teacher-big-0.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.judges import find_judge, list_judges
+from asyncrl.config.judges import Judge, find_judge, list_judges
 from asyncrl.config.sections.reward import DEFAULT
 from asyncrl.config.sections.tracker import tracker_label
 from asyncrl.net.addresses import LOOPBACK
@@ -39,6 +40,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "producers": ("producer",),
     "evaluators": ("evaluator",),
     "rewards": ("reward",),
+    "teachers": ("reward",),
     "learner": ("learner",),
 }
 NO_DEVICES = Devices()
@@ -85,7 +87,7 @@ class Joining:
     node_rank: int = 0  # number of this host in a gang of several
     head: str = ""  # host:port of the gang's first host
     tag: str = ""  # makes names unique if another launcher works for the run
-    judge: str | None = None  # only reward workers of this judge
+    judges: tuple[str, ...] | None = None  # only reward workers of these judges
 
 
 def plan(
@@ -147,9 +149,9 @@ def onlookers(
     ]
 
 
-def process_names(role: str, config: Config, *, tag: str = "", judge: str | None = None) -> list[str]:
+def process_names(role: str, config: Config, *, tag: str = "", judges: tuple[str, ...] | None = None) -> list[str]:
     """`producer-0`, `producer-1`, ...; a unique role has the name of the role."""
-    return [name for name, _ in _members(role, config, Joining(tag=tag, judge=judge))]
+    return [name for name, _ in _members(role, config, Joining(tag=tag, judges=judges))]
 
 
 def _members(role: str, config: Config, how: Joining) -> list[tuple[str, str]]:
@@ -161,11 +163,15 @@ def _members(role: str, config: Config, how: Joining) -> list[tuple[str, str]]:
     if role != "reward":
         return [(role, "")]
     return [
-        (f"{role}{middle}{'-' * bool(judge.name)}{judge.name}-{number}", judge.name)
+        (f"{_kind(judge)}{middle}{'-' * bool(judge.name)}{judge.name}-{number}", judge.name)
         for judge in list_judges(config)
-        if how.judge in (None, judge.name)
+        if how.judges is None or judge.name in how.judges
         for number in range(judge.count)
     ]
+
+
+def _kind(judge: Judge) -> str:
+    return "teacher" if judge.teacher is not None else "reward"
 
 
 def is_gang(role: str, config: Config) -> bool:

@@ -21,7 +21,7 @@ from asyncrl.evaluation.ids import name_version
 from asyncrl.evaluation.statistics import ALL
 from asyncrl.metrics import line_number, read_lines
 from asyncrl.monitor.advice import CUT_SHARE
-from asyncrl.monitor.text import FIGURES
+from asyncrl.monitor.text import FIGURES, shown_mode
 from asyncrl.process_plan.plan import Outcome
 from asyncrl.report.events import Recovery, StepLags, read_events, story
 from asyncrl.runtime.run_dir import RunDir, read_object
@@ -190,7 +190,7 @@ def _hints(data: RunData) -> list[str]:
         return []
     flat, cut = (_mean_of_last(data, name) for name in ("zero_advantage_share", "truncated_share"))
     hints = []
-    if flat >= NO_SIGNAL_SHARE:
+    if flat >= NO_SIGNAL_SHARE and not (data.config is not None and data.config.teacher):
         hints.append(f"{flat:.0%} of the last groups have one reward for all their samples, and teach nothing")
     if cut >= CUT_SHARE:
         hints.append(f"{cut:.0%} of the last samples are cut at sampling.max_new_tokens")
@@ -204,9 +204,9 @@ def _mean_of_last(data: RunData, name: str) -> float:
 
 def _learning(data: RunData) -> list[str]:
     """What the run learned, by the figures of its mode; of generated samples also their lag."""
-    mode, audit = data.config.learner.mode if data.config else "rl", data.audit
+    audit = data.audit
     lines = []
-    for name, key in FIGURES[mode] if data.last_step else ():
+    for name, key in FIGURES[shown_mode(data.config)] if data.last_step else ():
         early, late = data.metric_ends(key)
         lines.append(f"{name:<9} {early:.3f} -> {late:.3f} (mean of the first and of the last {ENDS} steps)")
     if data.last_step and (data.config is None or not streams(data.config)):

@@ -24,7 +24,9 @@ SMALL = (
     ("truncated_share", "samples cut at the length limit, share"),
     ("zero_advantage_share", "groups without a signal, share"), ("logprob_gap_mean", "gap of log-probs, nats"),
     ("value_loss", "value loss of the critic"), ("explained_variance", "explained variance of the critic"),
-    ("kl_reference", "KL to the reference"), ("pair_accuracy", "pairs ranked right, share"), ("lr", "learning rate"),
+    ("kl_reference", "KL to the reference"),
+    ("teacher_kl", "log-prob above the teacher's, nats"), ("pair_accuracy", "pairs ranked right, share"),
+    ("lr", "learning rate"),
 )  # fmt: skip
 PART_COLOURS = ("s2", "s3", "s5", "s4", "s8", "s6")
 

@@ -6,7 +6,8 @@ producers.rewards.rescore`, with the limits of the run's reward workers. Guarant
 2. `--reward` replaces the functions of `--judge`, and parts of other judges stay as recorded; without `--judge` it
    replaces all; without `--reward` the run's functions are called again in their current state;
 3. a sample that cannot be scored gets no made-up reward: it is counted with its reason, and the exit code is 1;
-4. it waits as long as the process makes progress, `run.hang_timeout_s` at most.
+4. with `--teacher` the log-probs of a teacher are computed again instead: the score of a sample is their mean;
+5. it waits as long as the process makes progress, `run.hang_timeout_s` at most.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import msgspec
 
 from asyncrl.config import Config, RewardFunctionConfig, dump, load
 from asyncrl.config.judges import list_judges, parse_display_name
+from asyncrl.config.sections.evaluation import EvaluationConfig
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.metrics import read_lines
 from asyncrl.runs.child_process import run_child
@@ -45,6 +47,7 @@ class Plan(msgspec.Struct, frozen=True):
     run: str
     steps: tuple[int, ...]
     kept: dict[str, float] = {}
+    teacher: str = ""  # compute its log-probs again, instead of rewards
 
 
 class Rescored(msgspec.Struct, frozen=True):
@@ -65,13 +68,21 @@ class Rescored(msgspec.Struct, frozen=True):
     recorded: dict[str, int]
     changed: tuple[GroupScores, ...]
     wall_s: float
+    largest_difference: float | None = None  # of a token's log-prob, with a teacher
 
 
-def rescore_command(folder: Path, *, rewards: Sequence[str], judge: str, out: Path | None, as_json: bool) -> int:
+def rescore_command(
+    folder: Path, *, rewards: Sequence[str], judge: str, out: Path | None, as_json: bool, teacher: str = ""
+) -> int:
     """Score again and report; 0 if every sample could be scored."""
     started = time.monotonic()
     run = RunDir(folder).require()
-    config, plan = plan_rescore(run, rewards=rewards, judge=judge)
+    if teacher:
+        if rewards or judge:
+            raise ConfigError("usage", "a teacher gives no reward: leave --reward and --judge out", where="--teacher")
+        config, plan = plan_teacher(run, teacher)
+    else:
+        config, plan = plan_rescore(run, rewards=rewards, judge=judge)
     path = (out or run.root.with_name(f"{run.root.name}-scores.jsonl")).resolve()
     if run.root in path.parents:
         raise ConfigError("usage", "scores go outside of the run that they are of", where=str(path))
@@ -80,7 +91,7 @@ def rescore_command(folder: Path, *, rewards: Sequence[str], judge: str, out: Pa
     groups, versions = _run(config, plan, say)
     head = Head(
         run=str(run.root),
-        functions=tuple(reward.function or reward.label for reward in config.reward),
+        functions=tuple(reward.function or reward.label for reward in config.reward) or (teacher,),
         judge=parse_display_name(judge) if judge else None,
         versions=versions,
         recorded=recorded_versions(run),
@@ -101,6 +112,7 @@ def plan_rescore(run: RunDir, *, rewards: Sequence[str], judge: str) -> tuple[Co
     steps = tuple(batch_file.steps_in(run.archive))
     if not steps:
         raise ConfigError("replay.missing", "no step is archived: was log.archive = true?", where=str(run.archive))
+    config = msgspec.structs.replace(config, teacher=())
     known = {one.name: one for one in list_judges(config)}
     if judge and parse_display_name(judge) not in known:
         names = ", ".join(one.display_name for one in known.values()) or "none"
@@ -126,6 +138,22 @@ def plan_rescore(run: RunDir, *, rewards: Sequence[str], judge: str) -> tuple[Co
     if not config.reward:
         raise ConfigError("usage", "this run has no reward function: name one with --reward", where="--reward")
     return config, Plan(str(run.root), steps, kept)
+
+
+def plan_teacher(run: RunDir, name: str) -> tuple[Config, Plan]:
+    """The configuration with this teacher alone, and all archived steps."""
+    config = load(run.config)
+    steps = tuple(batch_file.steps_in(run.archive))
+    if not steps:
+        raise ConfigError("replay.missing", "no step is archived: was log.archive = true?", where=str(run.archive))
+    mine = tuple(one for one in config.teacher if one.name == name)
+    if not mine:
+        names = ", ".join(one.name for one in config.teacher) or "none"
+        raise ConfigError("reward.judge", f"{name!r}: the teachers of this run are {names}", where="--teacher")
+    replace = msgspec.structs.replace
+    buffer = replace(config.buffer, filters=())
+    config = replace(config, reward=(), judge=(), teacher=mine, evaluation=EvaluationConfig(), buffer=buffer)
+    return config, Plan(str(run.root), steps, teacher=name)
 
 
 def _functions(rewards: Sequence[str], kept: Container[str]) -> tuple[RewardFunctionConfig, ...]:
@@ -224,6 +252,15 @@ def summary(head: Head, groups: Sequence[GroupScores], *, path: Path, wall_s: fl
         recorded=head.recorded,
         changed=changed,
         wall_s=round(wall_s, 3),
+        largest_difference=max(
+            (
+                part["largest_difference"]
+                for one in groups
+                for part in one.parts.values()
+                if "largest_difference" in part
+            ),
+            default=None,
+        ),
     )
 
 
@@ -243,6 +280,8 @@ def render(found: Rescored) -> str:
             "note: the files of the functions are those of the run: they are not deterministic, or what they "
             "import or read has changed"
         )
+    if found.largest_difference is not None:
+        lines.append(f"log-probs   differ by {found.largest_difference:.3g} at most")
     for one in found.changed[:SHOWN_GROUPS]:
         before, after = (fmean(side[index] for index in one.rewards) for side in (one.before, one.rewards))
         lines.append(

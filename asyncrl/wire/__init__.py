@@ -30,15 +30,26 @@ from asyncrl.wire.codec import (
     REQUEST_MANY,
     AnyMessage,
     Packet,
+    Record,
     decode,
     decode_header,
+    decode_record,
     decode_samples,
     encode,
     encode_header,
     peek_request,
 )
 from asyncrl.wire.images import FetchImages, Images, StoreImages
-from asyncrl.wire.rewards import RewardFailure, RewardItem, RewardRequest, RewardWork, Score, Scores, ScoresReply
+from asyncrl.wire.rewards import (
+    RewardFailure,
+    RewardItem,
+    RewardRequest,
+    RewardWork,
+    Score,
+    Scores,
+    ScoresReply,
+    TeacherLogprobs,
+)
 from asyncrl.wire.session import (
     Heartbeat,
     Hello,
@@ -69,7 +80,7 @@ from asyncrl.wire.training import (
     Register,
     Registered,
 )
-from asyncrl.wire.validation import LOWEST_LOGPROB, SampleLimits, checked_arrays, validate_samples
+from asyncrl.wire.validation import LOWEST_LOGPROB, SampleLimits, checked_arrays, checked_teacher, validate_samples
 from asyncrl.wire.weights import (
     BaseOffer,
     Fetch,
@@ -155,6 +166,7 @@ __all__ = [
     "Publish",
     "Published",
     "Quarantine",
+    "Record",
     "Refused",
     "Register",
     "Registered",
@@ -178,6 +190,7 @@ __all__ = [
     "Stop",
     "StoreImages",
     "Support",
+    "TeacherLogprobs",
     "Tensor",
     "Tune",
     "Tuned",
@@ -185,8 +198,10 @@ __all__ = [
     "Welcome",
     "Whole",
     "checked_arrays",
+    "checked_teacher",
     "decode",
     "decode_header",
+    "decode_record",
     "decode_samples",
     "encode",
     "encode_header",

@@ -18,6 +18,18 @@ from asyncrl.versions import Runs
 from asyncrl.wire import Buffer, FloatArray, IntArray
 from asyncrl.wire.support import NAMES as SUPPORT
 
+TOP = ("teacher_ids", "teacher_top")
+
+
+class Teaching(msgspec.Struct, frozen=True, gc=False):
+    """What a teacher said about a sample: `logprobs` f4 `[T]`, and maybe its likeliest tokens (`TeacherLogprobs`)."""
+
+    teacher: str
+    version: str
+    logprobs: FloatArray
+    top_ids: Any = None  # i4 [T, K]
+    top_logprobs: Any = None  # f4 [T, K]
+
 
 class SampleData(msgspec.Struct, frozen=True, gc=False):
     """One sample of a claimed group: `response` i4 `[T]`, `logprobs` f4 `[T]`, `mask` u1 `[T]` or None
@@ -36,6 +48,7 @@ class SampleData(msgspec.Struct, frozen=True, gc=False):
     rows: tuple[tuple[int, int], ...] = ()  # as in `wire.SampleHead`
     turns: tuple[tuple[int, float], ...] = ()
     support: wire.Support | None = None  # of each draw; None: nothing was cut
+    teaching: Teaching | None = None
 
 
 class GroupData(msgspec.Struct, frozen=True, gc=False):
@@ -107,10 +120,14 @@ def decode_batch(batch: wire.Batch, payloads: Sequence[Buffer]) -> ClaimedBatch:
 def group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
     """Views into the payloads. Where two records hold the same sample the first one counts, as it did at the buffer."""
     samples: dict[int, SampleData] = {}
+    taught: list[tuple[wire.TeacherLogprobs, Buffer]] = []
     prompt: Any = None
     row, rewards, parts = head.row, head.rewards, head.parts
     for record, payload in zip(head.records, payloads, strict=True):
-        message = wire.decode_samples(record)
+        message = wire.decode_record(record)
+        if isinstance(message, wire.TeacherLogprobs):
+            taught.append((message, payload))
+            continue
         row = row or message.row
         arrays, why = wire.checked_arrays(message, payload, group_size=1 << 20)
         if why:
@@ -141,5 +158,17 @@ def group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
             )
     if prompt is None or samples.keys() != rewards.keys():
         raise WireError("wire.decode", "samples are missing")
+    for answer, payload in taught:
+        if answer.index in samples and samples[answer.index].teaching is None:
+            samples[answer.index] = _with_teaching(samples[answer.index], answer, payload)
     ordered = tuple(samples[index] for index in sorted(samples))
     return GroupData(head.group, head.bound, decode_row(row), prompt, ordered, head.times)
+
+
+def _with_teaching(sample: SampleData, answer: wire.TeacherLogprobs, payload: Buffer) -> SampleData:
+    arrays, why = wire.checked_teacher(answer, payload, length=sample.response.size)
+    if why:
+        raise WireError("wire.decode", f"teacher {answer.judge}: {why}")
+    top = [None if name not in arrays else arrays[name].reshape(sample.response.size, -1) for name in TOP]
+    teaching = Teaching(answer.judge, answer.version, arrays["teacher_logprobs"], *top)
+    return msgspec.structs.replace(sample, teaching=teaching)

@@ -23,7 +23,7 @@ import xxhash
 from asyncrl.errors import UNREADABLE, WireError
 from asyncrl.wire.base import SCHEMA, Buffer, Message
 from asyncrl.wire.images import FetchImages, Images, StoreImages
-from asyncrl.wire.rewards import RewardRequest, RewardWork, Scores, ScoresReply
+from asyncrl.wire.rewards import RewardRequest, RewardWork, Scores, ScoresReply, TeacherLogprobs
 from asyncrl.wire.session import (
     Heartbeat,
     Hello,
@@ -88,6 +88,7 @@ AnyMessage = Union[
     RewardWork,
     Scores,
     ScoresReply,
+    TeacherLogprobs,
     Register,
     Registered,
     Claim,
@@ -113,9 +114,12 @@ AnyMessage = Union[
     FetchImages,
     Images,
 ]
+#: What the payload store keeps of a group.
+Record = Union[Samples, TeacherLogprobs]
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
 _samples_decoder = msgspec.msgpack.Decoder(Samples)
+_record_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 class Packet(msgspec.Struct, frozen=True, gc=False):
@@ -205,3 +209,11 @@ def decode_samples(header: Buffer) -> Samples:
         return _samples_decoder.decode(header)
     except (OverflowError, TypeError, *UNREADABLE) as error:
         raise WireError("wire.decode", f"samples: {error}") from None
+
+
+def decode_record(header: Buffer) -> Record:
+    """The header of a stored record of a group. Raises `WireError` like `decode`."""
+    try:
+        return _record_decoder.decode(header)
+    except (OverflowError, TypeError, *UNREADABLE) as error:
+        raise WireError("wire.decode", f"record: {error}") from None

@@ -69,6 +69,23 @@ class Scores(Message, frozen=True, tag=32):
     judge: Name = ""  # judge of the worker: all scores of a message belong to one judge
 
 
+class TeacherLogprobs(Message, frozen=True, tag=34):
+    """What a teacher says about one sample; stored as it came, beside the sample. Answer: `ScoresReply`.
+
+    The payload holds `teacher_logprobs` f4 `[T]`, the log-prob of each token of the response, at the temperature of the
+    run; 0 where the policy did not sample. Where the teacher's likeliest tokens were asked for, `teacher_ids` i4
+    `[T * K]` and `teacher_top` f4 `[T * K]` are these and their log-probs, the likeliest first.
+    """
+
+    worker: Name
+    judge: Name  # name of the teacher
+    group: int
+    index: int
+    token: int
+    version: str  # digest of the teacher's files, or of its address
+    fields: tuple[Field, ...]
+
+
 class ScoresReply(Message, frozen=True, tag=33):
     """Number of accepted scores; refused ones (old token, unknown group) by `group:index` with a reason."""
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from asyncrl.errors import WireError
 from asyncrl.wire.arrays import unpack_arrays
 from asyncrl.wire.base import Buffer
+from asyncrl.wire.rewards import TeacherLogprobs
 from asyncrl.wire.support import NAMES, Support, unpack_support
 from asyncrl.wire.work import SampleHead, Samples
 
@@ -194,3 +195,37 @@ def _check_arrays(head: Samples, arrays: Mapping[str, npt.NDArray[Any]], vocab_s
         if low < 0 or high >= vocab_size:
             return f"vocabulary: token id {low if low < 0 else high} outside 0..{vocab_size - 1}"
     return ""
+
+
+_TAUGHT: Final = {"teacher_logprobs": "f4", "teacher_ids": "i4", "teacher_top": "f4"}
+
+
+def checked_teacher(
+    head: TeacherLogprobs, payload: Buffer, *, length: int, top_k: int | None = None, vocab_size: int = 0
+) -> tuple[dict[str, npt.NDArray[Any]], str]:
+    """The arrays of a teacher's answer about a response of `length` tokens, and why they must not be trained; empty if
+    they are valid. `top_k`: likeliest tokens that were asked for (0: none; None: any number).
+    """
+    try:
+        arrays = unpack_arrays(head.fields, payload)
+    except WireError as error:
+        return {}, f"layout: {error.message}"
+    wrong = next((field for field in head.fields if _TAUGHT.get(field.name) != field.dtype), None)
+    if wrong is not None or "teacher_logprobs" not in arrays:
+        return (
+            {},
+            f"layout: {'teacher_logprobs f4 is missing' if wrong is None else f'field {wrong.name} {wrong.dtype}'}",
+        )
+    if arrays["teacher_logprobs"].size != length:
+        return {}, f"length: {arrays['teacher_logprobs'].size} log-probs for {length} tokens"
+    ids, top = (arrays.get(name, np.zeros(0, np.int32)) for name in ("teacher_ids", "teacher_top"))
+    if ids.size != top.size or ids.size % length or (top_k is not None and ids.size != top_k * length):
+        asked = "" if top_k is None else f", {top_k} each were asked for"
+        return {}, f"length: {ids.size} likeliest tokens with {top.size} log-probs for {length} tokens{asked}"
+    for values in (arrays["teacher_logprobs"], top):
+        # NaN fails both comparisons. An impossible token has the lowest log-prob, never -inf.
+        if values.size and not (np.minimum.reduce(values) >= LOWEST_LOGPROB and np.maximum.reduce(values) <= 1e-4):
+            return {}, f"logprobs: not finite, above 0 or below {LOWEST_LOGPROB:g}"
+    if vocab_size and ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        return {}, f"vocabulary: a token id outside 0..{vocab_size - 1}"
+    return arrays, ""

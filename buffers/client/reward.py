@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from asyncrl import wire
 from asyncrl.net.keys import Keys
@@ -78,4 +79,14 @@ class RewardClient(AsyncClient):
         reply: wire.ScoresReply = (
             await self._ask(wire.Scores(self.name, tuple(scores), tuple(failures), reward_version, self.judge))
         ).message
+        return reply
+
+    async def submit_teaching(
+        self, item: wire.RewardItem, arrays: Mapping[str, bytes], *, version: str
+    ) -> wire.ScoresReply:
+        """Submit what a teacher says about a sample: the arrays of `wire.TeacherLogprobs` as bytes, by name."""
+        given = {name: np.frombuffer(data, "<i4" if name == "teacher_ids" else "<f4") for name, data in arrays.items()}
+        fields, payload = wire.pack_arrays(given)
+        message = wire.TeacherLogprobs(self.name, self.judge, item.group, item.index, item.token, version, fields)
+        reply: wire.ScoresReply = (await self._ask(message, (payload,))).message
         return reply

@@ -48,7 +48,8 @@ class Evaluations:
         self.machine = machine
         self.tx = tx = machine.tx
         self.workers = machine.workers
-        self.table = PromptTable(tx, machine.workers, machine.judges, samples=config.evaluation.samples)
+        judges = machine.judges.without_teachers()
+        self.table = PromptTable(tx, machine.workers, judges, samples=config.evaluation.samples)
         self.leases = Leases(tx, self.table, machine.workers, machine.live, PromptOutcome(self.table))
         self.prompt_leases = PromptLeases(config, self.table, machine, self.leases)
         self.work = PromptWork(self.table, self.leases)
@@ -57,7 +58,7 @@ class Evaluations:
         self.scoring = Scoring(
             tx,
             machine.workers,
-            judges=machine.judges,
+            judges=judges,
             queue=self.table.queue,
             counts=machine.scoring.counts,
             **common,

@@ -96,11 +96,14 @@ def take_failure(sample: ScoredSample, judge: str, worker: str, token: int) -> N
 
 
 class JudgeRule(msgspec.Struct, frozen=True):
-    """A judge: how often a failure is retried, and the data sources it is asked about (empty: all)."""
+    """A judge: how often a failure is retried, and the data sources it is asked about (empty: all). `teaches`: it
+    answers with log-probs, and only about samples that are trained.
+    """
 
     name: str
     retries: int
     data_sources: tuple[str, ...] = ()
+    teaches: bool = False
 
 
 class Judges:
@@ -115,6 +118,14 @@ class Judges:
     def names(self) -> tuple[str, ...]:
         """Every judge of the run."""
         return tuple(rule.name for rule in self.rules) or (DEFAULT,)
+
+    def without_teachers(self) -> Judges:
+        """The judges of held-out prompts."""
+        return Judges(tuple(rule for rule in self.rules if not rule.teaches), retries=self._retries)
+
+    def teaches(self, name: str) -> bool:
+        """Whether the judge is a teacher."""
+        return any(rule.teaches for rule in self.rules if rule.name == name)
 
     def judges_for(self, source: str | None) -> tuple[str, ...]:
         """The judges of a data source; none while the source is unknown and it would matter."""

@@ -123,7 +123,9 @@ def _rules_of(config: Config) -> tuple[JudgeRule, ...]:
     judges = list_judges(config)
     if [judge.name for judge in judges] in ([], [DEFAULT]):
         return ()
-    return tuple(JudgeRule(judge.name, judge.retries, judge.data_sources) for judge in judges)
+    return tuple(
+        JudgeRule(judge.name, judge.retries, judge.data_sources, judge.teacher is not None) for judge in judges
+    )
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):

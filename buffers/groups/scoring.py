@@ -8,7 +8,8 @@ Guarantees:
 3. a reward that fails is retried, on another worker of that judge if one is alive; then the item has failed: never a
    reward of 0. A failure under a lease that another worker has now is refused; one reported twice counts once;
 4. more than `max_failed_groups` groups that are dead by reward end the run with the function's own message;
-5. every answer is counted by judge: scored, late, failures, refused.
+5. every answer is counted by judge: scored, late, failures, refused;
+6. a teacher's answer is a score of 0 whose log-probs are kept as one more record of the group, in the same edit.
 A sample may be scored before its group is complete.
 """
 
@@ -17,19 +18,19 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from asyncrl.config.judges import display_name
 from asyncrl.config.sections.reward import DEFAULT
-from asyncrl.wire import RewardFailure, Score, Scores
+from asyncrl.wire import RewardFailure, Score, Scores, TeacherLogprobs
 from buffers.groups.failure_budget import TOO_MANY_PARTS, FailureBudget, Verdict
 from buffers.groups.group_table import GroupTable
 from buffers.groups.judgements import Judgement, Judges, Key, ScoreQueue, judgement, sum_up, take_answer, take_failure
 from buffers.groups.live_settings import LiveSettings
-from buffers.groups.records import Group, State
+from buffers.groups.records import Group, Record, State
 from buffers.groups.sample_intake import GroupSamples
 from buffers.groups.transaction import Edit, Transaction
 from buffers.groups.workers import Workers
@@ -66,6 +67,7 @@ class Answer(NamedTuple):
     judgement: Judgement
     message: Scores
     answers: dict[str, Judgement] | None
+    record: Record | None = None  # where a teacher's log-probs lie
 
 
 def shorten_texts(score: Score, tokens: int) -> Score:
@@ -197,14 +199,19 @@ class Scoring:
         accepted = 0
         items: list[Score | RewardFailure] = [*message.scores, *message.failures]
         for item in items:
-            why = self.score(item, message) if isinstance(item, Score) else self.fail(item, message)
+            if isinstance(item, RewardFailure):
+                why = self.fail(item, message)
+            elif self.judges.teaches(message.judge):
+                why = "log-probs are missing: this judge is a teacher"
+            else:
+                why = self.score(item, message)
             accepted += not why
             if why:
                 refused[f"{item.group}:{item.index}"] = why
                 self.counts[message.judge, f"refused:{why.split(':')[0]}"] += 1
         return accepted, refused
 
-    def find_sample(self, answer: Score | RewardFailure, judge: str) -> Found | str:
+    def find_sample(self, answer: Score | RewardFailure | TeacherLogprobs, judge: str) -> Found | str:
         """The sample that the answer is for, or why it is refused."""
         item = self.target.get(answer.group)
         sample = item.samples.get(answer.index) if item is not None else None
@@ -227,8 +234,27 @@ class Scoring:
             return "already counted"
         return Found(item, sample, lease is None or lease.token != answer.token)
 
-    def score(self, score: Score, message: Scores) -> str:
-        """Take a score; why it is refused, or the empty text."""
+    def take_teaching(
+        self, head: TeacherLogprobs, *, invalid: Callable[[Any], str], keep: Callable[[], Record]
+    ) -> tuple[int, dict[str, str]]:
+        """Take a teacher's answer about a sample, like `take`. `invalid` says why the log-probs may not be used, `keep`
+        stores them.
+        """
+        message = Scores(head.worker, (), reward_version=head.version, judge=head.judge)
+        found = self.find_sample(head, head.judge)
+        if isinstance(found, str):
+            why = found
+        elif wrong := invalid(found.sample):
+            failure = RewardFailure(head.group, head.index, head.token, "invalid", wrong)
+            why = self.fail(failure, message)
+        else:
+            why = self.score(Score(head.group, head.index, head.token, 0.0), message, keep=keep)
+        if why:
+            self.counts[head.judge, f"refused:{why.split(':')[0]}"] += 1
+        return (0, {f"{head.group}:{head.index}": why}) if why else (1, {})
+
+    def score(self, score: Score, message: Scores, keep: Callable[[], Record] | None = None) -> str:
+        """Take a score; why it is refused, or the empty text. `keep` stores what comes with it."""
         judge = message.judge
         found = self.find_sample(score, judge)
         if isinstance(found, str):
@@ -252,7 +278,9 @@ class Scoring:
         verdict = None
         with self.target.edit(item):
             complete = take_answer(sample, self.target.judges_for(item), judge, answer)
-            self.target.record(item, Answer(score.index, score, answer, message, answers if complete else None))
+            record = keep() if keep is not None else None
+            given = Answer(score.index, score, answer, message, answers if complete else None, record)
+            self.target.record(item, given)
             if complete:
                 verdict = self.target.accept_score(item)
         if verdict is not None:
@@ -356,10 +384,13 @@ class GroupScores:
 
     def record(self, group: Group, answer: Answer) -> None:
         worker = answer.message.worker
+        if answer.record is not None:
+            group.records.append(answer.record)
         if not self.judges.rules:
             self._event("score", group, answer.place, answer.judgement, worker=worker)
             return
-        self._event("judged", group, answer.place, answer.judgement, worker=worker, judge=answer.message.judge)
+        kept = {} if answer.record is None else {"logprobs": f"{answer.record.checksum:016x}"}
+        self._event("judged", group, answer.place, answer.judgement, worker=worker, judge=answer.message.judge, **kept)
         if answer.answers is not None:
             versions = {name: one.version for name, one in answer.answers.items() if one.version}
             more = {"versions": versions} if versions else {}

@@ -170,6 +170,8 @@ class LearnerRequests:
                 continue
             for at, record in enumerate(group.records):
                 token = min((sample.token for sample in group.samples.values() if sample.record == at), default=0)
+                if not token:  # what a teacher said about them
+                    continue
                 try:
                     header, payload = self.context.segments.read(record)
                 except (AsyncRLError, OSError):

@@ -5,13 +5,23 @@ It reads the state machine and the segments and changes neither.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.wire import Batch, Buffer, GroupHead, Place, RewardItem, decode_samples, pack_arrays, unpack_arrays
+from asyncrl.wire import (
+    Batch,
+    Buffer,
+    GroupHead,
+    Place,
+    RewardItem,
+    decode_record,
+    decode_samples,
+    pack_arrays,
+    unpack_arrays,
+)
 from buffers.evaluation.evaluations import Evaluations
 from buffers.groups.batches import Claimed
 from buffers.groups.group_table import GroupTable, ledger_counts, reasons
@@ -47,7 +57,7 @@ def batch_reply(claimed: Claimed, table: GroupTable, segments: Segments) -> tupl
             damaged.append(number)
             continue
         headers = [bytes(header) for header, _ in parts]
-        row = next((row for row in (decode_samples(header).row for header in headers) if row), "")
+        row = _find_row(headers)
         heads.append(_group_head(group, headers, row))
         payloads.extend(payload for _, payload in parts)
     batch = claimed.batch
@@ -107,7 +117,12 @@ def reward_reply(
 
 
 def _row_of(group: Any, segments: Segments) -> str:
-    rows = (decode_samples(segments.read(record)[0]).row for record in group.records)
+    return _find_row(segments.read(record)[0] for record in group.records)
+
+
+def _find_row(headers: Iterable[Buffer]) -> str:
+    """The prompt's row, which is in one of a group's records."""
+    rows = (getattr(decode_record(header), "row", "") for header in headers)
     return next((row for row in rows if row), "")
 
 

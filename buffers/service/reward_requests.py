@@ -9,10 +9,11 @@ import msgspec
 
 from asyncrl import wire
 from asyncrl.config.judges import display_name
-from asyncrl.errors import error_for
+from asyncrl.errors import WireError, error_for
 from asyncrl.evaluation.ids import is_evaluation
 from asyncrl.net.keys import is_guest
 from asyncrl.net.responder import Call
+from buffers.groups.records import Record, Sample
 from buffers.groups.scoring import ToScore
 from buffers.service.context import Context, Poll
 from buffers.service.replies import reward_reply
@@ -71,7 +72,7 @@ class RewardRequests:
             return
         self.polls[ask.worker] = self.context.poll(call, ask.wait_s)
 
-    def _check_judge(self, ask: wire.RewardRequest | wire.Scores) -> None:
+    def _check_judge(self, ask: wire.RewardRequest | wire.Scores | wire.TeacherLogprobs) -> None:
         names = self.context.machine.judges.names
         if ask.judge not in names:
             known = ", ".join(map(display_name, names))
@@ -92,6 +93,28 @@ class RewardRequests:
         elif is_guest(call.holder):
             self.context.peers.pause("reward", message.worker, self.context.now)
         self.context.answer(call, reply)
+
+    def teaching(self, call: Call) -> None:
+        """A `TeacherLogprobs`: header and payload are stored as they came."""
+        head: wire.TeacherLogprobs = call.message
+        self._check_judge(head)
+        context = self.context
+        if len(call.payloads) != 1 or not context.machine.judges.teaches(head.judge):
+            raise WireError("wire.unexpected", f"{head.worker} sends {len(call.payloads)} payloads for {head.judge!r}")
+        payload, top_k = call.payloads[0], context.config.learner.distillation.asked_top_k
+
+        def invalid(sample: Sample) -> str:
+            return wire.checked_teacher(head, payload, length=sample.length, top_k=top_k)[1]
+
+        def keep() -> Record:
+            return context.segments.append(bytes(call.header), payload, call.checksum, again=False)
+
+        reply = context.machine.teaching(head, invalid=invalid, keep=keep, now=context.now)
+        if reply.accepted:
+            context.peers.note_good("reward", head.worker)
+        elif is_guest(call.holder):
+            context.peers.pause("reward", head.worker, context.now)
+        context.answer(call, reply)
 
 
 def _select(message: wire.Scores, *, held_out: bool) -> wire.Scores:

@@ -95,6 +95,7 @@ class BufferService:
             wire.FetchImages: self.images.fetch,
             wire.RewardRequest: rewards.lease,
             wire.Scores: rewards.scores,
+            wire.TeacherLogprobs: rewards.teaching,
             wire.Register: learner.register,
             wire.Claim: learner.claim,
             wire.Commit: learner.commit,

@@ -52,6 +52,10 @@ class Micro(NamedTuple):
     siblings: Tensor  # i8 [S]: trained tokens in the other sequences of its sample
     support: Supports | None = None  # what each target was drawn from; None: the whole vocabulary
     seen: Seen | None = None  # of a vision-language model; with M-RoPE `position_ids` are [4, R, W]
+    teacher: Tensor | None = None  # f4 [N]: log-probs of teachers, NaN without one
+    top_ids: Tensor | None = None  # i8 [N, K]: their likeliest tokens
+    top_logprobs: Tensor | None = None  # f4 [N, K]
+    top_current: Tensor | None = None  # f4 [N, K]: the policy's log-probs of `top_ids`, with gradient
 
 
 class WeightSpec(NamedTuple):
@@ -242,7 +246,19 @@ def to_device(micro: MicroBatch, device: torch.device, vision: Vision | None = N
         siblings=long(micro.siblings),
         support=Supports.from_arrays(micro.support_counts, micro.support_ids, device),
         seen=seen,
+        **_teaching(micro, device),
     )
+
+
+def _teaching(micro: MicroBatch, device: torch.device) -> dict[str, Tensor]:
+    if not micro.teacher.size:
+        return {}
+    found = {"teacher": torch.tensor(micro.teacher, device=device)}
+    if micro.top_ids.size:
+        shape = (micro.teacher.size, -1)
+        found["top_ids"] = torch.tensor(micro.top_ids.astype(np.int64), device=device).view(shape)
+        found["top_logprobs"] = torch.tensor(micro.top_logprobs, device=device).view(shape)
+    return found
 
 
 def extra_inputs(micro: Micro) -> dict[str, Any]:

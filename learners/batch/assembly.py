@@ -46,19 +46,25 @@ def images_in(batch: Any, group: Any) -> tuple[bytes, ...]:
     return tuple(batch.images[digest] for digest in digests)
 
 
-def unusable(group: GroupData, *, max_tokens: int, vocabulary: int = 0) -> str:
-    """Return why the learner cannot train this group; empty if it can. Checks what the wire format does not."""
+def unusable(group: GroupData, *, max_tokens: int, vocabulary: int = 0, teacher: str = "") -> str:
+    """Return why the learner cannot train this group; empty if it can. Checks what the wire format does not. `teacher`:
+    of the group's row.
+    """
     for cut in estimates.iter_cuts(group.samples):
         tokens = (cut.prompt or group.prompt_ids.size) + cut.stop - cut.start
         if tokens > max_tokens:
             which = group.samples[cut.sample].index
             return f"length: sample {which} has {tokens} tokens, learner.micro_batch_tokens is {max_tokens}"
     for sample in group.samples:
+        if teacher and (sample.teaching is None or sample.teaching.teacher != teacher):
+            return f"teacher: {teacher} has told nothing about sample {sample.index}"
         if not np.isfinite(sample.reward):
             return f"reward: sample {sample.index} has {sample.reward}"
         if vocabulary:
             support = support_in(sample)
             kept = () if support is None else (support.ids,)
+            if (teaching := getattr(sample, "teaching", None)) is not None and teaching.top_ids is not None:
+                kept = (*kept, teaching.top_ids)
             for ids in (group.prompt_ids, sample.response, *kept):
                 if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
                     return f"vocabulary: sample {sample.index} has a token outside 0..{vocabulary - 1}"
@@ -144,7 +150,17 @@ def _sequence(
         scale=float(found.scales[of]),
         right=bool(found.right[of]),
         support=None if support is None else support.cut(cut.start, cut.stop),
+        **_teaching_in(sample, place),
     )
+
+
+def _teaching_in(sample: Any, place: slice) -> dict[str, Any]:
+    """What a teacher said about some tokens of a sample; samples of the modes without reward have none."""
+    teaching = getattr(sample, "teaching", None)
+    if teaching is None:
+        return {}
+    found = {"teacher": teaching.logprobs, "top_ids": teaching.top_ids, "top_logprobs": teaching.top_logprobs}
+    return {name: array[place] for name, array in found.items() if array is not None}
 
 
 def statistics(batch: ClaimedBatch, advantages: Array) -> dict[str, float]:

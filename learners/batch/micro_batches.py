@@ -22,6 +22,7 @@ from asyncrl.wire import Field, Support, join_supports, pack_arrays, unpack_arra
 
 Array = npt.NDArray[Any]
 NOTHING = np.zeros(0, np.int32)
+NO_FLOATS = np.zeros(0, np.float32)
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -41,6 +42,9 @@ class Sample(msgspec.Struct, frozen=True):
     owner: int = -1  # number of the sample that it is a row of; -1: it counts as a sample of its own
     siblings: int = 0  # trained tokens in the other rows of the sample
     images: tuple[bytes, ...] = ()  # encoded, in the order of their placeholders
+    teacher: Array | None = None  # f4 [T]: log-probs of a teacher; None: it has none
+    top_ids: Array | None = None  # i4 [T, K]: the teacher's likeliest tokens
+    top_logprobs: Array | None = None  # f4 [T, K]
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
@@ -69,6 +73,9 @@ class MicroBatch(msgspec.Struct, frozen=True):
     siblings: Array = NOTHING  # i4 [S]: trained tokens in the other sequences of its sample
     image_counts: Array = NOTHING  # i4 [S]: images of each sequence; empty: none has any
     images: tuple[bytes, ...] = ()  # encoded, in the order of the sequences
+    teacher: Array = NO_FLOATS  # f4 [N]: log-probs of teachers, NaN without one; empty: no sequence has any
+    top_ids: Array = NOTHING  # i4 [N * K]: their likeliest tokens
+    top_logprobs: Array = NO_FLOATS  # f4 [N * K]
 
     def drop_support(self) -> MicroBatch:
         """Return it for a model that did not sample: log-probs over the whole vocabulary."""
@@ -112,6 +119,9 @@ _FIELDS = {
     "owners": "i4",
     "siblings": "i4",
     "image_counts": "i4",
+    "teacher": "f4",
+    "top_ids": "i4",
+    "top_logprobs": "f4",
 }
 
 
@@ -221,7 +231,26 @@ def _micro(
         siblings=np.array([sequence.siblings for sequence in sequences], np.int32),
         image_counts=np.array([len(sequence.images) for sequence in sequences], np.int32) if images else NOTHING,
         images=images,
+        **_teaching(sequences),
     )
+
+
+def _teaching(sequences: Sequence[Sample]) -> dict[str, Array]:
+    """What teachers say about the sequences; NaN for those without one."""
+    if all(sequence.teacher is None for sequence in sequences):
+        return {}
+    width = max(0 if one.top_ids is None else one.top_ids.shape[1] for one in sequences)
+    parts = [_taught(one, width) for one in sequences]
+    names = ("teacher", "top_ids", "top_logprobs")
+    return {name: np.concatenate(every) for name, every in zip(names, zip(*parts, strict=True), strict=True)}
+
+
+def _taught(one: Sample, width: int) -> tuple[Array, Array, Array]:
+    size = one.mask.size
+    teacher = np.full(size, np.nan, np.float32) if one.teacher is None else one.teacher.astype(np.float32)
+    if one.top_ids is None or one.top_logprobs is None:
+        return teacher, np.zeros(size * width, np.int32), np.full(size * width, np.nan, np.float32)
+    return teacher, one.top_ids.reshape(-1).astype(np.int32), one.top_logprobs.reshape(-1).astype(np.float32)
 
 
 def _expand(values: Array | None, otherwise: float, count: int) -> Array:

@@ -19,6 +19,7 @@ from learners.models.logprobs import (
 )
 from learners.models.sequence_parallel import Split, hidden_states_at
 from learners.models.support import Supports
+from learners.models.top_logprobs import top_logprobs
 from learners.models.vocabulary import vocabulary_split
 
 
@@ -55,7 +56,8 @@ class PolicyModel(nn.Module):
         squares: bool = False,
         support: Supports | None = None,
         seen: Seen | None = None,
-    ) -> tuple[Tensor, Tensor] | TokenNumbers:
+        top_ids: Tensor | None = None,
+    ) -> tuple[Tensor, ...] | TokenNumbers:
         """Return log-probs `[N]` and entropies `[N]` of `targets` `[N]`, each predicted at `positions` `[N]`.
 
         Args:
@@ -67,6 +69,7 @@ class PolicyModel(nn.Module):
             squares: return `TokenNumbers` with sums of squares, without gradient.
             support: what each target was drawn from; ignored by `whole`.
             seen: images, of a vision-language model.
+            top_ids: `[N, K]`; return their log-probs `[N, K]` as a third tensor. Not with split rows or heads.
         """
         body = self.model.base_model
         if whole:
@@ -107,4 +110,7 @@ class PolicyModel(nn.Module):
             numbers = token_numbers(hidden, weight, targets, squares=True, **options)
             return TokenNumbers(*(states.whole(part) for part in numbers if part is not None))
         logprobs, entropy = chunked_logprobs(hidden, weight, targets, **options)
+        if top_ids is not None:
+            del options["support"]
+            return logprobs, entropy, top_logprobs(hidden, weight, top_ids, **options)
         return states.whole(logprobs), states.whole(entropy)

@@ -26,9 +26,11 @@ from torch import Tensor
 
 from asyncrl.config import AlgorithmConfig, LearnerConfig
 from asyncrl.config.sections.algorithm_catalogue import ROW_RATIOS
+from asyncrl.config.sections.teacher import DistillationConfig
 from learners.algorithms.aggregation import Denominators
 from learners.algorithms.corrections import prox_loglinear
-from learners.algorithms.kl import kl_importance_weighted
+from learners.algorithms.distillation import top_jsd
+from learners.algorithms.kl import kl_estimate, kl_importance_weighted
 from learners.algorithms.loss_terms import measure_from_behaviour
 from learners.algorithms.metrics import step_scale
 from learners.algorithms.registry import chooser_for, correction_for, divergence_for, loss_for, reduction_for
@@ -75,6 +77,7 @@ class Terms(NamedTuple):
     entropy_coeff: float | None = None  # None: as in the settings
     kl_coeff: float = 0.0
     right: int = 0  # trained tokens of right answers in the mini-batch
+    distillation: DistillationConfig = DistillationConfig()
     siblings: Sequence[Tensor] | None = None  # denominator kept: kept tokens in the other rows of each row's sample
 
     def get(self, number: int, name: str) -> Any:
@@ -101,6 +104,9 @@ def loss_function(
             correction = correct(proximal, micro.behaviour, micro.mask, micro.sequences)
         given = terms.get(number, "advantages")
         advantages = micro.advantages if given is None else given
+        taught = read_teacher(terms.distillation, micro, logprobs, proximal)
+        if taught is not None:
+            advantages = advantages + taught.advantages
         keep = _policy_mask(micro, terms, number) & correction.keep
         if stale := algorithm.stale_negatives:
             keep &= sequence_mask(logprobs, micro.behaviour, advantages, micro.mask, micro.sequences, delta=stale)
@@ -130,6 +136,9 @@ def loss_function(
             divergence = kl_term(algorithm, logprobs, proximal, terms.get(number, "reference"), micro.mask)
             value = value + terms.kl_coeff * reduce(divergence, micro.mask, micro.sequences, siblings=micro.siblings)
             sums["kl_reference_sum"] = divergence.detach().sum()
+        if taught is not None:
+            value = value + reduce(taught.loss, micro.mask, micro.sequences, siblings=micro.siblings)
+            sums |= taught.sums
         if algorithm.positive_coeff:
             right = micro.right[micro.sequences]
             value = value + positive_lm(logprobs, micro.mask, right, tokens=terms.right, coeff=algorithm.positive_coeff)
@@ -140,6 +149,39 @@ def loss_function(
         return value, sums
 
     return loss
+
+
+class Taught(NamedTuple):
+    """What teachers add to a micro-batch: to advantages and to the loss, `[N]` each, and to the metrics."""
+
+    advantages: Tensor
+    loss: Tensor
+    sums: dict[str, Tensor]
+
+
+def read_teacher(settings: DistillationConfig, micro: Micro, current: Tensor, proximal: Tensor) -> Taught | None:
+    """Return what teachers add; None without one.
+
+    The reverse KL is minimized by policy gradient on the sampled tokens. With k1, the gap of the log-probs is the
+    advantage of the token, negated, so that the correction for old samples and the clip of the loss apply. k3 depends
+    on the policy, too, and is a term of the loss, whose gradient is that of the divergence. `jsd` is differentiated as
+    it is, on the policy's samples (GKD).
+    """
+    if micro.teacher is None:
+        return None
+    known = micro.mask & ~micro.teacher.isnan()
+    teacher, coeff = micro.teacher.nan_to_num(), settings.coeff
+    zero = torch.zeros_like(teacher)
+    gap = kl_estimate(current.detach(), teacher, known, kind="k1")
+    sums = {"teacher_kl_sum": gap.sum(), "teacher_tokens": known.sum()}
+    if settings.loss == "reverse_kl":
+        if settings.estimator == "k3":
+            return Taught(zero, coeff * kl_importance_weighted(current, proximal, teacher, known), sums)
+        return Taught(-coeff * kl_estimate(proximal, teacher, known, kind="k1"), zero, sums)
+    if micro.top_current is None or micro.top_logprobs is None:
+        return Taught(zero, zero, sums)
+    divergence = masked(top_jsd(micro.top_current, micro.top_logprobs.nan_to_num(), beta=settings.beta), known)
+    return Taught(zero, coeff * divergence, sums | {"teacher_jsd_sum": divergence.detach().sum()})
 
 
 def _policy_mask(micro: Micro, terms: Terms, number: int) -> Tensor:
@@ -196,7 +238,7 @@ def train_step(
         if part.tokens == 0:
             continue
         log = StepLog(part)
-        terms, counts = _terms(part, ready, place, algorithm, backend=backend, gang=gang, seed=(step, place))
+        terms, counts = _terms(part, ready, place, config, backend=backend, gang=gang, seed=(step, place))
         sums, why = _gradients(part, terms, counts, backend=backend, gang=gang, algorithm=algorithm, log=log)
         if not why and algorithm.lag.step_scale == "sqrt_ess":
             scale = step_scale(log.metrics(gang)["ess_rows"])
@@ -229,13 +271,14 @@ def _terms(
     part: Minibatch,
     ready: Prepared,
     place: int,
-    algorithm: AlgorithmConfig,
+    config: LearnerConfig,
     *,
     backend: Backend,
     gang: Gang,
     seed: tuple[int, int],
 ) -> tuple[Terms, Denominators]:
     """Return the inputs of a mini-batch's loss and its denominators. Collective."""
+    algorithm = config.algorithm
 
     def mine(pieces: Pieces | None) -> list[Tensor] | None:
         return None if pieces is None else pieces[place]
@@ -248,6 +291,7 @@ def _terms(
         right=part.right,
         high=mine(ready.high),
         entropy_coeff=ready.entropy_coeff,
+        distillation=config.distillation,
     )
     counts = Denominators(part.tokens, part.sequences)
     weights, keep = mine(ready.weights), mine(ready.keep)
@@ -309,7 +353,7 @@ def probe_step(
     companions = Companions([part for part in (critic, ready.process) if part is not None])
     for place, part in enumerate(share):
         if part.tokens:
-            terms, counts = _terms(part, ready, place, config.algorithm, backend=backend, gang=gang, seed=(0, place))
+            terms, counts = _terms(part, ready, place, config, backend=backend, gang=gang, seed=(0, place))
             _, why = _gradients(part, terms, counts, backend=backend, gang=gang, algorithm=config.algorithm)
             norm = backend.discard()
             why = why or companions.gradients(part, place)
@@ -376,6 +420,9 @@ def _metrics(totals: dict[str, float], *, tokens: int, updates: int, lr: float, 
     }
     if "entropy_kept_sum" in totals:
         found["entropy_kept_share"] = totals["entropy_kept_sum"] / max(tokens, 1)
+    for name in ("teacher_kl", "teacher_jsd"):
+        if f"{name}_sum" in totals:
+            found[name] = totals[f"{name}_sum"] / max(totals["teacher_tokens"], 1)
     if "kl_reference_sum" in totals:
         found["kl_reference"] = totals["kl_reference_sum"] / max(tokens, 1)
     return found

@@ -6,7 +6,7 @@ import os
 
 from asyncrl.config import Config
 from asyncrl.config.judges import Judge
-from producers.rewards.outcome import JudgeSettings
+from producers.rewards.outcome import JudgeSettings, TeacherSettings
 from producers.rewards.pipe import FunctionSpec, SandboxSpec
 from producers.rewards.scorer import Scorer
 from producers.sandbox import configured_limits
@@ -41,4 +41,14 @@ def make_scorer(config: Config, judge: Judge) -> Scorer:
 def judge_settings(config: Config, judge: Judge) -> JudgeSettings:
     """The settings for a judge that is a model."""
     dtype = config.model.dtype if judge.table.dtype == "auto" else judge.table.dtype
-    return JudgeSettings(judge.table, judge.timeout_s, config.model.path, dtype, config.data.prompt_key)
+    return JudgeSettings(
+        judge.table, judge.timeout_s, config.model.path, dtype, config.data.prompt_key, teacher_settings(config, judge)
+    )
+
+
+def teacher_settings(config: Config, judge: Judge) -> TeacherSettings | None:
+    """What a teacher is asked; None for a judge that gives rewards."""
+    if judge.teacher is None:
+        return None
+    asked = config.learner.distillation.asked_top_k
+    return TeacherSettings(judge.teacher.api, config.sampling.temperature, asked, judge.data_sources)

@@ -66,6 +66,7 @@ def make_sample(task: RewardTask, tokenizer: Tokenizer, *, prompt_key: str) -> R
         response_ids=ids.tolist(),
         finish=task.item.finish,
         turns=turns,
+        rows=task.item.rows,
     )
 
 
@@ -166,7 +167,7 @@ class Worker:
     async def _send(
         self, tasks: Sequence[RewardTask], batch: Sequence[Result], samples: Sequence[RewardSample]
     ) -> None:
-        scores, failures = [], []
+        scores, failures, taught = [], [], []
         for result in batch:
             item = tasks[result.place].item
             if result.reason:
@@ -174,14 +175,20 @@ class Worker:
                 mark = "" if result.reason in self._warned else "warning: "  # the launcher displays the first of a kind
                 self._warned.add(result.reason)
                 print(f"{mark}group {item.group} sample {item.index}: {result.reason}: {result.detail}", flush=True)
+            elif result.arrays:
+                taught.append((item, result.arrays))
             else:
                 # Only evaluations use answers; that of `builtin:exact` is the whole response.
                 shown = (result.answer, samples[result.place].response) if is_evaluation(item.group) else ("", "")
                 scores.append(Score(item.group, item.index, item.token, result.reward, result.parts, *shown))
-        self.scored += len(scores)
+        self.scored += len(scores) + len(taught)
         self.failed += len(failures)
         self._calls += len(batch)
-        await self._patiently(lambda: self.client.submit(scores, failures, reward_version=self.scorer.version))
+        version = self.scorer.version
+        if scores or failures:
+            await self._patiently(lambda: self.client.submit(scores, failures, reward_version=version))
+        for item, arrays in taught:
+            await self._patiently(partial(self.client.submit_teaching, item, arrays, version=version))
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         return await self.patience.ask(call)

@@ -19,11 +19,12 @@ from producers.rewards.sample import RewardSample
 
 
 class Verdict(NamedTuple):
-    """The number, further parts by name, and the text of the answer."""
+    """The number, further parts by name, and the text of the answer; a teacher's arrays by name, as bytes."""
 
     value: float
     parts: dict[str, float] = {}
     answer: str = ""
+    arrays: dict[str, bytes] = {}
 
 
 class Problem(Exception):
@@ -39,6 +40,17 @@ Outcome = Verdict | Problem
 Report = Callable[[int, Outcome], None]  # place of the sample, its outcome
 
 
+class TeacherSettings(msgspec.Struct, frozen=True):
+    """What a teacher is asked: log-probs at a temperature, its `top_k` likeliest tokens (0: none), and about which rows
+    (none: all).
+    """
+
+    api: str
+    temperature: float
+    top_k: int = 0
+    data_sources: tuple[str, ...] = ()
+
+
 class JudgeSettings(msgspec.Struct, frozen=True):
     """A judge's settings, and the settings of the run that it needs."""
 
@@ -47,6 +59,7 @@ class JudgeSettings(msgspec.Struct, frozen=True):
     policy: str  # model.path, the model of the samples' tokens
     dtype: str  # of the model
     prompt_key: str
+    teacher: TeacherSettings | None = None  # None: it gives rewards
 
 
 class Model(Protocol):

@@ -82,6 +82,7 @@ class Result(msgspec.Struct, frozen=True, tag=5):
     reason: str = ""
     detail: str = ""
     answer: str = ""  # found by a function in the response
+    arrays: dict[str, bytes] = {}  # of a teacher: fields of `wire.TeacherLogprobs`
 
 
 Frame = Union[Setup, Ready, Job, Begin, Result]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.judges import Judge, judges_for, list_judges
@@ -40,6 +41,7 @@ from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
 
 Place = tuple[int, int]  # group, sample
+SAME_LOGPROB = 1e-4  # log-probs of a teacher that differ by less are equal
 
 
 class Bench:
@@ -130,6 +132,8 @@ class Rescoring:
         groups = list(groups)
         for group in groups:
             for one in group.samples:
+                if self._plan.teacher and not _was_taught(one, self._plan.teacher):
+                    continue
                 sample = self._sample(group, one)
                 for judge in judges_for(sample.data_source, self._rules):
                     asked[judge][group.group, one.index] = sample
@@ -142,6 +146,8 @@ class Rescoring:
         return make_sample(task, self._tokenizer, prompt_key=self._config.data.prompt_key)
 
     def _group(self, step: int, group: Any, content: str, results: dict[str, dict[Place, Result]]) -> GroupScores:
+        if self._plan.teacher:
+            return compare_teaching(step, group, content, results.get(self._plan.teacher, {}))
         rewards: dict[int, float] = {}
         parts: dict[int, dict[str, float]] = {}
         failed: dict[int, str] = {}
@@ -163,6 +169,34 @@ class Rescoring:
     def close(self) -> None:
         for bench in self.benches.values():
             bench.close()
+
+
+def _was_taught(sample: Any, teacher: str) -> bool:
+    return sample.teaching is not None and sample.teaching.teacher == teacher
+
+
+def compare_teaching(step: int, group: Any, content: str, results: dict[Place, Result]) -> GroupScores:
+    """Mean log-probs of a teacher, as recorded and as computed again, and the largest difference of a token."""
+    before: dict[int, float] = {}
+    after: dict[int, float] = {}
+    parts: dict[int, dict[str, float]] = {}
+    failed: dict[int, str] = {}
+    for one in group.samples:
+        result = results.get((group.group, one.index))
+        if result is None:  # another teacher's
+            continue
+        trained = slice(None) if one.mask is None else one.mask.astype(bool)
+        recorded = one.teaching.logprobs[trained]
+        before[one.index] = float(recorded.mean())
+        if result.reason:
+            failed[one.index] = f"{result.reason}: {result.detail}"
+            continue
+        found = np.frombuffer(result.arrays["teacher_logprobs"], np.float32)[trained]
+        apart = float(np.abs(found - recorded).max())
+        # Up to rounding: the same sample in another batch is padded to another width.
+        after[one.index] = before[one.index] if apart <= SAME_LOGPROB else float(found.mean())
+        parts[one.index] = {"largest_difference": apart}
+    return GroupScores(step, group.group, content, before, after, parts, failed)
 
 
 def body(_args: RoleArgs, config: Config, stop: Stop) -> None:

@@ -32,6 +32,7 @@ class RewardSample(msgspec.Struct, frozen=True):
     extra_info: Any = {}  # an object, if the data set has verl's form
     finish: str = "stop"
     turns: list[str] = []
+    rows: list[tuple[int, int]] = []  # (start, prompt tokens) of sequences of a session with a prompt of their own
 
     @classmethod
     def from_row(
@@ -44,6 +45,7 @@ class RewardSample(msgspec.Struct, frozen=True):
         response_ids: Sequence[int],
         finish: str,
         turns: Sequence[str] = (),
+        rows: Sequence[tuple[int, int]] = (),
     ) -> RewardSample:
         """Takes the columns of verl from the row; `ground_truth` or `answer` may also be columns of the row."""
         model = row.get("reward_model")
@@ -61,6 +63,7 @@ class RewardSample(msgspec.Struct, frozen=True):
             row.get("extra_info") or {},
             finish,
             list(turns),
+            list(rows),
         )
 
 

@@ -23,6 +23,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
+
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.process_plan.interpreters import python_with
 from asyncrl.runtime.child_environment import child_environment
@@ -193,7 +195,7 @@ class Scorer:
                         continue
                     left.remove(place)
                     culprit = WHOLE_BATCH
-                    on_result(Result(place, frame.reward, frame.parts, frame.reason, frame.detail, frame.answer))
+                    on_result(msgspec.structs.replace(frame, place=place))
         except Silence:
             return left, culprit, "timeout"
         except TooMuch as error:

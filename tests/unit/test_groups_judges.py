@@ -10,7 +10,7 @@ import pytest
 from groups_run import Run
 
 from asyncrl.config import parse
-from asyncrl.wire import RewardFailure, SampleHead, Samples, Score, Scores
+from asyncrl.wire import RewardFailure, SampleHead, Samples, Score, Scores, TeacherLogprobs
 from buffers.groups.judgements import Judgement, JudgeRule
 from buffers.groups.machine import GroupMachine
 from buffers.groups.records import Record, Sample, State, settings_of
@@ -297,3 +297,54 @@ def test_texts_of_a_score_are_as_long_as_a_response_can_be() -> None:
     assert run.g.scores(Scores("r-", (score,), (), "v" * 1_000_000), now=run.now).accepted == 1
     answer = run.sample(0).judged[""]
     assert (len(answer.answer), len(answer.version)) == (TEXT_CHARS + TOKEN_CHARS, VERSION_CHARS)
+
+
+# ---------------------------------------------------------------- teachers
+
+TEACHING = (JudgeRule("", 2), JudgeRule("big", 1, teaches=True), JudgeRule("maths", 1, ("math",), teaches=True))
+KEPT = Record(3, 64, 8, 9, 77)
+
+
+def tell(run: Judges, index: int, judge: str = "big", *, wrong: str = "") -> str:
+    """A teacher's answer about a sample; why it was refused."""
+    head = TeacherLogprobs(f"r-{judge}", judge, 0, index, run.tokens[judge, 0, index], "v1", ())
+    reply = run.g.teaching(head, invalid=lambda _: wrong, keep=lambda: KEPT, now=run.now)
+    assert reply.accepted == (not reply.refused)
+    return reply.refused.get(f"0:{index}", "")
+
+
+def test_what_a_teacher_says_is_a_record_of_the_group_and_no_reward() -> None:
+    run = arrived(judges=TEACHING)
+    assert run.work() == [0, 1] and run.work("big") == [0, 1] and run.work("maths") == []
+    assert run.score(0, 1.0) == "" and run.sample(0).reward is None, "its teacher has not answered"
+    assert tell(run, 0) == "" and run.sample(0).reward == 1.0
+    assert run.g.table.groups[0].records[-1] == KEPT and run.sample(0).record == 0
+    assert tell(run, 0) == "already scored" and run.g.table.groups[0].records.count(KEPT) == 1
+    assert tell(run, 1) == "" and run.score(1, 0.5) == ""
+    assert run.state(0) == "READY"
+    told = [event for event in run.g.take().events if isinstance(event, dict) and event["e"] == "judged"]
+    assert [event.get("logprobs", "") for event in told if event["judge"] == "big"] == [f"{77:016x}"] * 2
+    run.g.check()
+
+
+def test_a_teacher_answers_with_log_probs_alone() -> None:
+    run = arrived(judges=TEACHING)
+    run.work("big")
+    assert run.score(0, 5.0, "big").startswith("log-probs are missing")
+    assert run.sample(0).reward is None and run.sample(0).judged == {}
+
+
+def test_log_probs_that_may_not_be_used_are_a_failure_of_the_teacher() -> None:
+    run = arrived(judges=TEACHING)
+    run.work()
+    assert run.work("big") == [0, 1]
+    assert tell(run, 0, wrong="logprobs: not finite") == "" and run.sample(0).judged["big"].failures == 1
+    assert run.g.table.groups[0].records == [Record(0, 0, 0, 0, 1)]
+    assert run.work("big", "other") == [0]
+    assert tell(run, 0, wrong="logprobs: not finite") == "" and run.state(0) == "DEAD"
+
+
+def test_teachers_are_not_asked_about_held_out_prompts() -> None:
+    judges = Judges(judges=TEACHING).g.judges
+    assert judges.without_teachers().names == ("",) and judges.judges_for("math") == ("", "big", "maths")
+    assert judges.teaches("big") and not judges.teaches("")

@@ -18,6 +18,7 @@ import xxhash
 
 from asyncrl import wire
 from asyncrl.errors import WireError
+from asyncrl.wire.batch_arrays import group_data as wire_group
 from asyncrl.wire.codec import decode_header
 
 GOLDEN = Path(__file__).with_name("golden_messages.json")
@@ -76,6 +77,7 @@ EXAMPLES: list[wire.Message] = [
         "slow",
     ),
     wire.ScoresReply(1, {"7:2": "token"}),
+    wire.TeacherLogprobs("teacher-big-0", "big", 7, 1, 3, "v", (wire.Field("teacher_logprobs", "f4", 0, 3),)),
     wire.Register("learner", 12, "host", 20, "{}", True, "fp", {20: "d"}),
     wire.Registered(2, "run", 24, "/run/segments", "n"),
     wire.Claim(2, 21, 20, 5.0, True),
@@ -303,3 +305,46 @@ if __name__ == "__main__":
     wire_vectors.write(EXAMPLES)
     GOLDEN.write_text(json.dumps({type(one).__name__: wire.encode_header(one).hex() for one in EXAMPLES}, indent=0))
     sys.exit(0)
+
+
+def teach(**changes: np.ndarray) -> tuple[wire.TeacherLogprobs, bytes]:
+    arrays = {"teacher_logprobs": np.array([-0.5, -0.1, -2.0], np.float32), **changes}
+    fields, payload = wire.pack_arrays({name: array for name, array in arrays.items() if array is not None})
+    return wire.TeacherLogprobs("t", "big", 7, 1, 3, "v", fields), payload
+
+
+def test_what_a_teacher_says_is_checked() -> None:
+    ids, top = np.array([1, 2, 3, 4, 5, 6], np.int32), np.full(6, -1.0, np.float32)
+    assert wire.checked_teacher(*teach(), length=3, top_k=0)[1] == ""
+    whole, why = wire.checked_teacher(*teach(teacher_ids=ids, teacher_top=top), length=3, top_k=2, vocab_size=7)
+    assert why == "" and whole["teacher_ids"].tolist() == [1, 2, 3, 4, 5, 6]
+    nan = np.array([-0.5, np.nan, -2.0], np.float32)
+    for given, limits, words in (
+        ({}, {"length": 4}, "3 log-probs for 4 tokens"),
+        ({}, {"length": 3, "top_k": 2}, "0 likeliest tokens"),
+        ({"teacher_logprobs": nan}, {"length": 3}, "not finite"),
+        ({"teacher_logprobs": -nan}, {"length": 3}, "not finite"),
+        ({"teacher_logprobs": np.array([-0.5, 0.1, -2.0], np.float32)}, {"length": 3}, "above 0"),
+        ({"teacher_logprobs": np.array([1, 2, 3], np.int32)}, {"length": 3}, "layout"),
+        ({"teacher_logprobs": None, "teacher_top": top}, {"length": 3}, "missing"),
+        ({"other": top}, {"length": 3}, "field other"),
+        ({"teacher_ids": ids, "teacher_top": top}, {"length": 3, "top_k": 0}, "0 each were asked for"),
+        ({"teacher_ids": ids, "teacher_top": top[:5]}, {"length": 3, "top_k": 2}, "5 log-probs"),
+        ({"teacher_ids": ids, "teacher_top": top}, {"length": 3, "top_k": 2, "vocab_size": 6}, "vocabulary"),
+    ):
+        assert words in wire.checked_teacher(*teach(**given), **limits)[1], (given, limits)  # type: ignore[arg-type]
+
+
+def test_a_batch_holds_what_a_teacher_said() -> None:
+    fields, payload = sample_payload()
+    samples = head(fields=fields)
+    answer, said = teach()
+    group = wire.GroupHead(7, 2, "", (wire.encode_header(answer), wire.encode_header(samples)), {1: 0.0}, {})
+    [sample] = wire_group(group, (said, payload)).samples
+    assert sample.teaching is not None
+    assert (sample.teaching.teacher, sample.teaching.version, sample.teaching.top_ids) == ("big", "v", None)
+    assert sample.teaching.logprobs.tolist() == pytest.approx([-0.5, -0.1, -2.0])
+    short, said = teach(teacher_logprobs=np.array([-0.5], np.float32))
+    group = wire.GroupHead(7, 2, "", (wire.encode_header(samples), wire.encode_header(short)), {1: 0.0}, {})
+    with pytest.raises(WireError, match="teacher big: length"):
+        wire_group(group, (payload, said))

@@ -10,6 +10,7 @@ from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.base import Count, Positive, Seconds, Section, Share, one_of_or_place
 from asyncrl.config.sections.lora import LoraConfig
 from asyncrl.config.sections.profile import ProfileConfig
+from asyncrl.config.sections.teacher import DistillationConfig
 
 Schedule = Annotated[str, one_of_or_place("constant", "linear", "cosine")]
 
@@ -137,5 +138,6 @@ class LearnerConfig(Section, frozen=True):
     critic: CriticConfig = field(default_factory=CriticConfig)
     process_reward: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)

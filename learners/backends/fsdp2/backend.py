@@ -112,15 +112,17 @@ class FSDP2Backend:
 
     def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Any]:
         tensors = to_device(micro, self._device.torch_device, self._vision)
-        logprobs, entropy = self._policy(
+        top_ids = tensors.top_ids if torch.is_grad_enabled() else None
+        logprobs, entropy, *top = self._policy(
             tensors.input_ids,
             tensors.position_ids,
             tensors.positions,
             tensors.targets,
             whole=False,
             **extra_inputs(tensors),
+            **({} if top_ids is None else {"top_ids": top_ids}),
         )
-        return logprobs, entropy, tensors
+        return logprobs, entropy, tensors._replace(top_current=top[0]) if top else tensors
 
     def _ready(self) -> None:
         self._policy.train()

@@ -23,6 +23,10 @@ from producers.rewards.sample import RewardSample
 
 def make_model(settings: JudgeSettings) -> Model:
     """The judge of these settings; imports only its own packages."""
+    if settings.teacher is not None:
+        from producers.rewards.judges.teacher import make_teacher
+
+        return make_teacher(settings, settings.teacher)
     if settings.table.kind == "url":
         from producers.rewards.judges.remote import Remote
 
@@ -40,6 +44,8 @@ def make_result(place: int, sample: RewardSample, outcome: Outcome, functions: S
     """The reward of a sample, by the rewards for its data source."""
     if isinstance(outcome, Problem):
         return Result(place, reason=outcome.reason, detail=outcome.detail)
+    if outcome.arrays:
+        return Result(place, arrays=outcome.arrays)
     used = [spec for spec in functions if applies(spec, sample)]
     if not used:
         return Result(place, reason="raised", detail=f"no reward for data_source {sample.data_source!r}")

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -35,6 +35,8 @@ from producers.rewards.outcome import (
 from producers.rewards.sample import RewardSample
 
 DIGESTED = ("config.json", "tokenizer.json", "model.safetensors.index.json")
+T = TypeVar("T")
+R = TypeVar("R")
 HEAD_BYTES = 1 << 20  # of every file of weights, at both ends, in the digest
 
 
@@ -70,6 +72,19 @@ class LocalModel:
             raise ConfigError("config.model", f"no {what}: {error}", where=self.table.model) from None
         self._model = model.to(self._device).requires_grad_(False).eval()
         return model.config
+
+    def _in_halves(self, forward: Callable[[list[T]], list[R]], rows: list[T]) -> list[R | Problem]:
+        """The results of a batch; in halves if it does not fit into memory."""
+        try:
+            return [*forward(rows)]
+        except Exception as error:  # any error of torch is a failure of these samples
+            problem = make_problem(error)
+            if len(rows) == 1 or problem.reason != "memory":
+                return [problem] * len(rows)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        half = len(rows) // 2
+        return [*self._in_halves(forward, rows[:half]), *self._in_halves(forward, rows[half:])]
 
     def _pad(self, rows: list[list[int]]) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         """Rows padded on the right as arguments of the model, and the place of each row's last token."""
@@ -132,17 +147,7 @@ class Classifier(LocalModel):
         return ids
 
     def _scores(self, rows: list[list[int]]) -> list[Outcome]:
-        """The scores of a batch; in halves if it does not fit."""
-        try:
-            return self._forward(rows)
-        except Exception as error:  # any error of torch is a failure of these samples
-            problem = make_problem(error)
-            if len(rows) == 1 or problem.reason != "memory":
-                return [problem] * len(rows)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        half = len(rows) // 2
-        return [*self._scores(rows[:half]), *self._scores(rows[half:])]
+        return self._in_halves(self._forward, rows)
 
     @torch.inference_mode()
     def _forward(self, rows: list[list[int]]) -> list[Outcome]:

@@ -18,7 +18,7 @@ import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -43,12 +43,28 @@ class RetryLater(Exception):
         self.wait_s = wait_s
 
 
+class Exchange(Protocol):
+    """What is asked of a server, and how its answer is read. `path`: of the request, after the address."""
+
+    path: str
+    longest_answer: int  # bytes
+
+    def body(self, sample: RewardSample) -> dict[str, Any]:
+        """The request. Raises Problem for a sample that cannot be asked about."""
+
+    def read(self, answer: Any, sample: RewardSample) -> Verdict:
+        """The verdict in an answer. Raises Problem; RetryLater or another error if a second answer may be better."""
+
+
 class Remote:
-    def __init__(self, settings: JudgeSettings, *, rng: random.Random | None = None) -> None:
+    def __init__(
+        self, settings: JudgeSettings, *, exchange: Exchange | None = None, rng: random.Random | None = None
+    ) -> None:
         self.table = settings.table
+        self._exchange = exchange or ChatQuestion(settings)
         self._timeout_s = settings.timeout_s
         self._attempt_s = settings.table.attempt_timeout_s or settings.timeout_s
-        self._endpoint = f"{settings.table.url.rstrip('/')}/chat/completions"
+        self._endpoint = settings.table.url.rstrip("/") + self._exchange.path
         self._key = read_api_key(settings)
         self._pace = pace.Pace(settings.table.max_requests_per_s)
         self._slow = pace.Slow()
@@ -81,12 +97,12 @@ class Remote:
         await score_each(samples, self._one, done, timeout_s=self._timeout_s, at_once=self.table.concurrency)
 
     async def _one(self, sample: RewardSample) -> Verdict:
-        body = self._body(sample)
+        body = self._exchange.body(sample)
         deadline = time.monotonic() + self._timeout_s
         last = Problem("unreachable", "no attempt was made")
         for attempt in range(1, self.table.attempts + 1):
             try:
-                return await self._attempt(body)
+                return await self._attempt(body, sample)
             except RetryLater as error:
                 last = error.problem
                 wait_s = max(error.wait_s, pace.backoff(attempt, self._rng))
@@ -96,10 +112,10 @@ class Remote:
                 await asyncio.sleep(wait_s)
         raise Problem(last.reason, f"{last.detail} (attempt {attempt} of {self.table.attempts})")
 
-    async def _attempt(self, body: dict[str, Any]) -> Verdict:
+    async def _attempt(self, body: dict[str, Any], sample: RewardSample) -> Verdict:
         """One request, or two if it is slow."""
 
-        async def call() -> dict[str, Any]:
+        async def call() -> bytes:
             self._under_way += 1
             try:
                 await self._pace.permit()
@@ -111,12 +127,18 @@ class Remote:
             self.hedges += 1
 
         after_s = self._slow.threshold_s() if self.table.hedge else None
-        answer: Any = await pace.hedge(
+        raw: Any = await pace.hedge(
             call, after_s=after_s, may=lambda: self._under_way < self.table.concurrency, counted=count
         )
-        return self._verdict(answer)
+        try:
+            if len(raw) > self._exchange.longest_answer:
+                raise ValueError(f"more than {self._exchange.longest_answer} bytes")
+            return self._exchange.read(msgspec.json.decode(raw), sample)
+        except (KeyError, IndexError, TypeError, *UNREADABLE) as error:
+            detail = f"{self._endpoint}: no completion ({type(error).__name__}: {error}): {raw[:SHOWN]!r}"
+            raise RetryLater(Problem("refused", detail)) from None
 
-    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _post(self, body: dict[str, Any]) -> bytes:
         self.requests += 1
         started = time.monotonic()
         limit = self._http.ClientTimeout(total=self._attempt_s)
@@ -127,9 +149,10 @@ class Remote:
                 timeout=limit,
                 allow_redirects=False,  # the key is for this server alone
             ) as response:
-                raw = await response.content.read(LONGEST_ANSWER + 1)
+                longest = self._exchange.longest_answer
+                raw: bytes = await response.content.read(longest + 1)
                 status, wait = response.status, response.headers.get("Retry-After")
-                while len(raw) <= LONGEST_ANSWER and (more := await response.content.read(LONGEST_ANSWER)):
+                while len(raw) <= longest and (more := await response.content.read(longest)):
                     raw += more  # bounded: the attempt has its time, the answer its size
         except TimeoutError:
             raise RetryLater(Problem("timeout", f"{self._endpoint}: no answer within {self._attempt_s:g} s")) from None
@@ -140,7 +163,7 @@ class Remote:
         if status != 200:
             self._raise_refusal(status, raw, wait)
         self._slow.record(time.monotonic() - started)
-        return self._decode(raw)
+        return raw
 
     def _raise_refusal(self, status: int, raw: bytes, wait: str | None) -> None:
         problem = Problem("refused", f"{self._endpoint}: HTTP {status}: {raw[:SHOWN].decode(errors='replace')}")
@@ -151,20 +174,17 @@ class Remote:
             self._pace.pause_for(min(wait_s, self._timeout_s))
         raise RetryLater(problem, wait_s)
 
-    def _decode(self, raw: bytes) -> dict[str, Any]:
-        try:
-            if len(raw) > LONGEST_ANSWER:
-                raise ValueError(f"more than {LONGEST_ANSWER} bytes")
-            choice = msgspec.json.decode(raw)["choices"][0]
-            if not isinstance(choice["message"]["content"], str):
-                raise ValueError("its content is no text")
-        except (KeyError, IndexError, TypeError, *UNREADABLE) as error:
-            detail = f"{self._endpoint}: no completion ({type(error).__name__}: {error}): {raw[:SHOWN]!r}"
-            raise RetryLater(Problem("refused", detail)) from None
-        found: dict[str, Any] = choice
-        return found
 
-    def _body(self, sample: RewardSample) -> dict[str, Any]:
+class ChatQuestion:
+    """A question to a chat model, whose answer has a number or is yes or no."""
+
+    path = "/chat/completions"
+    longest_answer = LONGEST_ANSWER
+
+    def __init__(self, settings: JudgeSettings) -> None:
+        self.table = settings.table
+
+    def body(self, sample: RewardSample) -> dict[str, Any]:
         table = self.table
         messages = judge_messages(table, sample)
         body = {"model": table.model, "messages": messages, "temperature": table.temperature, "n": 1}
@@ -172,7 +192,10 @@ class Remote:
             return {**body, "max_tokens": 1, "logprobs": True, "top_logprobs": TOP}
         return {**body, "max_tokens": table.max_new_tokens}
 
-    def _verdict(self, choice: dict[str, Any]) -> Verdict:
+    def read(self, answer: Any, sample: RewardSample) -> Verdict:
+        choice = answer["choices"][0]
+        if not isinstance(choice["message"]["content"], str):
+            raise ValueError("its content is no text")
         try:
             if self.table.answer == "yes_no":
                 found = yes_share(self.table, sum_logprobs(_likeliest(choice)))
