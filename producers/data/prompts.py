@@ -3,7 +3,8 @@
 The buffer counts groups 0, 1, 2, ...; a producer maps them to rows. Guarantees:
 1. `row_for(group)` is a function of (data, run.seed, group): `epoch, position = divmod(group, rows)`, and the row is
    the epoch's permutation at that position (the position itself without `data.shuffle`, that of the user's order with
-   `data.sampler`), so every producer agrees;
+   `data.sampler`), so every producer agrees. With `data.ratios` each part of the data has its own epochs
+   (`producers.data.mixing`);
 2. an iterable without a length is read as far as the group requires and kept in memory; its first epoch is in its own
    order, because a permutation needs the length; later epochs are permuted like any other;
 3. an error of the data as a whole is `config.data` with file, row and column; an error of one row is a `BadPrompt` with
@@ -32,8 +33,9 @@ from asyncrl.images.decoding import ImageProblem
 from asyncrl.images.digests import image_digests
 from asyncrl.images.model_inputs import ImageInputs
 from asyncrl.plugins import load_object
-from asyncrl.runtime.data_files import data_files, read_table, unknown_kind
+from asyncrl.runtime.data_files import list_files, read_table, split_paths, unknown_kind
 from producers.data.images import PromptImages
+from producers.data.mixing import Mix
 from producers.data.sampler import AllRows, Sampler
 from producers.data.tokenizer import Tokenizer
 
@@ -57,9 +59,10 @@ class Prompts:
         self._seed = seed
         self._shuffle = data.shuffle or bool(data.sampler)
         self._rows = _load_source(data.source) if data.source else _load_files(data.path)
+        self._mix = self._make_mix(data) if data.ratios else None
         self._rows.raw = (data.image_key, data.prompt_key) if sees else ()
         self._images = PromptImages(data, self._read) if sees else None
-        self._order: dict[int, npt.NDArray[np.int64]] = {}
+        self._orders: dict[int, dict[int, npt.NDArray[np.int64]]] = {}  # by part of a mix and epoch
         first = self._rows.get(0)
         if first is None:
             raise ConfigError("config.data", "it has no rows", where=data.source or data.path)
@@ -112,11 +115,18 @@ class Prompts:
     def _find_number(self, group: int) -> int:
         if self._rows.length is None and self._rows.get(group) is not None:
             return group
+        if self._mix is not None:
+            part, number = self._mix.place(group)
+            return self._mix.starts[part] + self._find_position(number, self._mix.sizes[part], part)
         length = self._rows.length
         assert length is not None  # `get` beyond the end of an iterable has found its length
-        epoch, position = divmod(group, length)
+        return self._find_position(group, length)
+
+    def _find_position(self, number: int, length: int, part: int = 0) -> int:
+        """The row of the `number`-th group of these rows, `length` of them."""
+        epoch, position = divmod(number, length)
         if self._shuffle and not (epoch == 0 and self._rows.unsized):
-            position = int(self._permutation(epoch, length)[position])
+            position = int(self._permutation(epoch, length, part)[position])
         return position
 
     def count(self, limit: int) -> int:
@@ -135,17 +145,24 @@ class Prompts:
             except BadPrompt as problem:
                 yield problem
 
-    def _permutation(self, epoch: int, length: int) -> npt.NDArray[np.int64]:
-        if epoch not in self._order:
-            if len(self._order) > 1:  # at a border groups of at most two epochs are in flight
-                self._order.pop(min(self._order))
-            key = np.array([self._seed & _MASK, epoch], dtype=np.uint64)
-            self._order[epoch] = (
+    def _permutation(self, epoch: int, length: int, part: int) -> npt.NDArray[np.int64]:
+        orders = self._orders.setdefault(part, {})
+        if epoch not in orders:
+            if len(orders) > 1:  # at a border groups of at most two epochs are in flight
+                orders.pop(min(orders))
+            key = np.array([self._seed + part & _MASK, epoch], dtype=np.uint64)
+            orders[epoch] = (
                 np.random.Generator(np.random.Philox(key=key)).permutation(length)
                 if self._sampler is None
                 else self._sampler.order(epoch)
             )
-        return self._order[epoch]
+        return orders[epoch]
+
+    def _make_mix(self, data: DataConfig) -> Mix:
+        for number, size in enumerate(self._rows.parts, start=1):
+            if not size:
+                raise ConfigError("config.data", f"part {number} has no rows", where=f"data.path = {data.path!r}")
+        return Mix(self._rows.parts, data.ratios)
 
     def _make_sampler(self, name: str) -> Sampler:
         if self._rows.length is None or self._rows.unsized:
@@ -156,7 +173,8 @@ class Prompts:
 
 class _Rows:
     """Rows by number, read on demand. `length` is None before the end of an iterable; `folder(number)` is where paths
-    in a row begin; the columns `raw`, of images and prompts, stay as the data has them.
+    in a row begin; `parts` are the numbers of rows of the parts of `data.path`; the columns `raw`, of images and
+    prompts, stay as the data has them.
     """
 
     raw: tuple[str, ...] = ()
@@ -168,8 +186,11 @@ class _Rows:
         where: str,
         rest: Iterator[Any] | None = None,
         folder: Callable[[int], Path] = lambda _: Path.cwd(),
+        *,
+        parts: tuple[int, ...] = (),
     ) -> None:
         self.length = length
+        self.parts = parts
         self.folder = folder
         self.unsized = rest is not None
         self._read = read
@@ -241,8 +262,11 @@ def _nothing(number: int) -> Any:
 
 
 def _load_files(paths: str) -> _Rows:
-    files = data_files(paths)
+    each = [list_files(part) for part in split_paths(paths)]
+    files = [path for part in each for path in part]
     parts = [_read_file(path) for path in files]
+    rows = iter(parts)
+    sizes = tuple(sum(len(next(rows)) for _ in part) for part in each)
     ends = np.cumsum([len(part) for part in parts])
 
     def part_of(number: int) -> int:
@@ -252,7 +276,9 @@ def _load_files(paths: str) -> _Rows:
         part = part_of(number)
         return parts[part][number - (int(ends[part - 1]) if part else 0)]
 
-    return _Rows(read, int(ends[-1]) if parts else 0, paths, folder=lambda number: files[part_of(number)].parent)
+    return _Rows(
+        read, int(ends[-1]) if parts else 0, paths, folder=lambda number: files[part_of(number)].parent, parts=sizes
+    )
 
 
 def _read_file(path: Path) -> Sequence[Any]:

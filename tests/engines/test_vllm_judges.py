@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_lab import model_of, save_model
@@ -15,7 +16,8 @@ from vllm_served import Server
 
 from asyncrl.config.sections.reward import JudgeConfig
 from producers.rewards.judges.remote import Remote
-from producers.rewards.outcome import JudgeSettings, Outcome, Verdict
+from producers.rewards.judges.teacher import make_teacher
+from producers.rewards.outcome import JudgeSettings, Outcome, TeacherSettings, Verdict
 from producers.rewards.pipe import FunctionSpec
 from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
@@ -131,3 +133,29 @@ def test_a_judge_with_a_vllm_of_its_own(folder: Path) -> None:
     for place, ids in enumerate(TEXTS):
         assert not found[place].reason, found[place]
         assert found[place].reward == greedy([8, *ids], ANSWER)[-1]
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_teacher_on_a_server_says_what_its_model_says(server: Server, folder: Path, top_k: int) -> None:
+    teacher = TeacherSettings("vllm", 1.0, top_k)
+    table = JudgeConfig("big", kind="url", url=f"{server.url}/v1", model=str(folder), max_tokens=64)
+    found: dict[int, Outcome] = {}
+
+    async def whole() -> None:
+        model = make_teacher(JudgeSettings(table, 60.0, str(folder), "float32", "prompt", teacher), teacher)
+        await model.start()
+        try:
+            await model.score([sample(ids) for ids in TEXTS], lambda place, what: found.update({place: what}))
+        finally:
+            await model.close()
+
+    asyncio.run(whole())
+    for place, ids in enumerate(TEXTS):
+        outcome = found[place]
+        assert isinstance(outcome, Verdict), outcome
+        told = np.frombuffer(outcome.arrays["teacher_logprobs"], np.float32)
+        rows = torch.stack([next_logprobs([4, *ids[:at]]) for at in range(len(ids))])
+        assert np.abs(told - rows.gather(-1, torch.tensor(ids)[:, None])[:, 0].numpy()).max() < 1e-4
+        if top_k:
+            top = np.frombuffer(outcome.arrays["teacher_top"], np.float32).reshape(len(ids), top_k)
+            assert np.abs(top - rows.topk(top_k).values.numpy()).max() < 1e-4

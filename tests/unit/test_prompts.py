@@ -13,11 +13,12 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from bare_config import BARE
 from tokenizers import Regex, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
-from asyncrl.config import DataConfig
-from asyncrl.errors import ConfigError
+from asyncrl.config import DataConfig, parse
+from asyncrl.errors import ConfigError, ConfigErrors
 from producers.data.prompts import BadPrompt, Prompts, encode_prompt, plain_value
 from producers.data.tokenizer import Tokenizer
 
@@ -344,3 +345,60 @@ def test_a_text_as_chat_is_rendered_by_the_template(tmp_path: Path) -> None:
     data = DataConfig(path=str(path), as_chat=True, system_prompt="sys")
     ids = encode_prompt(Prompts(data, seed=0).row_for(0), data, tokenizer)
     assert ids.tolist() == [VOCABULARY[character] for character in "<sys><2+2>|"]
+
+
+# ---------------------------------------------------------------- several data sets
+
+
+def mixed(tmp_path: Path, ratios: list[int], sizes: tuple[int, ...] = (7, 50, 3), **more: Any) -> Prompts:
+    paths = []
+    for part, size in enumerate(sizes):
+        path = tmp_path / f"{'abc'[part]}.jsonl"
+        path.write_text(
+            "".join(json.dumps({"prompt": f"{number}", "data_source": "abc"[part]}) + "\n" for number in range(size))
+        )
+        paths.append(str(path))
+    return Prompts(DataConfig(path=",".join(paths), ratios=tuple(ratios), **more), seed=3)
+
+
+@pytest.mark.parametrize("ratios", [[5, 3, 2], [50, 30, 20], [1, 1, 1], [97, 2, 1], [1, 60, 7]])
+def test_data_sets_are_mixed_exactly_at_every_moment(tmp_path: Path, ratios: list[int]) -> None:
+    prompts = mixed(tmp_path, ratios)
+    counts = dict.fromkeys("abc", 0)
+    for group in range(400):
+        counts[prompts.row_for(group)["data_source"]] += 1
+        for name, ratio in zip("abc", ratios, strict=True):
+            assert abs(counts[name] - (group + 1) * ratio / sum(ratios)) < 1, (group, counts)
+
+
+def test_each_data_set_has_its_own_epochs(tmp_path: Path) -> None:
+    prompts = mixed(tmp_path, [5, 3, 2])
+    rows = [prompts.row_for(group) for group in range(400)]
+    for name, size in zip("abc", (7, 50, 3), strict=True):
+        mine = [int(row["prompt"]) for row in rows if row["data_source"] == name]
+        for start in range(0, len(mine) - size + 1, size):
+            assert sorted(mine[start : start + size]) == list(range(size)), (name, start)
+    again = mixed(tmp_path, [5, 3, 2])
+    assert [again.row_for(group) for group in (399, 12, 260, 3)] == [rows[group] for group in (399, 12, 260, 3)]
+    plain = mixed(tmp_path, [1, 1, 1], shuffle=False)
+    assert [plain.row_for(group)["prompt"] for group in (0, 3, 6)] == ["0", "1", "2"]
+
+
+def test_an_empty_part_of_a_mix_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="part 2 has no rows"):
+        mixed(tmp_path, [1, 1, 1], (3, 0, 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["data.path=a.jsonl,b.jsonl", "data.ratios=[1]"], "1 numbers, data.path has 2 parts"),
+        (["data.path=a.jsonl,b.jsonl", "data.ratios=[1, 100000]"], "at most 100000"),
+        (["data.path=a.jsonl,b.jsonl", "data.ratios=[1, 1]", "data.epochs=2"], "use either"),
+        (["data.path=a.jsonl,b.jsonl", "data.ratios=[1, 1]", "data.sampler=m:f"], "use either"),
+    ],
+)
+def test_ratios_that_cannot_be_kept(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        parse(BARE, overrides=settings)
+    assert any(words in error.message for error in caught.value.errors), caught.value.errors

@@ -15,6 +15,7 @@ from asyncrl.config.sections.buffer import MOST_IN_FLIGHT_GROUPS
 from asyncrl.config.tree import Config
 from asyncrl.plugins import is_place
 
+MOST_RATIOS = 100_000  # sum of data.ratios: groups after which the order of data sets begins anew
 MOST_PIECES = 256  # of one sample; the buffer accepts twice as many
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -28,6 +29,7 @@ def problems(config: Config) -> Iterator[Conflict]:
         yield conflict("data.as_chat", "data.as_chat makes chat messages, and data.chat_template is off")
     if config.log.sign and not config.network.key_file:
         yield conflict("log.sign", "log.sign needs a key: network.key_file is empty")
+    yield from _ratio_problems(config)
     yield from _reward_problems(config)
     yield from _length_problems(config)
     for name in ("buffer", "weightsync"):
@@ -63,6 +65,25 @@ def _buffer_problems(config: Config) -> Iterator[Conflict]:
             own = "'module:name' or 'file.py:name'"
             what = f"buffer.filters: {name!r} is neither zero_variance, accuracy_band nor {own}"
             yield conflict("buffer.filters", what, code="config.filter")
+
+
+def _ratio_problems(config: Config) -> Iterator[Conflict]:
+    data = config.data
+    if not data.ratios:
+        return
+    parts = sum(bool(part.strip()) for part in data.path.split(","))
+    if len(data.ratios) != parts:
+        what = f"data.ratios has {len(data.ratios)} numbers, data.path has {parts} parts between commas"
+        yield conflict("data.ratios", what)
+    if sum(data.ratios) > MOST_RATIOS:
+        yield conflict(
+            "data.ratios", f"the sum of data.ratios is {sum(data.ratios)}, at most {MOST_RATIOS} is supported"
+        )
+    for key, setting in (("sampler", data.sampler), ("epochs", data.epochs)):
+        if setting:
+            yield conflict(
+                "data.ratios", f"data.{key} counts all rows as one data set: use either data.ratios or data.{key}"
+            )
 
 
 def _reward_problems(config: Config) -> Iterator[Conflict]:
