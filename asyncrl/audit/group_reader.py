@@ -169,6 +169,12 @@ class GroupReader:
         if index in group.origins:
             group.origins[index] = group.origins[index]._replace(reward=float(event["reward"]))
 
+    def on_judged(self, event: dict[str, Any]) -> None:
+        """An answer of one judge; only what a teacher said is compared with the archive."""
+        group, index = self.groups.get(int(event["g"])), int(event["i"])
+        if group is not None and "logprobs" in event and index in group.origins:
+            group.origins[index] = group.origins[index]._replace(teaching=str(event["logprobs"]))
+
     def on_unscored(self, event: dict[str, Any]) -> None:
         group, life = self.find(event), self.found.service_starts
         self.goes_on(group, event)

@@ -22,7 +22,7 @@ from asyncrl.audit.records import Claim, Commit, Group, Origin
 from asyncrl.evaluation.ids import MARK
 
 #: Events that nothing is concluded from.
-SKIPPED = frozenset({"continue", "discard", "judged"})
+SKIPPED = frozenset({"continue", "discard"})
 
 
 class Reader:

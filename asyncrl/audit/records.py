@@ -21,6 +21,7 @@ class Origin(NamedTuple):
     runs: Runs
     digests: dict[int, str]
     reward: float | None = None
+    teaching: str = ""  # checksum of what a teacher said about it
 
 
 @dataclass(slots=True)

@@ -8,10 +8,11 @@ Damaged files are noted, not judged. The archive is compared with what the histo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from asyncrl import wire
 from asyncrl.audit.chain import Anchor
@@ -84,8 +85,12 @@ class Witnesses:
                 continue
             path = batch_file.batch_path(self._archive, step)
             try:
-                batch = batch_file.read(path).batch
-                archived = {head.group: dict(_origins(head)) for head in batch.groups}
+                file = batch_file.read(path)
+                payloads = iter(file.payloads)
+                archived = {
+                    head.group: dict(_origins(head, [next(payloads) for _ in head.records]))
+                    for head in file.batch.groups
+                }
             except (OSError, WireError) as error:
                 reader.found.notes.append(f"{path.name} cannot be read: {error}")
                 continue
@@ -103,11 +108,15 @@ def _compare_digests(reader: Reader, state: Checkpoint) -> None:
             reader.found.violation("digest", text + ", ".join(sorted(known)))
 
 
-def _origins(head: wire.GroupHead) -> Iterator[tuple[int, Origin]]:
+def _origins(head: wire.GroupHead, payloads: Sequence[wire.Buffer]) -> Iterator[tuple[int, Origin]]:
     """What made the samples of an archived group. If two records hold a sample, the first one counts."""
     seen: set[int] = set()
-    for record in head.records:
-        message = wire.decode_record(record)
+    messages = [wire.decode_record(record) for record in head.records]
+    taught: dict[int, str] = {}
+    for record, payload, message in zip(head.records, payloads, messages, strict=True):
+        if isinstance(message, wire.TeacherLogprobs):
+            taught.setdefault(message.index, f"{_checksum(record, payload):016x}")
+    for message in messages:
         if isinstance(message, wire.TeacherLogprobs):
             continue
         for item in message.samples:
@@ -115,8 +124,15 @@ def _origins(head: wire.GroupHead) -> Iterator[tuple[int, Origin]]:
                 continue
             seen.add(item.index)
             digests = {version: message.digests.get(version, "") for version, _ in item.runs}
-            reward = head.rewards[item.index]
-            yield item.index, Origin(message.token, message.producer, item.length, item.runs, digests, reward)
+            reward, teaching = head.rewards[item.index], taught.get(item.index, "")
+            yield item.index, Origin(message.token, message.producer, item.length, item.runs, digests, reward, teaching)
+
+
+def _checksum(header: wire.Buffer, payload: wire.Buffer) -> int:
+    """As of the message that brought them."""
+    digest = xxhash.xxh3_64(header)
+    digest.update(payload)
+    return digest.intdigest()
 
 
 def _find_difference(history: Mapping[int, Origin], archived: Mapping[int, Origin] | None) -> str:

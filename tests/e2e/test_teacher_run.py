@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.runtime import batch_file
 from asyncrl.runtime.run_dir import RunDir
+from asyncrl.wire import TeacherLogprobs, decode_record
 from asyncrl.wire.batch_arrays import decode_batch
 
 TWO = (
@@ -100,6 +101,19 @@ def test_teachers_that_are_killed_lose_nothing(run: Run) -> None:
     assert unknown.returncode == 2 and "maths, rest" in unknown.stdout
     replayed = run.command("replay", str(run.dir), timeout=200)
     assert replayed.returncode == 0, replayed.stdout
+
+    path = batch_file.batch_path(archive, 9)  # other log-probs than the history has
+    file = batch_file.read(path)
+    payloads = [bytes(payload) for payload in file.payloads]
+    place = next(
+        at
+        for at, record in enumerate(record for head in file.batch.groups for record in head.records)
+        if isinstance(decode_record(record), TeacherLogprobs)
+    )
+    payloads[place] = bytes(len(payloads[place]))
+    batch_file.write(path, file.batch, payloads, meta=file.meta)
+    audit = run.audit()
+    assert audit["exit"] == 1 and "teaching of sample" in json.dumps(audit)
 
 
 @pytest.mark.long
