@@ -27,7 +27,6 @@ import msgspec
 
 from asyncrl.config import Config, dump, load, redact
 from asyncrl.config import redis_url as redis_secret
-from asyncrl.config.judges import list_judges, parse_display_name
 from asyncrl.config.mode import present_roles
 from asyncrl.configure.diff import differences
 from asyncrl.errors import EXIT_OK, EXIT_STOPPED, AsyncRLError, ConfigError, ConfigErrors
@@ -42,14 +41,13 @@ from asyncrl.preflight import check as checks
 from asyncrl.preflight.derived import what_starts
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan.interpreters import python_path, settle_interpreter
-from asyncrl.process_plan.plan import ENGINES, TARGETS, WORKERS, Joining, Outcome, ProcessPlan, plan
+from asyncrl.process_plan.plan import ENGINES, TARGETS, WORKERS, Joining, Outcome, ProcessPlan, only_judges, plan
 from asyncrl.runtime.run_dir import RunDir, launcher_mark, read_object, run_keys, sibling_address, write_atomic
 from asyncrl.runtime.shared_memory import remove_stale_slots
 
 OWNERS = frozenset({"all", "services", "buffer", "learner"})  # targets that write RUN/config.toml
-SHARED = frozenset(
-    {"producers", "evaluators", "rewards", "teachers"}
-)  # targets that may be launched several times for one run
+#: Targets that may be launched several times for one run.
+SHARED = frozenset({"producers", "evaluators", "rewards", "teachers"})
 _print = partial(print, flush=True)
 
 
@@ -107,7 +105,7 @@ def checked_files(
 
 def launch_config(config: Config, options: LaunchOptions) -> Launched:
     """Like `launch`, with a given configuration."""
-    only_judges(config, options)  # report a wrong name before any other check
+    only_judges(config, options.target, options.judge)  # report a wrong name before any other check
     checked = checks.check(config, roles_here(config, options), joining=bool(options.connect))
     if checked.errors:
         raise ConfigErrors(checked.errors)
@@ -123,7 +121,7 @@ def roles_here(config: Config, options: LaunchOptions) -> tuple[str, ...]:
 
 def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> Launched:
     roles = roles_here(config, options)
-    judges = only_judges(config, options)
+    judges = only_judges(config, options.target, options.judge)
     check_gang(config, roles, options)
     started = time.time()
     run = RunDir(config.run_dir).create()
@@ -173,26 +171,6 @@ def worker_keys(config: Config, roles: Sequence[str]) -> dict[str, str]:
         return {}
     path = Path(config.network.key_file)
     return {role: str(worker_file(path, "producer" if role in ENGINES else "reward")) for role in WORKERS & {*roles}}
-
-
-def only_judges(config: Config, options: LaunchOptions) -> tuple[str, ...] | None:
-    """The judges whose workers start; None: all, with the teachers. Raises if the run has no such judge, or no
-    teacher.
-    """
-    known = list_judges(config)
-    if options.judge and options.target != "rewards":
-        raise ConfigError("usage", f"--judge goes with the target rewards, not {options.target}", where="--judge")
-    if options.target == "teachers":
-        teachers = tuple(judge.name for judge in known if judge.teacher is not None)
-        if not teachers:
-            raise ConfigError("usage", "the run has no teachers: there is no [[teacher]]", where="teachers")
-        return teachers
-    if not options.judge:
-        return None
-    if parse_display_name(options.judge) not in [judge.name for judge in known]:
-        names = ", ".join(judge.display_name for judge in known) or "none"
-        raise ConfigError("reward.judge", f"{options.judge!r}: this run has {names}", where="--judge")
-    return (parse_display_name(options.judge),)
 
 
 def point_to_services(config: Config, connect: str) -> Config:

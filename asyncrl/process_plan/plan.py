@@ -22,9 +22,10 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.judges import Judge, find_judge, list_judges
+from asyncrl.config.judges import Judge, find_judge, list_judges, parse_display_name
 from asyncrl.config.sections.reward import DEFAULT
 from asyncrl.config.sections.tracker import tracker_label
+from asyncrl.errors import ConfigError
 from asyncrl.net.addresses import LOOPBACK
 from asyncrl.process_plan.device_assignment import Devices, assign_devices, device_environment
 from asyncrl.process_plan.interpreters import ENGINE_TOKEN, SERVED
@@ -147,6 +148,28 @@ def onlookers(
         )
         for name, module in modules.items()
     ]
+
+
+def only_judges(config: Config, target: str, judge: str) -> tuple[str, ...] | None:
+    """The judges whose workers a target starts; None: all, with the teachers. `judge`: display name of the only one.
+
+    Raises:
+        ConfigError: `usage`, `reward.judge`: the run has no such judge, or no teacher.
+    """
+    known = list_judges(config)
+    if judge and target != "rewards":
+        raise ConfigError("usage", f"--judge goes with the target rewards, not {target}", where="--judge")
+    if target == "teachers":
+        teachers = tuple(one.name for one in known if one.teacher is not None)
+        if not teachers:
+            raise ConfigError("usage", "the run has no teachers: there is no [[teacher]]", where="teachers")
+        return teachers
+    if not judge:
+        return None
+    if parse_display_name(judge) not in [one.name for one in known]:
+        names = ", ".join(one.display_name for one in known) or "none"
+        raise ConfigError("reward.judge", f"{judge!r}: this run has {names}", where="--judge")
+    return (parse_display_name(judge),)
 
 
 def process_names(role: str, config: Config, *, tag: str = "", judges: tuple[str, ...] | None = None) -> list[str]:

@@ -160,12 +160,12 @@ def group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
         raise WireError("wire.decode", "samples are missing")
     for answer, payload in taught:
         if answer.index in samples and samples[answer.index].teaching is None:
-            samples[answer.index] = _with_teaching(samples[answer.index], answer, payload)
+            samples[answer.index] = _add_teaching(samples[answer.index], answer, payload)
     ordered = tuple(samples[index] for index in sorted(samples))
     return GroupData(head.group, head.bound, decode_row(row), prompt, ordered, head.times)
 
 
-def _with_teaching(sample: SampleData, answer: wire.TeacherLogprobs, payload: Buffer) -> SampleData:
+def _add_teaching(sample: SampleData, answer: wire.TeacherLogprobs, payload: Buffer) -> SampleData:
     arrays, why = wire.checked_teacher(answer, payload, length=sample.response.size)
     if why:
         raise WireError("wire.decode", f"teacher {answer.judge}: {why}")

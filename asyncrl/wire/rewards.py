@@ -70,7 +70,7 @@ class Scores(Message, frozen=True, tag=32):
 
 
 class TeacherLogprobs(Message, frozen=True, tag=34):
-    """What a teacher says about one sample; stored as it came, beside the sample. Answer: `ScoresReply`.
+    """What a teacher says about one sample; stored as it came, next to the sample. Answer: `ScoresReply`.
 
     The payload holds `teacher_logprobs` f4 `[T]`, the log-prob of each token of the response, at the temperature of the
     run; 0 where the policy did not sample. Where the teacher's likeliest tokens were asked for, `teacher_ids` i4

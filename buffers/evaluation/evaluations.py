@@ -48,7 +48,7 @@ class Evaluations:
         self.machine = machine
         self.tx = tx = machine.tx
         self.workers = machine.workers
-        judges = machine.judges.without_teachers()
+        judges = machine.judges.drop_teachers()
         self.table = PromptTable(tx, machine.workers, judges, samples=config.evaluation.samples)
         self.leases = Leases(tx, self.table, machine.workers, machine.live, PromptOutcome(self.table))
         self.prompt_leases = PromptLeases(config, self.table, machine, self.leases)

@@ -1,11 +1,15 @@
-"""Why a claim waits, in one sentence: the holders of the missing groups, and when they were last heard from."""
+"""For people: why a claim waits, in one sentence (the holders of the missing groups, and when they were last heard from),
+and what the judges do.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from asyncrl.config.judges import display_name
 from buffers.groups.batches import Batches
+from buffers.groups.judgements import ScoreQueue
 from buffers.groups.records import State
 from buffers.groups.scoring import Scoring
 
@@ -78,3 +82,31 @@ class Diagnosis:
             return "none is leased and no producer is alive" + (f": {', '.join(lines)}" if lines else "")
         lines = sorted(f"{worker.name} {worker.waiting_for or 'waits for work'}" for worker in alive)
         return f"none is leased; {'; '.join(lines[:4])}"
+
+
+def describe_judges(scoring: Scoring, held_out: ScoreQueue | None = None) -> list[dict[str, Any]]:
+    """The judges: samples that wait, are with workers, and arrived since the service started.
+
+    `held_out`: the queue of an evaluation, whose samples are counted, too.
+    """
+    queues = [scoring.queue] if held_out is None else [scoring.queue, held_out]
+    lines = []
+    for judge in scoring.judges.names:
+        mine = [scoring.workers.known["reward", name] for name in sorted(scoring.living_workers(judge))]
+        calls = [worker.stats["reward_call_s"] for worker in mine if "reward_call_s" in worker.stats]
+        counts = Counter({what: n for (name, what), n in scoring.counts.items() if name == judge})
+        refused = {what.partition(":")[2]: n for what, n in sorted(counts.items()) if what.startswith("refused:")}
+        lines.append(
+            {
+                "judge": display_name(judge),
+                "workers": len(mine),
+                "waiting": sum(queue.count_waiting(judge) for queue in queues),
+                "leased": sum(queue.count_leased(judge) for queue in queues),
+                "scored": counts["scored"],
+                "late": counts["late"],
+                "failures": counts["failures"],
+                "refused": refused,
+                "call_s": round(sum(calls) / len(calls), 6) if calls else None,
+            }
+        )
+    return lines

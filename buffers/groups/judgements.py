@@ -119,7 +119,7 @@ class Judges:
         """Every judge of the run."""
         return tuple(rule.name for rule in self.rules) or (DEFAULT,)
 
-    def without_teachers(self) -> Judges:
+    def drop_teachers(self) -> Judges:
         """The judges of held-out prompts."""
         return Judges(tuple(rule for rule in self.rules if not rule.teaches), retries=self._retries)
 

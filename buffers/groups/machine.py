@@ -73,7 +73,6 @@ from asyncrl.wire import (
     SamplesReply,
     Scores,
     ScoresReply,
-    TeacherLogprobs,
 )
 from buffers.groups.batches import Batches, Claimed
 from buffers.groups.diagnosis import Diagnosis
@@ -309,14 +308,6 @@ class GroupMachine:
         self.begin(now)
         self.workers.see("reward", message.worker, now).judge = message.judge
         return ScoresReply(*self.scoring.take(message))
-
-    def teaching(
-        self, head: TeacherLogprobs, *, invalid: Callable[[Any], str], keep: Callable[[], Record], now: float
-    ) -> ScoresReply:
-        """Take a teacher's answer about a sample (`Scoring.take_teaching`)."""
-        self.begin(now)
-        self.workers.see("reward", head.worker, now).judge = head.judge
-        return ScoresReply(*self.scoring.take_teaching(head, invalid=invalid, keep=keep))
 
     # ------------------------------------------------------------ the learner
 

@@ -26,12 +26,10 @@ import msgspec
 from asyncrl.config.judges import display_name
 from asyncrl.config.sections.reward import DEFAULT
 from asyncrl.wire import RewardFailure, Score, Scores, TeacherLogprobs
-from buffers.groups.failure_budget import TOO_MANY_PARTS, FailureBudget, Verdict
-from buffers.groups.group_table import GroupTable
+from buffers.groups.failure_budget import TOO_MANY_PARTS, FailureBudget
 from buffers.groups.judgements import Judgement, Judges, Key, ScoreQueue, judgement, sum_up, take_answer, take_failure
 from buffers.groups.live_settings import LiveSettings
-from buffers.groups.records import Group, Record, State
-from buffers.groups.sample_intake import GroupSamples
+from buffers.groups.records import Record
 from buffers.groups.transaction import Edit, Transaction
 from buffers.groups.workers import Workers
 
@@ -318,35 +316,6 @@ class Scoring:
                 verdict = self.target.accept_score(item)
             if verdict is not None:
                 self.target.finish(item, verdict)
-
-    # ------------------------------------------------------------ status
-
-    def status(self, held_out: ScoreQueue | None = None) -> list[dict[str, Any]]:
-        """The judges: samples that wait, are with workers, and arrived since the service started.
-
-        `held_out`: the queue of an evaluation, whose samples are counted, too.
-        """
-        queues = [self.queue] if held_out is None else [self.queue, held_out]
-        lines = []
-        for judge in self.judges.names:
-            mine = [self.workers.known["reward", name] for name in sorted(self.living_workers(judge))]
-            calls = [worker.stats["reward_call_s"] for worker in mine if "reward_call_s" in worker.stats]
-            counts = Counter({what: n for (name, what), n in self.counts.items() if name == judge})
-            refused = {what.partition(":")[2]: n for what, n in sorted(counts.items()) if what.startswith("refused:")}
-            lines.append(
-                {
-                    "judge": display_name(judge),
-                    "workers": len(mine),
-                    "waiting": sum(queue.count_waiting(judge) for queue in queues),
-                    "leased": sum(queue.count_leased(judge) for queue in queues),
-                    "scored": counts["scored"],
-                    "late": counts["late"],
-                    "failures": counts["failures"],
-                    "refused": refused,
-                    "call_s": round(sum(calls) / len(calls), 6) if calls else None,
-                }
-            )
-        return lines
 
 
 class GroupScores:

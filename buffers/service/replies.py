@@ -24,6 +24,7 @@ from asyncrl.wire import (
 )
 from buffers.evaluation.evaluations import Evaluations
 from buffers.groups.batches import Claimed
+from buffers.groups.diagnosis import describe_judges
 from buffers.groups.group_table import GroupTable, ledger_counts, reasons
 from buffers.groups.machine import GroupMachine
 from buffers.groups.records import Group, State
@@ -156,7 +157,7 @@ def status_json(machine: GroupMachine, evaluations: Evaluations, extra: dict[str
         },
         "producers": workers.status("producer", now),
         "rewards": workers.status("reward", now),
-        "judges": machine.scoring.status(evaluations.table.queue),
+        "judges": describe_judges(machine.scoring, evaluations.table.queue),
         "waiting_for": machine.diagnosis(now) if machine.batches.asked_since else "",
         **extra,
     }

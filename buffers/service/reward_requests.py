@@ -109,7 +109,10 @@ class RewardRequests:
         def keep() -> Record:
             return context.segments.append(bytes(call.header), payload, call.checksum, again=False)
 
-        reply = context.machine.teaching(head, invalid=invalid, keep=keep, now=context.now)
+        machine = context.machine
+        machine.begin(context.now)
+        machine.workers.see("reward", head.worker, context.now).judge = head.judge
+        reply = wire.ScoresReply(*machine.scoring.take_teaching(head, invalid=invalid, keep=keep))
         if reply.accepted:
             context.peers.note_good("reward", head.worker)
         elif is_guest(call.holder):

@@ -14,6 +14,7 @@ from asyncrl.errors import UNREADABLE, HandshakeError, WireError
 from asyncrl.metrics import CATALOGUE, MetricsLog
 from asyncrl.net.responder import Call
 from asyncrl.runtime.run_dir import RunDir, endpoint, run_id
+from buffers.groups.diagnosis import describe_judges
 from buffers.groups.group_table import ledger_counts
 from buffers.payloads.record_format import GUEST_BYTES
 from buffers.service.context import Context
@@ -148,7 +149,7 @@ class Session:
 
     def _judge_metrics(self) -> dict[str, float]:
         values: dict[str, float] = {}
-        for one in self.context.machine.scoring.status(self.context.evaluations.table.queue):
+        for one in describe_judges(self.context.machine.scoring, self.context.evaluations.table.queue):
             family = f"judge/{one['judge']}"
             values |= {f"{family}/{name}": one[name] for name in ("waiting", "leased", "scored", "late", "failures")}
             values[f"{family}/refused"] = sum(one["refused"].values())

@@ -19,6 +19,7 @@ Example: delta 3 gives k1 3, k2 4.5, k3 2.0498; delta -25 gives k3 10 with gradi
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -29,6 +30,7 @@ from learners.algorithms.tensors import masked, wide
 
 DELTA_LIMIT = 20.0
 K3_LIMIT = 10.0
+MOST = -1e-6  # largest log of a sum of probabilities: the rest keeps a little, so that its log is finite
 
 Kind = Literal[
     "k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs+", "k2+", "mse+", "k3+", "low_var_kl+"
@@ -92,3 +94,32 @@ def _value(delta: Tensor, name: str) -> Tensor:
         return wide(delta) * delta / 2
     close = delta.clamp(-DELTA_LIMIT, DELTA_LIMIT)
     return (torch.expm1(-close) + close).clamp(-K3_LIMIT, K3_LIMIT)
+
+
+def top_jsd(policy: Tensor, teacher: Tensor, *, beta: float = 0.0) -> Tensor:
+    """`beta KL(T || M) + (1 - beta) KL(S || M)` with `M = beta T + (1 - beta) S`, in nats `[N]`: generalised
+    Jensen-Shannon divergence (GKD, arXiv 2306.13649, equation 1). At 0 it is KL(T || S), at 1 KL(S || T), as there.
+
+    Args:
+        policy: log-probs `[N, K]` of K different tokens under the policy S; carries the gradient.
+        teacher: log-probs `[N, K]` of the same tokens under the teacher T.
+        beta: weight of the teacher in the mixture, 0 to 1.
+    """
+    student, target = _add_rest(policy), _add_rest(teacher.detach())
+    if beta == 0:
+        return _kl(target, student)
+    if beta == 1:
+        return _kl(student, target)
+    mixture = torch.logaddexp(student + math.log1p(-beta), target + math.log(beta))
+    return beta * _kl(target, mixture) + (1 - beta) * _kl(student, mixture)
+
+
+def _add_rest(logs: Tensor) -> Tensor:
+    """`[N, K + 1]`: with the log of the probability that the K tokens leave."""
+    logs = wide(logs)
+    total = logs.logsumexp(-1, keepdim=True).clamp(max=MOST)
+    return torch.cat((logs, (-torch.expm1(total)).log()), -1)
+
+
+def _kl(first: Tensor, second: Tensor) -> Tensor:
+    return (first.exp() * (first - second)).sum(-1)

@@ -29,8 +29,7 @@ from asyncrl.config.sections.algorithm_catalogue import ROW_RATIOS
 from asyncrl.config.sections.teacher import DistillationConfig
 from learners.algorithms.aggregation import Denominators
 from learners.algorithms.corrections import prox_loglinear
-from learners.algorithms.distillation import top_jsd
-from learners.algorithms.kl import kl_estimate, kl_importance_weighted
+from learners.algorithms.kl import kl_importance_weighted
 from learners.algorithms.loss_terms import measure_from_behaviour
 from learners.algorithms.metrics import step_scale
 from learners.algorithms.registry import chooser_for, correction_for, divergence_for, loss_for, reduction_for
@@ -48,6 +47,7 @@ from learners.step.correction_metrics import StepLog
 from learners.step.critic import critic_step
 from learners.step.guarded_backward import Guard, backward
 from learners.step.lr_schedule import learning_rate
+from learners.step.teaching import read_teacher
 
 #: A number above every lag: `prox_loglinear` takes versions, a micro-batch has lags.
 _NOW = 1 << 40
@@ -149,39 +149,6 @@ def loss_function(
         return value, sums
 
     return loss
-
-
-class Taught(NamedTuple):
-    """What teachers add to a micro-batch: to advantages and to the loss, `[N]` each, and to the metrics."""
-
-    advantages: Tensor
-    loss: Tensor
-    sums: dict[str, Tensor]
-
-
-def read_teacher(settings: DistillationConfig, micro: Micro, current: Tensor, proximal: Tensor) -> Taught | None:
-    """Return what teachers add; None without one.
-
-    The reverse KL is minimized by policy gradient on the sampled tokens. With k1, the gap of the log-probs is the
-    advantage of the token, negated, so that the correction for old samples and the clip of the loss apply. k3 depends
-    on the policy, too, and is a term of the loss, whose gradient is that of the divergence. `jsd` is differentiated as
-    it is, on the policy's samples (GKD).
-    """
-    if micro.teacher is None:
-        return None
-    known = micro.mask & ~micro.teacher.isnan()
-    teacher, coeff = micro.teacher.nan_to_num(), settings.coeff
-    zero = torch.zeros_like(teacher)
-    gap = kl_estimate(current.detach(), teacher, known, kind="k1")
-    sums = {"teacher_kl_sum": gap.sum(), "teacher_tokens": known.sum()}
-    if settings.loss == "reverse_kl":
-        if settings.estimator == "k3":
-            return Taught(zero, coeff * kl_importance_weighted(current, proximal, teacher, known), sums)
-        return Taught(-coeff * kl_estimate(proximal, teacher, known, kind="k1"), zero, sums)
-    if micro.top_current is None or micro.top_logprobs is None:
-        return Taught(zero, zero, sums)
-    divergence = masked(top_jsd(micro.top_current, micro.top_logprobs.nan_to_num(), beta=settings.beta), known)
-    return Taught(zero, coeff * divergence, sums | {"teacher_jsd_sum": divergence.detach().sum()})
 
 
 def _policy_mask(micro: Micro, terms: Terms, number: int) -> Tensor:

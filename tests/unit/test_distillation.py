@@ -19,12 +19,13 @@ from asyncrl.config.sections.teacher import DistillationConfig
 from asyncrl.errors import ConfigErrors
 from asyncrl.wire.batch_arrays import Teaching
 from learners.algorithms.aggregation import Denominators
-from learners.algorithms.distillation import top_jsd
+from learners.algorithms.kl import top_jsd
 from learners.backends.base import Micro, to_device
 from learners.batch.assembly import assemble, unusable
 from learners.batch.micro_batches import decode_share, encode_share
 from learners.models.top_logprobs import top_logprobs
-from learners.step.update import Terms, loss_function, read_teacher
+from learners.step.teaching import read_teacher
+from learners.step.update import Terms, loss_function
 
 VOCABULARY = 6
 GENERATOR = torch.Generator().manual_seed(3)

@@ -17,6 +17,7 @@ from asyncrl.errors import HandshakeError
 from asyncrl.evaluation.ids import evaluation_group, split_group
 from asyncrl.wire import Lease, LeaseReturn, RewardFailure, SampleHead, Samples, SamplesReply, Score, Scores
 from buffers.evaluation.evaluations import Evaluations
+from buffers.groups.diagnosis import describe_judges
 from buffers.groups.group_table import ledger_counts
 from buffers.groups.machine import GroupMachine
 from buffers.groups.records import Ledger, Record, settings_of
@@ -708,7 +709,7 @@ def test_answers_about_held_out_prompts_are_counted_by_judge() -> None:
         lab.answer(lease)
     lab.score(1.0, 0.0)
     lab.fail("s")
-    (status,) = lab.groups.scoring.status(lab.e.table.queue)
+    (status,) = describe_judges(lab.groups.scoring, lab.e.table.queue)
     assert (status["scored"], status["failures"], status["waiting"], status["leased"]) == (2, 1, 2, 0)
 
 

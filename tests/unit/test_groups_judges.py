@@ -11,6 +11,7 @@ from groups_run import Run
 
 from asyncrl.config import parse
 from asyncrl.wire import RewardFailure, SampleHead, Samples, Score, Scores, TeacherLogprobs
+from buffers.groups.diagnosis import describe_judges
 from buffers.groups.judgements import Judgement, JudgeRule
 from buffers.groups.machine import GroupMachine
 from buffers.groups.records import Record, Sample, State, settings_of
@@ -260,7 +261,7 @@ def test_the_status_and_the_diagnosis_name_judges() -> None:
     run.g.heartbeat("reward", "a", pid=1, host="h", now=0.0, stats={"reward_call_s": 0.25})
     run.score(0, 1.0, name="a")
     run.fail(1, name="a")
-    told = {one["judge"]: one for one in run.g.scoring.status()}
+    told = {one["judge"]: one for one in describe_judges(run.g.scoring)}
     assert told["default"] == {
         "judge": "default",
         "workers": 1,
@@ -308,9 +309,10 @@ KEPT = Record(3, 64, 8, 9, 77)
 def tell(run: Judges, index: int, judge: str = "big", *, wrong: str = "") -> str:
     """A teacher's answer about a sample; why it was refused."""
     head = TeacherLogprobs(f"r-{judge}", judge, 0, index, run.tokens[judge, 0, index], "v1", ())
-    reply = run.g.teaching(head, invalid=lambda _: wrong, keep=lambda: KEPT, now=run.now)
-    assert reply.accepted == (not reply.refused)
-    return reply.refused.get(f"0:{index}", "")
+    run.g.begin(run.now)
+    accepted, refused = run.g.scoring.take_teaching(head, invalid=lambda _: wrong, keep=lambda: KEPT)
+    assert accepted == (not refused)
+    return refused.get(f"0:{index}", "")
 
 
 def test_what_a_teacher_says_is_a_record_of_the_group_and_no_reward() -> None:
@@ -346,5 +348,5 @@ def test_log_probs_that_may_not_be_used_are_a_failure_of_the_teacher() -> None:
 
 def test_teachers_are_not_asked_about_held_out_prompts() -> None:
     judges = Judges(judges=TEACHING).g.judges
-    assert judges.without_teachers().names == ("",) and judges.judges_for("math") == ("", "big", "maths")
+    assert judges.drop_teachers().names == ("",) and judges.judges_for("math") == ("", "big", "maths")
     assert judges.teaches("big") and not judges.teaches("")

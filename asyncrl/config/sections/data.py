@@ -15,9 +15,7 @@ class DataConfig(Section, frozen=True):
     """`[data]`: the prompts. Column names of verl are accepted as they are."""
 
     path: str = ""  # .parquet, .jsonl, .json, .arrow; a pattern; a folder of `datasets`; several, separated by commas
-    ratios: tuple[
-        Positive, ...
-    ] = ()  # share of each part of path in the prompts, such as [5, 3, 2]; empty: by its rows
+    ratios: tuple[Positive, ...] = ()  # parts of each of path's data sets, such as [5, 3, 2]; empty: by their rows
     source: str = ""  # instead of path: 'module:name' or 'file.py:name' that returns an iterable of rows
     prompt_key: str = "prompt"  # text, or a list of chat messages
     shuffle: bool = True  # a new order in every epoch, by run.seed

@@ -36,7 +36,7 @@ class DistillationConfig(Section, frozen=True):
     """`[learner.distillation]`: how the policy learns from the log-probs of teachers (`[[teacher]]`)."""
 
     loss: Literal["reverse_kl", "jsd"] = "reverse_kl"  # on sampled tokens, or on the teacher's likeliest tokens (GKD)
-    coeff: Annotated[float, Meta(ge=0)] = 1.0  # weight beside the loss by reward
+    coeff: Annotated[float, Meta(ge=0)] = 1.0  # weight next to the loss by reward
     estimator: Literal["k1", "k3"] = "k1"  # reverse_kl: estimator of the divergence; k3 has less variance
     beta: Share = 0.0  # jsd: 0 is KL(teacher || policy), 1 is KL(policy || teacher), between them the generalised JSD
     top_k: Positive = 32  # jsd: likeliest tokens of the teacher; all others count as one

@@ -73,7 +73,7 @@ class LocalModel:
         self._model = model.to(self._device).requires_grad_(False).eval()
         return model.config
 
-    def _in_halves(self, forward: Callable[[list[T]], list[R]], rows: list[T]) -> list[R | Problem]:
+    def _halve(self, forward: Callable[[list[T]], list[R]], rows: list[T]) -> list[R | Problem]:
         """The results of a batch; in halves if it does not fit into memory."""
         try:
             return [*forward(rows)]
@@ -84,7 +84,7 @@ class LocalModel:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         half = len(rows) // 2
-        return [*self._in_halves(forward, rows[:half]), *self._in_halves(forward, rows[half:])]
+        return [*self._halve(forward, rows[:half]), *self._halve(forward, rows[half:])]
 
     def _pad(self, rows: list[list[int]]) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         """Rows padded on the right as arguments of the model, and the place of each row's last token."""
@@ -147,7 +147,7 @@ class Classifier(LocalModel):
         return ids
 
     def _scores(self, rows: list[list[int]]) -> list[Outcome]:
-        return self._in_halves(self._forward, rows)
+        return self._halve(self._forward, rows)
 
     @torch.inference_mode()
     def _forward(self, rows: list[list[int]]) -> list[Outcome]:

@@ -145,7 +145,7 @@ class LocalTeacher(LocalModel):
         todo.sort(key=lambda item: len(item[1].tokens))
         for first in range(0, len(todo), self.table.concurrency):
             batch = todo[first : first + self.table.concurrency]
-            outcomes = await asyncio.to_thread(self._in_halves, self._forward, [part for _, part in batch])
+            outcomes = await asyncio.to_thread(self._halve, self._forward, [part for _, part in batch])
             for (place, part), outcome in zip(batch, outcomes, strict=True):
                 left[place] -= 1
                 if place not in told:  # another part of the sample has failed
@@ -223,7 +223,7 @@ class PromptLogprobs:
         ranked = [
             sorted((one["rank"], int(token), one["logprob"]) for token, one in entry.items()) for entry in entries
         ]
-        return self._told(mine, [[(token, value) for _, token, value in row] for row in ranked])
+        return self._make_told(mine, [[(token, value) for _, token, value in row] for row in ranked])
 
     def _read_sglang(self, answer: Any, part: Part) -> Told:
         """Triples of log-prob, token id and text."""
@@ -232,14 +232,14 @@ class PromptLogprobs:
         if [one[1] for one in mine] != part.answer:
             raise ValueError("it answered about other tokens")
         top = _last(found["input_top_logprobs"], part) if self._teacher.top_k else [[]] * len(mine)
-        return self._told([one[0] for one in mine], [[(one[1], one[0]) for one in row] for row in top])
+        return self._make_told([one[0] for one in mine], [[(one[1], one[0]) for one in row] for row in top])
 
     def _read_openai(self, answer: Any, part: Part) -> Told:
         """A log-prob for each token of the echoed prompt, and for the token after it."""
         echoed = answer["choices"][0]["logprobs"]["token_logprobs"]
-        return self._told(_last(echoed[: len(part.tokens)], part), [[]] * len(part.answer))
+        return self._make_told(_last(echoed[: len(part.tokens)], part), [[]] * len(part.answer))
 
-    def _told(self, mine: Sequence[float], top: Sequence[Sequence[tuple[int, float]]]) -> Told:
+    def _make_told(self, mine: Sequence[float], top: Sequence[Sequence[tuple[int, float]]]) -> Told:
         top_k = self._teacher.top_k
         if any(len(row) < top_k for row in top):
             raise ValueError(f"it names fewer than {top_k} tokens")
