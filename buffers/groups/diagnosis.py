@@ -1,5 +1,5 @@
-"""For people: why a claim waits, in one sentence (the holders of the missing groups, and when they were last heard from),
-and what the judges do.
+"""For the status: why a claim waits, in one sentence (the holders of the missing groups, and when they were last heard
+from), and what the judges do.
 """
 
 from __future__ import annotations

@@ -26,10 +26,12 @@ import msgspec
 from asyncrl.config.judges import display_name
 from asyncrl.config.sections.reward import DEFAULT
 from asyncrl.wire import RewardFailure, Score, Scores, TeacherLogprobs
-from buffers.groups.failure_budget import TOO_MANY_PARTS, FailureBudget
+from buffers.groups.failure_budget import TOO_MANY_PARTS, FailureBudget, Verdict
+from buffers.groups.group_table import GroupTable
 from buffers.groups.judgements import Judgement, Judges, Key, ScoreQueue, judgement, sum_up, take_answer, take_failure
 from buffers.groups.live_settings import LiveSettings
-from buffers.groups.records import Record
+from buffers.groups.records import Group, Record, State
+from buffers.groups.sample_intake import GroupSamples
 from buffers.groups.transaction import Edit, Transaction
 from buffers.groups.workers import Workers
 
