@@ -80,7 +80,7 @@ def portable_row(row: Mapping[str, Any]) -> Row:
     """The row with data URIs instead of bytes and PIL images, in the column of images and in lists and mappings: JSON
     holds it. Raises ImageProblem."""
     return {
-        name: _portable(value) if name == IMAGES or isinstance(value, list | dict) or _is_pil(value) else value
+        name: _portable(value) if name == IMAGES or isinstance(value, list | dict) or is_pil(value) else value
         for name, value in row.items()
     }
 
@@ -90,14 +90,14 @@ def _portable(value: Any) -> Any:
         return {key: _portable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_portable(item) for item in value]
-    if _is_pil(value):
+    if is_pil(value):
         value = encode_png(value)
     if isinstance(value, bytes):
         return f"data:application/octet-stream;base64,{base64.b64encode(value).decode()}"
     return value
 
 
-def _is_pil(value: Any) -> bool:
+def is_pil(value: Any) -> bool:
     """Whether it is a PIL image, without importing the package."""
     return hasattr(value, "mode") and hasattr(value, "getpixel")
 
@@ -128,9 +128,9 @@ class _Places:
         part = {key: value for key, value in part.items() if value is not None}
         if isinstance(part.get("text"), str):
             yield from self._text(part)
-        elif not _is_image(part):
+        elif not is_image_part(part):
             yield part
-        elif (held := _find_held(part)) is None:
+        elif (held := find_held(part)) is None:
             yield self._next()
         else:
             self.images.append(read_image(held, self._folder))
@@ -153,11 +153,15 @@ class _Places:
         return dict(_PLACE)
 
 
-def _is_image(part: Mapping[str, Any]) -> bool:
+def is_image_part(part: Any) -> bool:
+    """Whether a part of a message stands for an image."""
+    if not isinstance(part, Mapping):
+        return False
     return str(part.get("type")).startswith(IMAGE_PART) or "image" in part or "image_url" in part
 
 
-def _find_held(value: Mapping[str, Any]) -> Any:
+def find_held(value: Mapping[str, Any]) -> Any:
+    """What a part or an entry of the column holds as its image; None: nothing."""
     return next((value[key] for key in _HOLDERS if value.get(key) is not None), None)
 
 
@@ -168,20 +172,20 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def read_image(value: Any, folder: Path) -> bytes:
-    """The encoded bytes of an image in any accepted form. Raises ImageProblem."""
+def read_image(value: Any, folder: Path | None = None) -> bytes:
+    """The encoded bytes of an image in any accepted form; without `folder` files are refused. Raises ImageProblem."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
-    if isinstance(value, Mapping) and (held := _find_held(value)) is not None:
+    if isinstance(value, Mapping) and (held := find_held(value)) is not None:
         return read_image(held, folder)
     if isinstance(value, str):
         return _read_text(value, folder)
-    if _is_pil(value):
+    if is_pil(value):
         return encode_png(value)
     raise ImageProblem(f"{type(value).__name__} is no image: give bytes, a path, a data URI or a PIL image")
 
 
-def _read_text(text: str, folder: Path) -> bytes:
+def _read_text(text: str, folder: Path | None) -> bytes:
     """An image behind a data URI, a file:// address or a path."""
     if text.startswith("data:"):
         head, _, body = text.partition(",")
@@ -189,6 +193,8 @@ def _read_text(text: str, folder: Path) -> bytes:
             return base64.b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
         except binascii.Error as error:
             raise ImageProblem(f"a data URI that is not base64: {error}") from None
+    if folder is None:
+        raise ImageProblem(f"{text[:100]!r} names a file: open it, and give the image")
     if "://" in text and not text.startswith("file://"):
         raise ImageProblem(f"{text[:100]!r}: nothing is fetched over the network; save the image and name the file")
     path = folder / (unquote(urlparse(text).path) if text.startswith("file://") else text)

@@ -79,8 +79,9 @@ class Vision:
         counts = micro.image_counts if micro.image_counts.size else np.zeros(micro.cu_seqlens.size - 1, np.int32)
         ends = np.concatenate(([0], np.cumsum(counts)))
         for number, (start, end) in enumerate(itertools.pairwise(micro.cu_seqlens.tolist())):
-            mine = micro.images[int(ends[number]) : int(ends[number + 1])]
-            row = self._inputs.row(micro.input_ids[start:end], mine)
+            mine = slice(int(ends[number]), int(ends[number + 1]))
+            places = [place for place in micro.image_places[mine].tolist() if place >= 0]
+            row = self._inputs.row(micro.input_ids[start:end], micro.images[mine], places)
             space[:, start:end], stray[start:end] = row.positions, row.stray
             images += row.images
         positions = np.concatenate((text[None], space.reshape(3, *ids.shape)))

@@ -41,6 +41,7 @@ class Sample(msgspec.Struct, frozen=True):
     owner: int = -1  # number of the sample that it is a row of; -1: it counts as a sample of its own
     siblings: int = 0  # trained tokens in the other rows of the sample
     images: tuple[bytes, ...] = ()  # encoded, in the order of their placeholders
+    image_places: tuple[int, ...] = ()  # in `tokens`, of the last of them; the others have the first placeholders
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
@@ -69,6 +70,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
     siblings: Array = NOTHING  # i4 [S]: trained tokens in the other sequences of its sample
     image_counts: Array = NOTHING  # i4 [S]: images of each sequence; empty: none has any
     images: tuple[bytes, ...] = ()  # encoded, in the order of the sequences
+    image_places: Array = NOTHING  # i4, one for each of `images`: its place in the sequence; -1: the next placeholder
 
     def drop_support(self) -> MicroBatch:
         """Return it for a model that did not sample: log-probs over the whole vocabulary."""
@@ -112,6 +114,7 @@ _FIELDS = {
     "owners": "i4",
     "siblings": "i4",
     "image_counts": "i4",
+    "image_places": "i4",
 }
 
 
@@ -221,7 +224,12 @@ def _micro(
         siblings=np.array([sequence.siblings for sequence in sequences], np.int32),
         image_counts=np.array([len(sequence.images) for sequence in sequences], np.int32) if images else NOTHING,
         images=images,
+        image_places=np.array([place for one in sequences for place in _image_places(one)], np.int32),
     )
+
+
+def _image_places(sequence: Sample) -> list[int]:
+    return [-1] * (len(sequence.images) - len(sequence.image_places)) + list(sequence.image_places)
 
 
 def _expand(values: Array | None, otherwise: float, count: int) -> Array:

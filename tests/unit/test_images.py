@@ -415,11 +415,21 @@ def test_rows_of_python_become_files_that_hold_their_images(tmp_path: Path) -> N
     assert encode_png(picture()) == RED
 
 
-def test_images_are_for_single_turns(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ([], ""),
+        (["environment.name=chat"], ""),
+        (["environment.name=my:own"], ""),
+        (["environment.name=verifiers"], "environment.name"),
+        (["environment.name=agent", 'environment.agent.command=["a"]'], "environment.name"),
+        (["environment.name=chat", "producers.engine=vllm"], "producers.engine"),
+        (["producers.engine=vllm"], ""),
+    ],
+)
+def test_some_environments_and_engines_take_no_images_in_turns(settings: list[str], where: str, tmp_path: Path) -> None:
     path = Path(write_rows(tmp_path, [verl_row(RED)]))
     text = f'model.path = "m"\ndata.path = "{path}"\n[[reward]]\nfunction = "a:b"\n'
-    assert not list(check_images(parse(text), path, where="data.path"))
-    [found] = check_images(
-        parse(text, overrides=["environment.name=tools", 'environment.tools=["calculator"]']), path, where="data.path"
-    )
-    assert found.code == "config.conflict" and found.where == "environment.name" and "row 0 has images" in found.message
+    found = list(check_images(parse(text, overrides=settings), path, where="data.path"))
+    assert [(error.code, error.where) for error in found] == [("config.conflict", where)] * bool(where)
+    assert all("row 0 has images" in error.message and error.remedy for error in found)

@@ -115,7 +115,7 @@ class SlotMemory:
 
     def shift(self, prompt: Prompt) -> int:
         """Of models with positions by time, height and width."""
-        return 0 if self._images is None else self._images.shift(prompt.tokens, prompt.images)
+        return 0 if self._images is None else self._images.shift(*prompt)
 
     def seat(self, first: int, lanes: Sequence[int], kept: Any | None) -> None:
         """Copy K and V of the prompt to the rows."""
@@ -180,7 +180,7 @@ class SlotMemory:
         stray = np.zeros((len(prompts), width), bool)
         images: list[Pixels] = []
         for number, prompt in enumerate(prompts):
-            row = self._images.row(prompt.tokens, prompt.images)
+            row = self._images.row(*prompt)
             positions[:, number, : len(prompt.tokens)] = row.positions
             stray[number, : len(prompt.tokens)] = row.stray
             images += row.images
