@@ -15,7 +15,7 @@ from asyncrl.environment import EnvironmentFailure, Message
 from asyncrl.images.decoding import ImageProblem, check_image, open_image
 from asyncrl.images.digests import IMAGES
 from asyncrl.images.model_inputs import ImageInputs
-from asyncrl.images.rows import IMAGE_PART, find_held, is_image_part, read_image
+from asyncrl.images.rows import IMAGE_PART, find_held, frame_parts, is_image_part, read_image
 
 
 class Shown(NamedTuple):
@@ -50,7 +50,8 @@ def _hold(message: Message, left: Iterator[bytes]) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
-    return {**message, "content": [_part(part, left) if is_image_part(part) else part for part in content]}
+    parts = [one for part in content for one in frame_parts(part)]
+    return {**message, "content": [_part(part, left) if is_image_part(part) else part for part in parts]}
 
 
 def _part(part: Mapping[str, Any], left: Iterator[bytes]) -> dict[str, Any]:

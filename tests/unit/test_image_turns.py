@@ -144,7 +144,7 @@ ROW = {"prompt": [user(part(FIRST), "what?")], "ground_truth": ""}
 
 def play(environment: Turns, engine: Any, config: Config, row: Any, *, seed: int = 5) -> list[Finished]:
     found = normalise_row(row, prompt_key="prompt", image_key="images", folder=Path())
-    images = tuple(found.images.values())
+    images = tuple(found.images[digest] for digest in found.row["images"]) if found.images else ()
     tokenizer = Tokenizer(config.model.path, trust_remote_code=False)
     ids = encode_prompt(found.row, config.data, tokenizer, inputs=environment.inputs, images=images)
     request = GenRequest(
@@ -248,6 +248,20 @@ class SeeingEngine(SayingEngine):
         return EngineCapabilities("saying", 8, 900, images=self.sees, image_turns=self.sees)
 
 
+def test_frames_of_a_video_are_shown_as_images() -> None:
+    folder = vision_folder("qwen2_5_vl")
+    config = configured(folder)
+    frames = [picture(seed) for seed in range(3)]
+    rollout = saying([user({"type": "video", "video": frames}, "what moves?")])
+    environment = Turns(config, Tokenizer(folder, trust_remote_code=False), rollout)
+    row = {"prompt": [user(part(FIRST), {"type": "video", "video": [FIRST, png(16, 16)]})], "ground_truth": ""}
+    engine = SeeingEngine(environment._tokenizer, lambda *_: "yes")
+    done = play(environment, engine, config, row)
+    shown = [Image.open(io.BytesIO(image)).tobytes() for _, image in done[0].images]
+    assert shown == [frame.tobytes() for frame in frames]
+    assert [len(one.images) for one in engine.asked if one.indices == (0,)] == [3, 6]
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -280,7 +294,8 @@ def saying(*observations: Any) -> Any:
         ([part("https://a.b/c.png")], "names a file"),
         ([{"type": "image"}], "holds none"),
         ([part(png(16, 16)), "<|image_pad|>"], "1 images for 2 placeholders"),
-        ([{"type": "video", "video": ["v.mp4"]}], "'video'"),
+        ([{"type": "video", "video": "v.mp4"}], "'video'"),
+        ([{"type": "video", "video": ["v.mp4"]}], "names a file"),
     ],
 )
 def test_an_image_that_cannot_be_shown_fails_the_sample(parts: list[Any], words: str) -> None:
