@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.config.sections.learner import VisionConfig
-from asyncrl.images.forward import Seen, join_images
+from asyncrl.images.forward import Seen, see_images
 from asyncrl.images.model_inputs import Array, ImageInputs, Pixels, open_inputs, test_image
 from learners.batch.micro_batches import MicroBatch, Sample
 
@@ -89,12 +89,7 @@ class Vision:
         if not images:
             images = [self._inputs.blank()]
             ids, positions, stray = _add_blank(ids, positions, stray, self._inputs.token)
-        different = list({id(one): one for one in images}.values())
-        place = {id(one): number for number, one in enumerate(different)}
-        order = [place[id(one)] for one in images]
-        held = torch.from_numpy(stray).to(device) if stray.any() else None
-        tokens = [one.tokens for one in different]
-        seen = Seen(join_images(different, device), held, self._inputs.token, tokens, order)
+        seen = see_images(images, stray, self._inputs.token, device)
         given = torch.from_numpy(ids.astype(np.int64)).to(device)
         positions = positions if self._inputs.mrope else positions[0]
         return seen.mask(given), torch.from_numpy(positions.astype(np.int64)).to(device), seen

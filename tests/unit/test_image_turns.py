@@ -173,16 +173,24 @@ def batch_of(done: list[Finished], row: dict[str, Any], prompt_ids: Any, images:
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])
-def test_log_probs_of_all_turns_are_those_of_transformers(folder: Path, model: Any, gang: Gang, packing: str) -> None:
+def test_log_probs_of_all_turns_are_those_of_transformers(
+    folder: Path, model: Any, gang: Gang, packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = configured(folder, f"learner.packing={packing}", f"sampling.group_size={GROUP}")
     tokenizer, inputs = Tokenizer(folder, trust_remote_code=False), ImageInputs(folder)
     environment, engine = Turns(config, tokenizer, show_pictures), engine_of(folder, model, config)
+    towers: list[int] = []
+    features = model.get_image_features
+    monkeypatch.setattr(
+        model, "get_image_features", lambda **given: towers.append(len(given["pixel_values"])) or features(**given)
+    )
     done = next(
         done
         for done in (play(environment, engine, config, ROW, seed=seed) for seed in range(40))
         if any(inputs.token in item.sample.token_ids[: item.images[0][0]] for item in done)
     )  # a placeholder was sampled before a picture was shown
     assert len(done) == GROUP and len(engine.asked) % (4 * GROUP) == 0
+    assert towers[0] == len(inputs.pixels(FIRST).arrays["pixel_values"]), "once for the first turns of all samples"
     prompt = encode_prompt(
         normalise_row(ROW, prompt_key="prompt", image_key="images", folder=Path()).row,
         config.data, tokenizer, inputs=inputs, images=(FIRST,),
