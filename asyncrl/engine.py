@@ -60,6 +60,9 @@ class GenRequest(msgspec.Struct, frozen=True):
     support: bool = False  # record the support of each draw; log-probs are then of the distribution over it
     version: int = -1  # the version that makes every token, if the engine keeps it (`Keeping`); -1: the current one
     images: tuple[bytes, ...] = ()  # encoded images, in the order of their placeholders in `prompt_ids`
+    #: Where the last of the images begin in `prompt_ids`; the others have its first placeholders. A placeholder that is
+    #: in no image is a plain token: the policy may sample one.
+    image_places: tuple[int, ...] = ()
 
 
 class GenDelta(msgspec.Struct, frozen=True):
@@ -112,6 +115,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True):
     supports: bool = False  # it records the support of draws (`GenRequest.support`); others refuse such a request
     seeded: bool = True  # the same seed and index give the same tokens, whatever else is decoded
     images: bool = False  # it takes `GenRequest.images`; others refuse such a request
+    image_turns: bool = False  # and images with sampled tokens among them (`GenRequest.image_places`)
     second_weights: bool = False  # it keeps a version next to newer ones (`Keeping`)
 
 

@@ -325,7 +325,7 @@ def capability_tables() -> str:
         "",
         "## Rows of the data",
         "",
-        "Prompts may hold images for a model that sees them ([images](images.md)). Videos and audio are refused.",
+        "Prompts may hold images for a model that sees them ([images](images.md)). Video files and audio are refused.",
         "",
         "For any other model rows are text. A row is refused if a column",
         f"{', '.join(f'`{name}`' for name in media.MEDIA_COLUMNS)}",

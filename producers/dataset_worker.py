@@ -49,7 +49,7 @@ class DatasetProducer(Producer):
             row = self.prompts.row_for(lease.group)
             images = self.prompts.images_of(row)
             prompt_ids, answers = encode_row(row, self.config, self.tokenizer, inputs=self.images, images=images)
-            await store_images(row, images, self._store)
+            await store_images(images, self._store)
         except (BadPrompt, ImageProblem) as problem:
             reason = problem.reason
             await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))

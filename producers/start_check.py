@@ -202,7 +202,8 @@ class StartCheck:
 
     async def play_environment(self, environment: Turns, row: Row) -> None:
         answer = answer_of(row)
-        played = await play_row(environment, self.config, self.tokenizer, row, [answer])
+        images = tuple(self.images[digest] for digest in image_digests(row))
+        played = await play_row(environment, self.config, self.tokenizer, row, [answer], images=images)
         code, _, message = played.failure.partition(": ")
         if code in ("config.template", "config.tokenizer"):  # it would end the producer
             where = f"environment.name = {self.config.environment.name!r}"

@@ -199,7 +199,7 @@ class Producer:
             prompt_ids = encode_prompt(
                 row, self.config.data, self.tokenizer, self.environment.tools, inputs=self.images, images=images
             )
-            await store_images(row, images, self._store)
+            await store_images(images, self._store)
         except (BadPrompt, ImageProblem) as problem:
             reason = problem.reason
             await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))
@@ -212,6 +212,10 @@ class Producer:
         async def deliver(finished: list[Finished]) -> bool:
             await self._wait_attested([item.sample for item in finished])
             samples = [trail.complete_sample(item.sample) for item in finished]
+            try:
+                await store_images([image for item in finished for _, image in item.images], self._store)
+            except ImageProblem as problem:
+                raise EnvironmentFailure("observation", problem.reason) from None
             failpoint("producer.before_send")
             reply = await self._patiently(
                 lambda: self.client.submit(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,6 +14,8 @@ import torch
 import transformers
 from PIL import Image
 
+from asyncrl.images.forward import Seen, join_images, stray_placeholders
+from asyncrl.images.model_inputs import ImageInputs
 from learners.warm_start.tiny_model import SPECIAL_IDS
 from learners.warm_start.tiny_vision import FAMILIES, image_processor, make_tiny_vision, make_vision_tokenizer
 
@@ -141,3 +143,19 @@ def png(width: int, height: int, seed: int = 0) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(data, "PNG")
     return data.getvalue()
+
+
+def plain_logprobs(model: Any, inputs: ImageInputs, ids: Any, images: Sequence[bytes], sampled: Any) -> Any:
+    """Log-probs of the sampled tokens (bool `[T]`) by transformers' forward over the whole sequence, which finds
+    positions and placeholders itself; placeholders that were sampled are plain tokens."""
+    tokens = torch.from_numpy(np.asarray(ids, np.int64))[None]
+    chosen = torch.from_numpy(np.asarray(sampled, bool))
+    kinds = (tokens == inputs.token).int()
+    kinds[:, chosen] = 0
+    seen = Seen(join_images([inputs.pixels(one) for one in images], torch.device("cpu")), None, inputs.token)
+    seen = seen._replace(stray=(tokens == inputs.token) & (kinds == 0))
+    more = {**(seen.arguments or {}), **({"mm_token_type_ids": kinds} if images and inputs.mrope else {})}
+    with stray_placeholders(model, seen), torch.no_grad():
+        logits = model(input_ids=seen.mask(tokens), use_cache=False, **more).logits
+    logs = logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+    return logs[chosen[1:]].numpy()

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
 from asyncrl.images.decoding import ImageProblem
 from asyncrl.images.digests import image_digests
 from asyncrl.images.folder import ImageFolder
-from asyncrl.wire.batch_arrays import ClaimedBatch
+from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData
+
+
+def _digests_of(group: GroupData) -> Iterator[str]:
+    """Of the images of its prompt and of its samples."""
+    yield from image_digests(group.row)
+    for sample in group.samples:
+        yield from (digest for _, digest in sample.images)
 
 
 def digests_in(batch: ClaimedBatch) -> list[str]:
-    """The digests of all images that its rows name, each once."""
-    return list(dict.fromkeys(digest for group in batch.groups for digest in image_digests(group.row)))
+    """The digests of all images of its prompts and samples, each once."""
+    return list(dict.fromkeys(digest for group in batch.groups for digest in _digests_of(group)))
 
 
 def add_images(batch: ClaimedBatch, images: Mapping[str, bytes], problems: Mapping[str, str]) -> ClaimedBatch:
     """The batch with its images. A group with a bad one (`problems`: digest -> reason) is named in `invalid`."""
     bad = {
-        group.group: problems[digest]
-        for group in batch.groups
-        for digest in image_digests(group.row)
-        if digest in problems
+        group.group: problems[digest] for group in batch.groups for digest in _digests_of(group) if digest in problems
     }
     kept = tuple(group for group in batch.groups if group.group not in bad)
     batch = msgspec.structs.replace(batch, groups=kept, invalid={**batch.invalid, **bad})

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -39,8 +40,18 @@ def join_images(images: Sequence[Pixels], device: torch.device) -> dict[str, Ten
     }
 
 
+def see_images(images: Sequence[Pixels], stray: npt.NDArray[np.bool_], token: int, device: torch.device) -> Seen:
+    """What a pass gets of the images of its rows, in the order of their places: each different one once. `stray` as in
+    `Seen`."""
+    different = list({id(one): one for one in images}.values())  # pixels of an image are kept
+    place = {id(one): number for number, one in enumerate(different)}
+    held = torch.from_numpy(stray).to(device) if stray.any() else None
+    tokens = [one.tokens for one in different]
+    return Seen(join_images(different, device), held, token, tokens, [place[id(one)] for one in images])
+
+
 def body_arguments(body: Any, seen: Seen | None) -> dict[str, Any]:
-    """The arguments for the body of a model: its vision tower runs once for each different image."""
+    """The arguments for a model or its body: the vision tower runs once for each different image."""
     if seen is None or seen.arguments is None:
         return {}
 

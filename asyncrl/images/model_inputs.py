@@ -5,7 +5,8 @@ An engine and the learner make the same inputs from the same bytes, so that thei
    has features of it;
 2. pixels are those of transformers' image processor of the model folder, and depend on the bytes of the image alone;
    an InternVL gets tiles, as transformers' InternVLProcessor makes them;
-3. placeholders beyond those of the images are plain tokens: a policy may sample one (`Row.stray`).
+3. placeholders beyond those of the images are plain tokens: a policy may sample one (`Row.stray`). So images behind
+   sampled tokens have known places; those before are at the first placeholders.
 
 Example: Qwen2.5-VL, patches of 14 pixels, 2 x 2 of them merged: an image of 56 x 84 pixels has 2 x 3 = 6 tokens, with
 the positions (5, 5..6, 5..7) by time, height and width after a text of 5 tokens. The next token has position 8.
@@ -15,8 +16,9 @@ LLaVA-1.5: every image has 576 tokens, with positions as text.
 from __future__ import annotations
 
 import io
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,6 +93,7 @@ class ImageInputs:
         self.options = self._limit(kind, max_pixels)  # of the processor
         self._kept: OrderedDict[bytes, Pixels] = OrderedDict()
         self._kept_bytes = 0
+        self._keeping = threading.Lock()  # the producer and its engine share one
 
     def _limit(self, kind: str, most: int) -> dict[str, Any]:
         """Options of the processor for images of at most `most` pixels; LLaVA has one size."""
@@ -102,13 +105,15 @@ class ImageInputs:
 
     def pixels(self, image: bytes) -> Pixels:
         """Inputs of one encoded image (PNG, JPEG, ...); the newest ones are kept."""
-        found = self._kept.get(image)
-        if found is not None:
-            self._kept.move_to_end(image)
-            return found
+        with self._keeping:
+            found = self._kept.get(image)
+            if found is not None:
+                self._kept.move_to_end(image)
+                return found
         given = self._processor(images=[open_image(image)], return_tensors="np", **self.options)
         found = self._pack(np.asarray(given["pixel_values"], np.float32), given.get("image_grid_thw"))
-        self._keep(image, found)
+        with self._keeping:
+            self._keep(image, found)
         return found
 
     def _pack(self, values: Array, grids: Array | None) -> Pixels:
@@ -121,6 +126,8 @@ class ImageInputs:
         return Pixels(arrays, (time, height, width), time * height * width // self.merge**2)
 
     def _keep(self, image: bytes, pixels: Pixels) -> None:
+        if image in self._kept:
+            return
         self._kept[image] = pixels
         self._kept_bytes += sum(array.nbytes for array in pixels.arrays.values())
         while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
@@ -172,8 +179,9 @@ class ImageInputs:
         found: Ids = given[kept]
         return found
 
-    def row(self, ids: Ids, images: Sequence[bytes]) -> Row:
-        """Inputs of a sequence whose prompt `expand` made.
+    def row(self, ids: Ids, images: Sequence[bytes], places: Sequence[int] = ()) -> Row:
+        """Inputs of a sequence whose parts with images `expand` made. `places`: where the last of the images begin, if
+        sampled tokens come before them; the other images have the first placeholders.
 
         Raises:
             ValueError: the placeholders of an image are not there, or not next to each other.
@@ -182,11 +190,9 @@ class ImageInputs:
         stray = np.asarray(ids) == self.token
         parts: list[Array] = []
         place = start = 0  # next token, next position
-        for one in found:
-            later = stray[place:].nonzero()[0]
-            first = place + int(later[0]) if len(later) else len(ids)
+        for one, first in zip(found, self._find_places(stray, found, places), strict=True):
             end = first + one.tokens
-            if not stray[first:end].all() or end > len(ids):
+            if first < place or not stray[first:end].all() or end > len(ids):
                 raise ValueError(f"an image of {one.tokens} tokens has fewer placeholders")
             parts += [_text(first - place, start), self._grid(one.grid, start + first - place)]
             start += first - place + max(one.grid[1:]) // self.merge
@@ -195,9 +201,25 @@ class ImageInputs:
         parts.append(_text(len(ids) - place, start))
         return Row(np.concatenate(parts, axis=1), stray, found)
 
-    def shift(self, ids: Ids, images: Sequence[bytes]) -> int:
-        """Position of the token after a sequence, minus its place: 0 without images."""
-        return int(self.row(ids, images).positions.max()) + 1 - len(ids) if images else 0
+    def places(self, ids: Ids, images: Sequence[bytes]) -> tuple[int, ...]:
+        """Where each image begins in a sequence without sampled tokens that `expand` made."""
+        found = [self.pixels(image) for image in images]
+        return tuple(self._find_places(np.asarray(ids) == self.token, found, ()))
+
+    @staticmethod
+    def _find_places(held: Array, images: Sequence[Pixels], known: Sequence[int]) -> Iterator[int]:
+        """`held` bool `[T]`: placeholders; `known`: places of the last images."""
+        place = 0
+        for one in images[: len(images) - len(known)]:
+            later = held[place:].nonzero()[0]
+            first = place + int(later[0]) if len(later) else len(held)
+            yield first
+            place = first + one.tokens
+        yield from known
+
+    def shift(self, ids: Ids, images: Sequence[bytes], places: Sequence[int] = ()) -> int:
+        """Position of the token after a sequence, minus its place: 0 without images. Arguments as of `row`."""
+        return int(self.row(ids, images, places).positions.max()) + 1 - len(ids) if images else 0
 
     def _grid(self, grid: tuple[int, int, int], start: int) -> Array:
         time, height, width = grid[0], grid[1] // self.merge, grid[2] // self.merge

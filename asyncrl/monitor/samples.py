@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.images.digests import image_digests
+from asyncrl.images.digests import IMAGES, image_digests
 from asyncrl.images.folder import ImageFolder
 from asyncrl.metrics import read_lines
 from asyncrl.runtime.run_dir import RunDir
@@ -73,9 +73,10 @@ def format_samples(samples: Sequence[dict[str, Any]], *, most: int, folder: Imag
             f"step {sample['step']}  group {sample.get('group')}  reward {score}{shown}  lag {sample.get('lag')}  "
             f"{sample.get('length')} tokens, {plain(str(sample.get('finish')))}"
         )
-        if images := image_digests(sample):
-            yield "  images"
-            yield INDENT + ", ".join(map(folder.describe, images))
+        for words, key in (("images", IMAGES), ("images of later turns", "shown")):
+            if images := image_digests({IMAGES: sample.get(key)}):
+                yield f"  {words}"
+                yield INDENT + ", ".join(map(folder.describe, images))
         for name in ("prompt", "response"):
             yield f"  {name}"
             yield from (INDENT + line for line in plain(str(sample.get(name) or ""), most=most).split("\n"))

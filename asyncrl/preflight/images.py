@@ -12,18 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config, DataConfig
+from asyncrl.config.sections.environment import AGENT
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.images.decoding import ImageProblem, check_image, require_pillow
 from asyncrl.images.rows import normalise_row
 from asyncrl.runtime.data_files import first_table_rows
 
 LOOKED = 16  # rows of a file
+#: Their turns hold no images. Of other engines `capabilities` knows, or the first sample of a run.
+TEXT_ENVIRONMENTS, TEXT_ENGINES = (AGENT, "verifiers"), ("vllm", "vllm_http", "sglang")
 REMEDY = "correct the row, or remove it: docs/images.md has the forms of images"
 
 
 def check_images(config: Config, path: Path, *, where: str) -> Iterator[AsyncRLError]:
     """The first row whose images cannot be used."""
-    data, environment = config.data, config.environment
+    data = config.data
     try:
         for number, row in enumerate(_first_rows(path)):
             prompt = row.get(data.prompt_key)
@@ -33,14 +36,26 @@ def check_images(config: Config, path: Path, *, where: str) -> Iterator[AsyncRLE
             if problem:
                 yield ConfigError("config.data", f"row {number}: {problem}", where=where, remedy=REMEDY)
                 return
-            if found and not environment.is_single_turn:
-                what = f"row {number} has images, and environment.name = {environment.name!r} plays turns of text alone"
-                yield ConfigError("config.conflict", what, where="environment.name", remedy="set it to 'single_turn'")
+            if found and (blind := _find_blind(config)):
+                name, remedy = blind
+                what = f"row {number} has images, and {name} reads text alone in environments of several turns"
+                yield ConfigError("config.conflict", what, where=name.partition(" ")[0], remedy=remedy)
                 return
     except ConfigError as error:
         yield error
     except (OSError, ImportError, *UNREADABLE):  # the check of the file itself reports it
         return
+
+
+def _find_blind(config: Config) -> tuple[str, str] | None:
+    """The setting of what takes no images in several turns, and a remedy; None if everything does."""
+    if config.environment.is_single_turn:
+        return None
+    if config.environment.name in TEXT_ENVIRONMENTS:
+        return f"environment.name = {config.environment.name!r}", "set it to 'single_turn', or write the environment"
+    if config.producers.engine in TEXT_ENGINES:
+        return f"producers.engine = {config.producers.engine!r}", "set it to 'hf'"
+    return None
 
 
 def _look(row: dict[str, Any], data: DataConfig, folder: Path) -> tuple[int, str]:

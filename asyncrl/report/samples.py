@@ -3,7 +3,7 @@
 The learner writes the samples (`samples.jsonl`). Guarantees:
 1. every text of the model and of the prompts is escaped;
 2. a token's colour is |engine - learner| of its log-probs, by `LEVELS`; tokens that the policy did not sample are grey;
-3. images of a prompt are thumbnails in the page itself: pixels that were decoded and encoded here;
+3. images are thumbnails in the page itself, before prompt and response: pixels that were decoded and encoded here;
 4. of a step that was trained again, the last samples are shown; at most `SHOWN` in all.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.images.decoding import ImageProblem, thumbnail
-from asyncrl.images.digests import image_digests
+from asyncrl.images.digests import IMAGES, image_digests
 from asyncrl.images.folder import ImageFolder
 from asyncrl.report.data import Line, RunData
 from asyncrl.report.html import card, clip, table
@@ -25,7 +25,7 @@ from asyncrl.report.svg import short
 
 SHOWN = 40
 THUMBNAIL = 96  # pixels
-MOST_IMAGES = 8  # of one sample
+MOST_IMAGES = 8  # of a prompt, or of a response
 LEVELS = (0.01, 0.05, 0.2, 1.0)  # nats; a token's class is g1 from the first value on, and so on
 
 
@@ -42,9 +42,10 @@ def samples(data: RunData) -> str:
         if len(parts) > 1:
             listed = ", ".join(f"{name} {short(float(value))}" for name, value in sorted(parts.items()))
             shown += f'<br><span class="usual">{escape(listed)}</span>'
-        words = f"{_pictures(line, folder)}<pre>{escape(clip(line.get('prompt')))}</pre>"
+        words = f"{_pictures(image_digests(line), folder)}<pre>{escape(clip(line.get('prompt')))}</pre>"
         numbers = (escape(str(line.get("step", ""))), shown, escape(str(line.get("lag", ""))), _gap_words(line))
-        rows.append((*numbers, words, f"<pre>{answer(line)}</pre>"))
+        said = f"{_pictures(image_digests({IMAGES: line.get('shown')}), folder)}<pre>{answer(line)}</pre>"
+        rows.append((*numbers, words, said))
     head = ("step", "reward", "lag", "mean gap", "prompt", "response")
     note = (
         "the best and the worst of some steps. A token's colour is the distance of the engine's log-prob from the "
@@ -55,10 +56,10 @@ def samples(data: RunData) -> str:
     )
 
 
-def _pictures(line: Line, folder: ImageFolder) -> str:
-    """Thumbnails of the images of a prompt, or why there is none."""
+def _pictures(digests: Sequence[str], folder: ImageFolder) -> str:
+    """Thumbnails of images, or why there is none."""
     found = []
-    for digest in image_digests(line)[:MOST_IMAGES]:
+    for digest in digests[:MOST_IMAGES]:
         words = escape(folder.describe(digest), quote=True)
         try:
             body = base64.b64encode(thumbnail(folder.get(digest), side=THUMBNAIL)).decode()

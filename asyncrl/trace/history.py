@@ -17,6 +17,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, WireError
+from asyncrl.images.folder import ImageFolder
 from asyncrl.metrics import decode_line
 from asyncrl.runtime import batch_file
 from asyncrl.runtime.run_dir import RunDir
@@ -123,6 +124,7 @@ class Words(msgspec.Struct):
     tuning: str = ""  # tuned settings of the learner in this step
     quarantined: str = ""  # why the learner removed the group from the step
     problem: str = ""
+    images: dict[int, list[str]] = {}  # that an environment showed, in words, by sample
 
 
 def load_words(run: RunDir, config: Config, *, group: int, steps: Sequence[int]) -> Words | None:
@@ -146,6 +148,7 @@ def _words(run: RunDir, config: Config, group: int, step: int) -> Words | None:
     batch = decode_batch(file.batch, file.payloads)
     if group in batch.invalid:
         return Words(step, problem=f"it does not pass validation: {batch.invalid[group]}")
+    folder = ImageFolder(run.images)
     for data in batch.groups:
         if data.group == group:
             decode = decoder(Path(config.model.path))
@@ -156,6 +159,7 @@ def _words(run: RunDir, config: Config, group: int, step: int) -> Words | None:
                 {sample.index: list(sample.turns) for sample in data.samples if sample.turns},
                 {sample.index: sample.finish for sample in data.samples},
                 batch.tuning,
+                images={one.index: [folder.describe(digest) for _, digest in one.images] for one in data.samples},
             )
     return None
 

@@ -113,6 +113,8 @@ def _samples(story: Story) -> Iterator[str]:
             if turns := story.words.turns.get(sample.index):
                 shown = ", ".join(f"{reward:.4g} at token {place}" for place, reward in turns)
                 yield f"              rewards of its turns, where not 0: {shown}"
+            if images := story.words.images.get(sample.index):
+                yield f"              images of later turns: {', '.join(images)}"
 
 
 def _reward(sample: Sample) -> str:

@@ -45,9 +45,10 @@ class SampleData(msgspec.Struct, frozen=True, gc=False):
     reward: float
     parts: dict[str, float]
     digests: dict[int, str]
-    rows: tuple[tuple[int, int], ...] = ()  # as in `wire.SampleHead`
+    rows: tuple[tuple[int, int], ...] = ()  # as in `wire.SampleHead`, and so are turns and images
     turns: tuple[tuple[int, float], ...] = ()
     support: wire.Support | None = None  # of each draw; None: nothing was cut
+    images: tuple[tuple[int, str], ...] = ()
     teaching: Teaching | None = None
 
 
@@ -81,7 +82,7 @@ class ClaimedBatch(msgspec.Struct, frozen=True):
     lengths: dict[str, float] = {}  # mean lengths so far, by metric (the bias alarm)
     tuning: str = ""  # JSON object: settings of the learner that were tuned, in force for this step
     frames: Frames | None = None  # as it came
-    images: dict[str, bytes] = {}  # digest -> encoded image, of all rows of the groups (`asyncrl.images.batches`)
+    images: dict[str, bytes] = {}  # digest -> encoded image, of all groups (`asyncrl.images.batches`)
 
 
 def decode_row(text: str) -> dict[str, Any]:
@@ -155,6 +156,7 @@ def group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
                 item.rows,
                 item.turns,
                 None if support is None else support.cut(place.start, place.stop),
+                item.images,
             )
     if prompt is None or samples.keys() != rewards.keys():
         raise WireError("wire.decode", "samples are missing")

@@ -1,4 +1,4 @@
-"""Messages about images: producers store those that their rows name, reward workers and the learner fetch them."""
+"""Messages about images: producers store what rows and samples name, reward workers and the learner fetch it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from asyncrl.wire.base import Message, Name
 
 
 class StoreImages(Message, frozen=True, tag=80):
-    """Images of rows whose samples follow: one payload frame each, encoded as they came. `digests`: BLAKE3 of each, 64
-    hexadecimal letters. Answer: `Ok`, or `Refused` with `image.invalid`: then none of them is stored.
+    """Images of rows and samples that follow: one payload frame each, encoded as they came. `digests`: BLAKE3 of each,
+    64 hexadecimal letters. Answer: `Ok`, or `Refused` with `image.invalid`: then none of them is stored.
     """
 
     producer: Name

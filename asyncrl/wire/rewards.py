@@ -16,7 +16,7 @@ class RewardRequest(Message, frozen=True, tag=30):
 
 class RewardItem(Message, frozen=True):
     """One sample to score. Its payload holds `prompt` i4 `[P]`, `response` i4 `[T]` and, if the policy did not sample
-    all tokens, `mask` u1 `[T]`; `rows` as in `SampleHead`.
+    all tokens, `mask` u1 `[T]`; `rows` as in `SampleHead`; `images`: digests of those in the response, in order.
     """
 
     group: int
@@ -28,6 +28,7 @@ class RewardItem(Message, frozen=True):
     fields: tuple[Field, ...]
     judge: str = ""  # judge that scores it
     rows: tuple[tuple[int, int], ...] = ()
+    images: tuple[str, ...] = ()
 
 
 class RewardWork(Message, frozen=True, tag=31):

@@ -20,6 +20,7 @@ from asyncrl.wire.work import SampleHead, Samples
 
 LOWEST_LOGPROB: Final = -1000.0  # float32 draws no token of a probability below 1e-38; raw log-probs go a little lower
 MOST_ROW_BYTES: Final = 16 << 20  # of a prompt's row as JSON
+DIGEST_LETTERS: Final = 64  # of an image
 
 
 class SampleLimits(msgspec.Struct, frozen=True):
@@ -131,7 +132,7 @@ def _check_heads(head: Samples, group_size: int, newest_version: int | None) -> 
             return f"length: runs of sample {sample.index} cover {covered} of {sample.length} tokens"
         if newest_version is not None and newest > newest_version:
             return f"version: {newest} was never published (newest {newest_version})"
-        if (sample.rows or sample.turns) and (wrong := _check_rows(sample)):
+        if (sample.rows or sample.turns or sample.images) and (wrong := _check_rows(sample)):
             return wrong
     return ""
 
@@ -146,6 +147,11 @@ def _check_rows(sample: SampleHead) -> str:
         if not last < place < sample.length or not math.isfinite(reward):
             return f"turns: reward {reward} at token {place} of sample {sample.index} after {last}"
         last = place
+    last = -1
+    for place, digest in sample.images:
+        if not last < place < sample.length or len(digest) != DIGEST_LETTERS:
+            return f"images: {digest[:8]!r} at token {place} of sample {sample.index} after {last}"
+        last = place
     return ""
 
 
@@ -155,8 +161,8 @@ _WANTED: Final = {"prompt": "i4", "response": "i4", "logprobs": "f4", "mask": "u
 def _check_mask(head: Samples, mask: npt.NDArray[Any] | None) -> str:
     """Problems of the mask, which marks the tokens that the policy sampled."""
     if mask is None:
-        spread = next((sample for sample in head.samples if sample.rows), None)
-        return f"mask: sample {spread.index} has rows with prompts and none" if spread else ""
+        spread = next((sample for sample in head.samples if sample.rows or sample.images), None)
+        return f"mask: sample {spread.index} has observations and none" if spread else ""
     if mask.size and int(mask.max()) > 1:
         return "mask: it holds more than 0 and 1"
     start = 0
@@ -169,6 +175,8 @@ def _check_mask(head: Samples, mask: npt.NDArray[Any] | None) -> str:
             return f"mask: a token of a row's prompt in sample {sample.index} is called sampled"
         if any(not mine[place] for place, _ in sample.turns):
             return f"turns: a reward of sample {sample.index} stands at a token that was not sampled"
+        if any(mine[place] for place, _ in sample.images):
+            return f"images: one of sample {sample.index} stands at a token that was sampled"
     return ""
 
 

@@ -74,7 +74,8 @@ class SampleHead(Message, frozen=True):
     form one sample. A row that starts at token `start` of the response has its own prompt instead of the group's: its
     first `prompt_tokens` tokens, which `mask` leaves out. Without a row that starts at 0 the first sequence continues
     the group's prompt. `turns`: rewards of single turns, each at the turn's last token; the sample's reward contains
-    them.
+    them. `images`: those among the response tokens, by the place of the first token of each and the digest of its
+    bytes (`StoreImages`); images of the prompt are in the row.
     """
 
     index: int
@@ -83,6 +84,7 @@ class SampleHead(Message, frozen=True):
     runs: Runs
     rows: tuple[tuple[int, int], ...] = ()  # (start, prompt_tokens), ascending
     turns: tuple[tuple[int, float], ...] = ()  # (place of a sampled token, reward), ascending
+    images: tuple[tuple[int, str], ...] = ()  # (place of a token that was not sampled, digest), ascending
 
 
 class Samples(Message, frozen=True, tag=22):

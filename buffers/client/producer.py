@@ -23,6 +23,7 @@ from buffers.client.place_writer import PlaceWriter
 
 Rows = tuple[tuple[int, int], ...]
 Turns = tuple[tuple[int, float], ...]
+Images = tuple[tuple[int, str], ...]
 
 
 class ProducerClient(AsyncClient):
@@ -113,13 +114,14 @@ class ProducerClient(AsyncClient):
         rows: Mapping[int, Rows] | None = None,
         turns: Mapping[int, Turns] | None = None,
         parts: Mapping[int, Mapping[str, float]] | None = None,
+        images: Mapping[int, Images] | None = None,
     ) -> wire.SamplesReply:
         """Submit finished samples of a leased group. `digests`: version -> digest of the weights in the engine.
 
-        `masks` (sample index -> u1 `[T]`) are 0 at tokens that the policy did not sample; `rows` and `turns` are as in
-        `wire.SampleHead`; `parts` are the parts of `rewards` by name.
+        `masks` (sample index -> u1 `[T]`) are 0 at tokens that the policy did not sample; `rows`, `turns` and `images`
+        are as in `wire.SampleHead`; `parts` are the parts of `rewards` by name.
         """
-        rows, turns = rows or {}, turns or {}
+        rows, turns, images = rows or {}, turns or {}, images or {}
         fields, payload = _pack_samples(prompt_ids, samples, masks)
         heads = tuple(
             wire.SampleHead(
@@ -129,6 +131,7 @@ class ProducerClient(AsyncClient):
                 item.runs,
                 rows.get(item.index, ()),
                 turns.get(item.index, ()),
+                images.get(item.index, ()),
             )
             for item in samples
         )
@@ -153,7 +156,8 @@ class ProducerClient(AsyncClient):
         return reply
 
     async def store_images(self, images: Mapping[str, bytes]) -> None:
-        """Give the run the images of a row, before its samples: each digest once in the life of this process. An image
+        """Give the run images of rows and samples, before the samples: each digest once in the life of this process. An
+        image
         that vanished from a folder which this process sees is stored again.
 
         Raises:

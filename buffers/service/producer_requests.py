@@ -9,7 +9,7 @@ from asyncrl.config import Config
 from asyncrl.config.mode import evaluation_sampling, streams
 from asyncrl.errors import WireError
 from asyncrl.evaluation.ids import is_evaluation
-from asyncrl.images.digests import IMAGES, image_digests
+from asyncrl.images.digests import IMAGES, image_digests, is_digest
 from asyncrl.images.folder import ImageFolder
 from asyncrl.net.keys import is_guest
 from asyncrl.net.responder import Call
@@ -165,7 +165,7 @@ class ProducerRequests:
                 more, limits = machine.settings.over_issue, self._limits[guest]
             size = intake.target.size + more
             why = wire.validate_samples(head, payload, group_size=size, newest_version=newest, limits=limits)
-            return why or (self._find_missing_image(head.row) if guest else "")
+            return why or (self._find_missing_image(head) if guest else "")
 
         def keep() -> Record:
             context.counters["ingest_bytes"] += memoryview(payload).nbytes
@@ -186,14 +186,15 @@ class ProducerRequests:
         context.counters["refused_samples"] += len(reply.refused)
         context.answer(call, reply)
 
-    def _find_missing_image(self, row: str) -> str:
-        """An image that a row names and that was not stored: the learner would have to set the group aside."""
-        if f'"{IMAGES}"' not in row:
-            return ""
+    def _find_missing_image(self, head: wire.Samples) -> str:
+        """An image that row or samples name and that was not stored: the learner would have to set the group aside."""
+        digests = [digest for sample in head.samples for _, digest in sample.images]
         try:
-            digests = image_digests(decode_row(row))
+            digests += image_digests(decode_row(head.row)) if f'"{IMAGES}"' in head.row else ()
         except WireError as error:
             return error.message
+        if bad := next((digest for digest in digests if not is_digest(digest)), ""):
+            return f"image: {bad[:8]!r} is no digest"
         return next((f"image: {digest[:8]} was not stored" for digest in digests if not self._images.has(digest)), "")
 
     def pieces(self, call: Call) -> None:

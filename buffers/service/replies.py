@@ -101,18 +101,18 @@ def reward_reply(
         arrays = unpack_arrays(head.fields, payload)
         start = 0
         rows: tuple[tuple[int, int], ...] = ()
+        images: tuple[str, ...] = ()
         for part in head.samples:
             if part.index == item.index:
-                rows = part.rows
+                rows, images = part.rows, tuple(digest for _, digest in part.images)
                 break
             start += part.length
         names = [name for name in ("response", "mask") if name in arrays]
         fields, data = pack_arrays(
             {"prompt": arrays["prompt"]} | {name: arrays[name][start : start + sample.length] for name in names}
         )
-        work.append(
-            RewardItem(item.group, item.index, item.token, item.attempt, row, sample.finish, fields, item.judge, rows)
-        )
+        task = (item.group, item.index, item.token, item.attempt, row, sample.finish, fields, item.judge, rows, images)
+        work.append(RewardItem(*task))
         payloads.append(data)
     return tuple(work), payloads, sorted(damaged)
 

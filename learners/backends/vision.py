@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.config.sections.learner import VisionConfig
-from asyncrl.images.forward import Seen, join_images
+from asyncrl.images.forward import Seen, see_images
 from asyncrl.images.model_inputs import Array, ImageInputs, Pixels, open_inputs, test_image
 from learners.batch.micro_batches import MicroBatch, Sample
 
@@ -79,8 +79,9 @@ class Vision:
         counts = micro.image_counts if micro.image_counts.size else np.zeros(micro.cu_seqlens.size - 1, np.int32)
         ends = np.concatenate(([0], np.cumsum(counts)))
         for number, (start, end) in enumerate(itertools.pairwise(micro.cu_seqlens.tolist())):
-            mine = micro.images[int(ends[number]) : int(ends[number + 1])]
-            row = self._inputs.row(micro.input_ids[start:end], mine)
+            mine = slice(int(ends[number]), int(ends[number + 1]))
+            places = [place for place in micro.image_places[mine].tolist() if place >= 0]
+            row = self._inputs.row(micro.input_ids[start:end], micro.images[mine], places)
             space[:, start:end], stray[start:end] = row.positions, row.stray
             images += row.images
         positions = np.concatenate((text[None], space.reshape(3, *ids.shape)))
@@ -88,12 +89,7 @@ class Vision:
         if not images:
             images = [self._inputs.blank()]
             ids, positions, stray = _add_blank(ids, positions, stray, self._inputs.token)
-        different = list({id(one): one for one in images}.values())
-        place = {id(one): number for number, one in enumerate(different)}
-        order = [place[id(one)] for one in images]
-        held = torch.from_numpy(stray).to(device) if stray.any() else None
-        tokens = [one.tokens for one in different]
-        seen = Seen(join_images(different, device), held, self._inputs.token, tokens, order)
+        seen = see_images(images, stray, self._inputs.token, device)
         given = torch.from_numpy(ids.astype(np.int64)).to(device)
         positions = positions if self._inputs.mrope else positions[0]
         return seen.mask(given), torch.from_numpy(positions.astype(np.int64)).to(device), seen

@@ -96,7 +96,7 @@ def assemble(
     prompts = [group.prompt_ids for group in batch.groups for _ in group.samples]
     shown = [images_in(batch, group) for group in batch.groups for _ in group.samples]
     sequences = [
-        replace(_sequence(number, one, prompts, whole, found), images=() if one.prompt else shown[one.sample])
+        _see(_sequence(number, one, prompts, whole, found), one, whole.samples[one.sample], shown, batch)
         for number, one in enumerate(whole.cuts)
     ]
     chunks = _split_groups(
@@ -115,6 +115,19 @@ def assemble(
     stats = statistics(batch, np.array(found.first))
     stats["micro_batches"] = float(sum(len(part.micro) for share in shares for part in share))
     return StepBatch(shares, stats | found.stats, found.first, whole)
+
+
+def _see(sequence: Sample, cut: estimates.Cut, sample: Any, shown: Sequence[tuple[bytes, ...]], batch: Any) -> Sample:
+    """Return the sequence with its images: those of the group's prompt (`shown`, by sample) and of its own tokens."""
+    first = cut.start - cut.prompt
+    later = [(place, digest) for place, digest in getattr(sample, "images", ()) if first <= place < cut.stop]
+    images = () if cut.prompt else shown[cut.sample]
+    offset = sequence.prompt_tokens - cut.start
+    return replace(
+        sequence,
+        images=(*images, *(batch.images[digest] for _, digest in later)),
+        image_places=tuple(place + offset for place, _ in later),
+    )
 
 
 def _draw(sequences: Sequence[Sample], repeats: Sequence[int], algorithm: AlgorithmConfig) -> list[Sample]:

@@ -42,6 +42,7 @@ class Sample(msgspec.Struct, frozen=True):
     owner: int = -1  # number of the sample that it is a row of; -1: it counts as a sample of its own
     siblings: int = 0  # trained tokens in the other rows of the sample
     images: tuple[bytes, ...] = ()  # encoded, in the order of their placeholders
+    image_places: tuple[int, ...] = ()  # in `tokens`, of the last of them; the others have the first placeholders
     teacher: Array | None = None  # f4 [T]: log-probs of a teacher; None: it has none
     top_ids: Array | None = None  # i4 [T, K]: the teacher's likeliest tokens
     top_logprobs: Array | None = None  # f4 [T, K]
@@ -73,6 +74,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
     siblings: Array = NOTHING  # i4 [S]: trained tokens in the other sequences of its sample
     image_counts: Array = NOTHING  # i4 [S]: images of each sequence; empty: none has any
     images: tuple[bytes, ...] = ()  # encoded, in the order of the sequences
+    image_places: Array = NOTHING  # i4, one for each of `images`: its place in the sequence; -1: the next placeholder
     teacher: Array = NO_FLOATS  # f4 [N]: log-probs of teachers, NaN without one; empty: no sequence has any
     top_ids: Array = NOTHING  # i4 [N * K]: their likeliest tokens
     top_logprobs: Array = NO_FLOATS  # f4 [N * K]
@@ -119,6 +121,7 @@ _FIELDS = {
     "owners": "i4",
     "siblings": "i4",
     "image_counts": "i4",
+    "image_places": "i4",
     "teacher": "f4",
     "top_ids": "i4",
     "top_logprobs": "f4",
@@ -231,6 +234,7 @@ def _micro(
         siblings=np.array([sequence.siblings for sequence in sequences], np.int32),
         image_counts=np.array([len(sequence.images) for sequence in sequences], np.int32) if images else NOTHING,
         images=images,
+        image_places=np.array([place for one in sequences for place in _image_places(one)], np.int32),
         **_teaching(sequences),
     )
 
@@ -251,6 +255,10 @@ def _taught(one: Sample, width: int) -> tuple[Array, Array, Array]:
     if one.top_ids is None or one.top_logprobs is None:
         return teacher, np.zeros(size * width, np.int32), np.full(size * width, np.nan, np.float32)
     return teacher, one.top_ids.reshape(-1).astype(np.int32), one.top_logprobs.reshape(-1).astype(np.float32)
+
+
+def _image_places(sequence: Sample) -> list[int]:
+    return [-1] * (len(sequence.images) - len(sequence.image_places)) + list(sequence.image_places)
 
 
 def _expand(values: Array | None, otherwise: float, count: int) -> Array:

@@ -87,6 +87,8 @@ def lines(batch: ClaimedBatch, count: int, decode: Decode, learner: Mapping[int,
         }  # fmt: skip
         if images := image_digests(group.row):
             line["images"] = list(images)
+        if sample.images:
+            line["shown"] = [digest for _, digest in sample.images]
         if len(known := learner.get(place, ())) == len(ids):
             line["learner"] = _numbers(known, trained)
         found.append(line)

@@ -42,6 +42,8 @@ Function = Callable[[Connection, dict[str, Any]], Awaitable[Any]]
 
 
 class Agents(Turns):
+    takes_images = False
+
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         super().__init__(config, tokenizer, self._session)  # type: ignore[arg-type]
         setting = config.environment.agent

@@ -14,19 +14,19 @@ from pathlib import Path
 from asyncrl.config import DataConfig
 from asyncrl.errors import WorkError
 from asyncrl.images.decoding import ImageProblem, open_image
-from asyncrl.images.digests import image_digests
+from asyncrl.images.digests import image_digest, image_digests
 from asyncrl.images.rows import Row, normalise_row
 
 CACHE_BYTES = 256 << 20
 Read = Callable[[int], tuple[Row, Path]]
 
 
-async def store_images(row: Row, images: Sequence[bytes], store: Callable[[dict[str, bytes]], Awaitable[None]]) -> None:
-    """Give the run the images of a row, by `ProducerClient.store_images`. Raises ImageProblem if it refuses one."""
+async def store_images(images: Sequence[bytes], store: Callable[[dict[str, bytes]], Awaitable[None]]) -> None:
+    """Give the run images by `ProducerClient.store_images`. Raises ImageProblem if it refuses one."""
     if not images:
         return
     try:
-        await store(dict(zip(image_digests(row), images, strict=True)))
+        await store({image_digest(image): image for image in images})
     except WorkError as error:
         if error.code != "image.invalid":
             raise

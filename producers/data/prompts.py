@@ -27,11 +27,12 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config import DataConfig
-from asyncrl.config.media import MEDIA_COLUMNS, MEDIA_REMEDY, find_media
+from asyncrl.config.media import FRAMES_REMEDY, MEDIA_COLUMNS, MEDIA_REMEDY, find_media
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.images.decoding import ImageProblem
 from asyncrl.images.digests import image_digests
 from asyncrl.images.model_inputs import ImageInputs
+from asyncrl.images.rows import VIDEOS
 from asyncrl.plugins import load_object
 from asyncrl.runtime.data_files import list_files, read_table, split_paths, unknown_kind
 from producers.data.images import PromptImages
@@ -60,7 +61,7 @@ class Prompts:
         self._shuffle = data.shuffle or bool(data.sampler)
         self._rows = _load_source(data.source) if data.source else _load_files(data.path)
         self._mix = self._make_mix(data) if data.ratios else None
-        self._rows.raw = (data.image_key, data.prompt_key) if sees else ()
+        self._rows.raw = (data.image_key, data.prompt_key, VIDEOS) if sees else ()
         self._images = PromptImages(data, self._read) if sees else None
         self._orders: dict[int, dict[int, npt.NDArray[np.int64]]] = {}  # by part of a mix and epoch
         first = self._rows.get(0)
@@ -69,7 +70,8 @@ class Prompts:
         unseen = "" if sees or not first.get(data.image_key) else f"column {data.image_key!r}"
         if media := find_media(first, sees=sees) or unseen:
             what = f"row 0 has {media}, and prompts are text alone" if not sees else f"row 0 has {media}"
-            raise ConfigError("config.data", what, where=data.source or data.path, remedy=MEDIA_REMEDY)
+            remedy = FRAMES_REMEDY if sees and "video" in media else MEDIA_REMEDY
+            raise ConfigError("config.data", what, where=data.source or data.path, remedy=remedy)
         if data.prompt_key not in first:
             raise ConfigError(
                 "config.data",

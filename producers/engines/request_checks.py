@@ -23,12 +23,13 @@ def request_problem(
     supports: bool = False,
     keeps: bool = False,
     images: bool = False,
+    image_turns: bool = False,
 ) -> str:
     """Why no engine can take this request, empty if it can.
 
     `vocab`: number of the model's tokens, 0 if unknown; `taken`: its id is in use; `version`: that of the engine, below
     0 before the first weights; `supports`: it records the support of draws; `keeps`: it has a second set of weights;
-    `images`: it takes images.
+    `images`, `image_turns`: as in `EngineCapabilities`.
     """
     prompt, longest = request.prompt_ids, config.longest_response
     own = len(prompt) - request.begun
@@ -42,6 +43,8 @@ def request_problem(
         return "temperature must be above 0 and indices not empty"
     if request.images and not images:
         return "this engine takes no images"
+    if request.image_places and not image_turns:
+        return "this engine takes images of prompts alone"
     if request.support and not supports:
         return "this engine does not record the support of draws (sampling.truncation = 'exact')"
     if request.version >= 0 and not keeps:

@@ -21,6 +21,9 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
+from asyncrl.images.decoding import ImageProblem
+from asyncrl.images.digests import IMAGES, image_digests
+from asyncrl.images.rows import Normalised, normalise_row, takes_images
 from producers.data.tokenizer import Tokenizer
 from producers.environments.multi_turn import Turns, make_rollout
 from producers.environments.scripted_play import Line, Played, ScriptedEngine, make_request, play_row
@@ -79,19 +82,37 @@ class ByteTokenizer:
 
 
 def check_environment(
-    config: Config, row: Mapping[str, Any], *, says: Sequence[str] = (), transcript: list[Line] | None = None
+    config: Config,
+    row: Mapping[str, Any],
+    *,
+    says: Sequence[str] = (),
+    transcript: list[Line] | None = None,
 ) -> list[Finding]:
-    """All findings about the environment of a configuration, played with this row. The turns of the first sample are
-    added to `transcript`.
+    """All findings about the environment of a configuration, played with this row, which may hold images. The turns of
+    the first sample are added to `transcript`.
     """
-    return asyncio.run(_Contract(config, dict(row), tuple(says), transcript).findings())
+    found = Normalised(dict(row), {})
+    if takes_images(config.model.path):
+        keys = {"prompt_key": config.data.prompt_key, "image_key": config.data.image_key}
+        try:
+            found = normalise_row(found.row, **keys, folder=Path())
+        except ImageProblem as problem:
+            raise ConfigError("config.data", problem.reason, where="the row") from None
+    images = tuple(found.images[digest] for digest in image_digests(found.row) if found.images)
+    return asyncio.run(_Contract(config, found.row, images, tuple(says), transcript).findings())
 
 
 class _Contract:
     def __init__(
-        self, config: Config, row: dict[str, Any], says: tuple[str, ...], transcript: list[Line] | None
+        self,
+        config: Config,
+        row: dict[str, Any],
+        images: tuple[bytes, ...],
+        says: tuple[str, ...],
+        transcript: list[Line] | None,
     ) -> None:
         self._config, self._row, self._says, self._transcript = config, row, says, transcript
+        self._images = images
         known = bool(config.model.path) and Path(config.model.path).is_dir()
         model = config.model
         self._tokenizer: Any = (
@@ -183,12 +204,12 @@ class _Contract:
         return True, f"{min(given):g} to {max(given):g}" if given else "none: reward workers score"
 
     async def _play(self, says: Sequence[str]) -> Played:
-        return await play_row(self._environment, self._config, self._tokenizer, self._row, says)
+        return await play_row(self._environment, self._config, self._tokenizer, self._row, says, images=self._images)
 
     async def _check_cancellation(self, says: Sequence[str]) -> Finding:
         """Whether it ends when its lease is lost: during a turn, and in the middle of a step."""
         found = []
-        request = make_request(self._row, self._config, self._tokenizer, self._environment)
+        request = make_request(self._row, self._config, self._tokenizer, self._environment, images=self._images)
         for hangs_at in (0, 1):
             engine = ScriptedEngine(self._tokenizer, says, hangs_at=hangs_at)
 
@@ -277,10 +298,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _first_row(config: Config, *, known: bool) -> dict[str, Any]:
     if not known:
         return {config.data.prompt_key: [{"role": "user", "content": "Begin."}]}
-    from asyncrl.images.rows import takes_images
     from producers.data.prompts import Prompts
 
-    return Prompts(config.data, seed=config.run.seed, sees=takes_images(config.model.path)).row_for(0)
+    prompts = Prompts(config.data, seed=config.run.seed, sees=takes_images(config.model.path))
+    row = prompts.row_for(0)
+    if not (images := prompts.images_of(row)):
+        return row
+    return {name: value for name, value in row.items() if name != IMAGES} | {config.data.image_key: list(images)}
 
 
 def _object(text: str, where: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Guarantees:
 1. tokens in, tokens out: the engine gets the exact tokens of the session, and its answer is stored as it was sampled
-   (`producers.rollout.session`); only observations are encoded, each of them once;
+   (`producers.rollout.session`); only observations are encoded, each of them once, with their images;
 2. the conversation ends at the limit of its tokens, its turns or the calls of a turn: the next `say` gives an empty
    turn (`Turn.over`), and the sample's finish is `length` if the tokens were the reason;
 3. an answer of a tool is cut to `max_tool_response_tokens`; calls beyond `max_parallel_calls`, and malformed ones, get
@@ -12,8 +12,9 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ import numpy as np
 from asyncrl.config.sections.environment import EnvironmentConfig
 from asyncrl.engine import Engine, GenDelta, GenRequest, join_deltas
 from asyncrl.environment import EnvironmentFailure, Message, Observation, Turn
+from producers.environments.images import Shown, expand, hold_images, split_images
 from producers.environments.rendering import Renderer, make_messages
 from producers.rollout.session import Session
 from producers.tools.base import ERROR, Toolbox
@@ -54,18 +56,19 @@ class Setting(msgspec.Struct, frozen=True):
     counts: Counts
     max_prompt_tokens: int
     longest: int
+    inputs: Any  # asyncrl.images.model_inputs.ImageInputs | None: model or engine reads text alone
 
 
 class Conversation:
     """`prompt` is the messages (or the text) of `request.prompt_ids`."""
 
     def __init__(self, setting: Setting, request: GenRequest, *, index: int, prompt: str | Sequence[Message]) -> None:
-        self.session = Session(request.prompt_ids, index=index)
+        self.session = Session(request.prompt_ids, index=index, images=request.images)
         self.turn_rewards: dict[int, float] = {}
         self.cut = False  # no room for more tokens
         self._setting = setting
         self._request = request
-        self._messages = make_messages(prompt)
+        self._messages = hold_images(make_messages(prompt, sees=bool(request.images)), request.images)
         self._pending: list[dict[str, Any]] = []
         self._last = -1  # token that the last turn of this row ended with
         self._opened = True  # the context ends with the opening of an answer
@@ -86,16 +89,16 @@ class Conversation:
         return self._setting.tools.schemas
 
     def show(self, observation: Observation) -> None:
-        self._pending += make_messages(observation)
+        self._pending += self._hold(observation)
 
     def restart(self, prompt: str | Sequence[Message]) -> None:
-        messages = make_messages(prompt)
-        ids = self._renderer.prompt(messages)
-        if not ids or len(ids) >= self._setting.longest:
-            what = f"a prompt of {len(ids)} tokens, a sample has room for {self._setting.longest}"
+        messages = self._hold(prompt)
+        shown = self._encode(messages, self._renderer.prompt)
+        if not shown.ids or len(shown.ids) >= self._setting.longest:
+            what = f"a prompt of {len(shown.ids)} tokens, a sample has room for {self._setting.longest}"
             raise EnvironmentFailure("too_long", what)
         self._messages, self._pending = messages, []
-        self.session.extend(ids)
+        self.session.extend(*shown)
         self._opened = True
 
     def reward(self, value: float, *, turn: int = -1) -> None:
@@ -146,17 +149,25 @@ class Conversation:
         renderer: Renderer = self._setting.renderer
         return renderer
 
+    def _hold(self, observation: Observation) -> list[dict[str, Any]]:
+        """The messages of an observation, which hold their images."""
+        return hold_images(make_messages(observation, sees=self._setting.inputs is not None))
+
+    def _encode(self, messages: Sequence[Message], encode: Callable[[Sequence[Message]], list[int]]) -> Shown:
+        plain, images = split_images(messages)
+        return expand(encode(plain), images, self._setting.inputs)
+
     def _observe(self) -> bool:
         """Add the pending observations to the session; False without room for them and one more token."""
-        ids: list[int] = []
+        shown = Shown([])
         if self._opened and self._pending:  # before the first turn: a new prompt
             self.restart([*self._messages, *self._pending])
         elif not self._opened:
-            ids = self._renderer.delta(self._pending, last_token=self._last)
-        if self.room <= len(ids):
+            shown = self._encode(self._pending, partial(self._renderer.delta, last_token=self._last))
+        if self.room <= len(shown.ids):
             self.cut = True
             return False
-        self.session.observe(ids)
+        self.session.observe(*shown)
         self._messages += self._pending
         self._pending = []
         return True
@@ -184,8 +195,10 @@ class Conversation:
         self._messages.append({"role": "assistant", "content": text})
         return Turn(text, tuple(ids), delta.finish, parsed.calls, parsed.malformed, number)
 
-    def _shorten(self, text: str) -> str:
-        """A tool's answer within its limit."""
+    def _shorten(self, text: str | list[Message]) -> str | list[Message]:
+        """A tool's answer within its limit; parts as they are."""
+        if not isinstance(text, str):
+            return text
         limit, side = self._setting.config.max_tool_response_tokens, self._setting.config.truncation
         return shorten(text, limit=limit, side=side, renderer=self._renderer)
 

@@ -22,10 +22,12 @@ from asyncrl.config.sections.sandbox import SandboxConfig
 from asyncrl.engine import Engine, GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure, Rollout, Row, Step, Turn
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.images.model_inputs import ImageInputs, open_inputs
 from asyncrl.plugins import find, load_object
 from asyncrl.runtime.user_errors import format_user_error
 from producers.data.tokenizer import Tokenizer
 from producers.environments.conversation import Conversation, Counts, GivenUp, Setting, require_number
+from producers.environments.images import open_row
 from producers.environments.rendering import make_renderer
 from producers.environments.single_turn import SingleTurn
 from producers.rollout.rollout import Environment, Finished
@@ -41,11 +43,14 @@ LOOK_S = 5.0  # every sample wakes the wait at its end: only a safety net
 class Turns:
     """A multi-turn environment. `play_one` is the rollout of one sample."""
 
+    takes_images = True  # in prompts
+
     def __init__(self, config: Config, tokenizer: Tokenizer, play_one: Rollout) -> None:
         self.counts = Counts()
         self._config = config
         self._tokenizer = tokenizer
         self._play_one = play_one
+        self.inputs = open_inputs(config)
         self._scored_by_workers = bool(config.reward)
         self._parser = find_parser(config.environment.parser)
         self._tools = make_toolbox(
@@ -87,13 +92,20 @@ class Turns:
             self.counts,
             self._config.data.max_prompt_tokens,
             longest,
+            self._inputs_for(engine),
         )
         return [Conversation(setting, request, index=index, prompt=prompt or "") for index in request.indices]
 
+    def _inputs_for(self, engine: Engine) -> ImageInputs | None:
+        """None if the model or the engine reads text alone in later turns."""
+        return self.inputs if self.inputs is not None and engine.capabilities().image_turns else None
+
     async def play(self, engine: Engine, request: GenRequest, row: Row) -> AsyncIterator[Finished | GenDelta]:
         """The samples of the request, each as it finishes."""
+        if request.images and not (self.takes_images and self._inputs_for(engine)):
+            raise EnvironmentFailure("observation", "the prompt has images, which turns of this kind do not hold")
         chats = self.chats(engine, request, row.get(self._config.data.prompt_key))
-        tasks = [asyncio.create_task(self._sample(chat, row)) for chat in chats]
+        tasks = [asyncio.create_task(self._sample(chat, open_row(row, request.images))) for chat in chats]
         failure: EnvironmentFailure | None = None
         try:
             waiting = set(tasks)

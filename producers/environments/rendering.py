@@ -52,8 +52,8 @@ class Renderer:
         return self._tokenizer.decode(ids)
 
 
-def make_messages(observation: Observation, *, role: str = "user") -> list[dict[str, Any]]:
-    """An observation as messages. Raises `EnvironmentFailure` for anything else."""
+def make_messages(observation: Observation, *, role: str = "user", sees: bool = False) -> list[dict[str, Any]]:
+    """An observation as messages; with images if the policy `sees`. Raises `EnvironmentFailure` for anything else."""
     if observation is None:
         return []
     if isinstance(observation, str):
@@ -62,8 +62,9 @@ def make_messages(observation: Observation, *, role: str = "user") -> list[dict[
     for item in found:
         if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
             raise EnvironmentFailure("observation", f"no message with a role: {str(item)[:80]}")
-        if media := find_media({"observation": item}):
-            raise EnvironmentFailure("observation", f"it has {media}, and the policy reads text alone")
+        if media := find_media({"observation": item}, sees=sees):
+            reads = "images and text" if sees else "text"
+            raise EnvironmentFailure("observation", f"it has {media}, and the policy reads {reads} alone")
     return [dict(item) for item in found]
 
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.engine import GenDelta, GenRequest
+from asyncrl.engine import EngineCapabilities, GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import ConfigError
 from producers.data.prompts import BadPrompt, encode_prompt
@@ -30,6 +30,7 @@ class Played(msgspec.Struct, frozen=True):
     failure: str = ""
     pauses_s: tuple[float, ...] = ()
     turn_rewards: tuple[tuple[int, float], ...] = ()  # (place of a turn's last token, its reward)
+    images: tuple[tuple[int, bytes], ...] = ()  # that the environment showed, with their places
 
     def transcript(self, decode: Callable[[Sequence[int]], str]) -> list[Line]:
         """The turns and observations in order, with the rewards of turns."""
@@ -84,29 +85,42 @@ class ScriptedEngine:
             request.id, request.indices[0], tokens, np.full(len(tokens), -0.5, np.float32), ((0, len(tokens)),), finish
         )
 
+    def capabilities(self) -> EngineCapabilities:
+        """It takes what the policy's model takes."""
+        return EngineCapabilities("scripted", 1, 0, images=True, image_turns=True)
+
     async def abort(self, ids: Any) -> int:
         """Nothing runs outside `generate`."""
         return 0
 
 
-def make_request(row: Mapping[str, Any], config: Config, tokenizer: Any, environment: Turns) -> GenRequest:
-    """The request of one sample of a row. Raises `config.data` if the row cannot be encoded."""
+def make_request(
+    row: Mapping[str, Any], config: Config, tokenizer: Any, environment: Turns, *, images: Sequence[bytes] = ()
+) -> GenRequest:
+    """The request of one sample of a row with these images. Raises `config.data` if the row cannot be encoded."""
     try:
-        prompt = encode_prompt(dict(row), config.data, tokenizer, environment.tools)
+        given: dict[str, Any] = {"inputs": environment.inputs, "images": images}
+        prompt = encode_prompt(dict(row), config.data, tokenizer, environment.tools, **given)
     except BadPrompt as error:
         raise ConfigError("config.data", error.reason, where="the row") from None
-    return GenRequest("test:1", prompt, (0,), 1, config.sampling.max_new_tokens)
+    return GenRequest("test:1", prompt, (0,), 1, config.sampling.max_new_tokens, images=tuple(images))
 
 
 async def play_row(
-    environment: Turns, config: Config, tokenizer: Any, row: Mapping[str, Any], says: Sequence[str]
+    environment: Turns,
+    config: Config,
+    tokenizer: Any,
+    row: Mapping[str, Any],
+    says: Sequence[str],
+    *,
+    images: Sequence[bytes] = (),
 ) -> Played:
     """One sample of a row, with a policy that says these texts."""
     engine = ScriptedEngine(tokenizer, says)
     failure = ""
     done: Finished | None = None
     try:
-        request = make_request(row, config, tokenizer, environment)
+        request = make_request(row, config, tokenizer, environment, images=images)
         async for item in environment.play(engine, request, dict(row)):  # type: ignore[arg-type]
             done = item if isinstance(item, Finished) else done
     except EnvironmentFailure as error:
@@ -126,4 +140,5 @@ async def play_row(
         failure,
         tuple(engine.pauses_s),
         done.turns,
+        done.images,
     )

@@ -34,7 +34,7 @@ from asyncrl.config.sections.reward import reward_label
 from asyncrl.errors import EXIT_FAILED, EXIT_OK, AsyncRLError, ConfigError
 from asyncrl.images.decoding import ImageProblem
 from asyncrl.images.digests import IMAGES, image_digests
-from asyncrl.images.rows import Normalised, normalise_row
+from asyncrl.images.rows import VIDEOS, Normalised, normalise_row
 from asyncrl.preflight.files import data_paths, prompt_column
 from producers.data.prompts import BadPrompt, Prompts
 from producers.rewards.functions import RewardCall
@@ -330,7 +330,7 @@ def read_images(
     held = dict(images)
     for number, row in enumerate(rows):
         made = Normalised(dict(row), {})
-        if row.get(IMAGES) and not image_digests(row):
+        if (row.get(IMAGES) or row.get(VIDEOS)) and not image_digests(row):
             try:
                 made = normalise_row(dict(row), prompt_key=prompt_key, image_key=IMAGES, folder=Path.cwd())
             except ImageProblem as problem:

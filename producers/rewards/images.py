@@ -1,8 +1,9 @@
 """Images for reward functions of the user: digests in a row become PIL images, in the child process.
 
 Guarantees:
-1. a function finds the images of a sample in `row["images"]` and `extra_info["images"]`, in RGB, in the order of the
-   prompt; each sample has its own, so a function may change them;
+1. a function finds the images of a prompt in `row["images"]` and `extra_info["images"]`, in RGB, in the order of the
+   prompt, and those that an environment showed later in `images`; each sample has its own, so a function may change
+   them;
 2. an image that cannot be opened is a failure of its samples.
 """
 
@@ -26,7 +27,7 @@ def sees_images(functions: Iterable[str]) -> bool:
 
 def select_images(samples: Sequence[RewardSample], images: Mapping[str, bytes]) -> dict[str, bytes]:
     """The encoded images that these samples name."""
-    named = {digest for sample in samples for digest in image_digests(sample.row)}
+    named = {digest for sample in samples for digest in (*image_digests(sample.row), *sample.images)}
     return {digest: images[digest] for digest in named if digest in images}
 
 
@@ -37,7 +38,8 @@ def show_images(samples: Sequence[RewardSample], images: Mapping[str, bytes]) ->
 
 
 def _show(sample: RewardSample, images: Mapping[str, bytes], opened: dict[str, Any]) -> RewardSample | ImageProblem:
-    digests = image_digests(sample.row)
+    shown = image_digests(sample.row)
+    digests = (*shown, *sample.images)
     if not digests:
         return sample
     try:
@@ -48,8 +50,11 @@ def _show(sample: RewardSample, images: Mapping[str, bytes], opened: dict[str, A
                 opened[digest] = open_image(images[digest])
     except ImageProblem as problem:
         return problem
-    found = [opened[digest].copy() for digest in digests]
-    extra = sample.extra_info
+    copies = [opened[digest].copy() for digest in digests]
+    found, extra = copies[: len(shown)], sample.extra_info
+    sample = msgspec.structs.replace(sample, images=copies[len(shown) :])
+    if not shown:
+        return sample
     return msgspec.structs.replace(
         sample,
         row={**sample.row, IMAGES: found},

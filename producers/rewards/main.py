@@ -66,6 +66,7 @@ def make_sample(task: RewardTask, tokenizer: Tokenizer, *, prompt_key: str) -> R
         response_ids=ids.tolist(),
         finish=task.item.finish,
         turns=turns,
+        images=task.item.images,
         rows=task.item.rows,
     )
 
@@ -150,7 +151,7 @@ class Worker:
 
     async def _fetch_images(self, tasks: Sequence[RewardTask]) -> tuple[Sequence[RewardTask], dict[str, bytes]]:
         """The tasks that can be scored, and their images; those without theirs fail."""
-        named = [image_digests(task.row) if self.scorer.sees_images else () for task in tasks]
+        named = [(*image_digests(task.row), *task.item.images) if self.scorer.sees_images else () for task in tasks]
         if not any(named):
             return tasks, {}
         images, problems = await self._patiently(lambda: self.client.images(chain.from_iterable(named)))

@@ -141,7 +141,8 @@ class Rescoring:
         return [self._group(step, group, contents[group.group], results) for group in groups]
 
     def _sample(self, group: Any, one: Any) -> RewardSample:
-        item = RewardItem(group.group, one.index, 0, 0, "", one.finish, (), rows=one.rows)
+        images = tuple(digest for _, digest in one.images)
+        item = RewardItem(group.group, one.index, 0, 0, "", one.finish, (), rows=one.rows, images=images)
         task = RewardTask(item, group.prompt_ids, one.response, group.row, one.mask)
         return make_sample(task, self._tokenizer, prompt_key=self._config.data.prompt_key)
 

@@ -20,7 +20,7 @@ class RewardSample(msgspec.Struct, frozen=True):
     """The argument of a reward function. `prompt` and `response` are text without special tokens; `row` holds all
     columns of the prompt's row; `finish` is stop | length. With several turns `response` is everything after the
     prompt, with observations, and `turns` has the policy's turns. Images of the prompt are PIL images in
-    `row["images"]` and `extra_info["images"]`."""
+    `row["images"]` and `extra_info["images"]`, those that an environment showed later in `images`."""
 
     prompt: str
     response: str
@@ -32,6 +32,7 @@ class RewardSample(msgspec.Struct, frozen=True):
     extra_info: Any = {}  # an object, if the data set has verl's form
     finish: str = "stop"
     turns: list[str] = []
+    images: list[Any] = []  # until they are opened: digests
     rows: list[tuple[int, int]] = []  # (start, prompt tokens) of sequences of a session with a prompt of their own
 
     @classmethod
@@ -45,6 +46,7 @@ class RewardSample(msgspec.Struct, frozen=True):
         response_ids: Sequence[int],
         finish: str,
         turns: Sequence[str] = (),
+        images: Sequence[str] = (),
         rows: Sequence[tuple[int, int]] = (),
     ) -> RewardSample:
         """Takes the columns of verl from the row; `ground_truth` or `answer` may also be columns of the row."""
@@ -63,6 +65,7 @@ class RewardSample(msgspec.Struct, frozen=True):
             row.get("extra_info") or {},
             finish,
             list(turns),
+            list(images),
             list(rows),
         )
 

@@ -7,7 +7,8 @@ Guarantees:
    version of the last sampled token before them (at the start of a row: the first one after them);
 3. a context that continues the tokens so far continues the row; any other opens a row with its own prompt
    (`wire.SampleHead.rows`). Each row is a sequence that a learner trains by itself;
-4. observations after the last sampled token of a row, and rows without a sampled token, are left out.
+4. observations after the last sampled token of a row, and rows without a sampled token, are left out;
+5. a context continues a row only with the images that the row holds so far.
 
 Example, prompt [1, 2]: a turn of [5, 6], the observation [7], a turn of [8] give the response [5, 6, 7, 8] with mask
 [1, 1, 0, 1]. With the next context [1, 9], which does not begin like [1, 2, 5, 6, 7, 8], a turn of [4] opens a row:
@@ -46,6 +47,8 @@ class _Row:
 
     def __init__(self, context: IntArray, *, own: bool) -> None:
         self.context = context  # prompt and all tokens after it
+        self.images: list[bytes] = []
+        self.places: list[int] = []  # where the last of the images begin in the context: all but those of the group
         self.prompt_tokens = len(context)
         self.own = own
         self.pieces: list[_Piece] = []  # tokens after the prompt
@@ -58,14 +61,15 @@ class _Row:
 
 
 class Session:
-    """`prompt_ids` i4 `[P]` is the prompt of the group, `index` that of the sample."""
+    """`prompt_ids` i4 `[P]` is the prompt of the group with its `images`, `index` that of the sample."""
 
-    def __init__(self, prompt_ids: IntArray, *, index: int) -> None:
+    def __init__(self, prompt_ids: IntArray, *, index: int, images: Sequence[bytes] = ()) -> None:
         self.index = index
         self.turns = 0
         self._id = ""
         self._finish = "stop"
         self._rows = [_Row(_ids(prompt_ids), own=False)]
+        self._rows[0].images += images
 
     @property
     def context(self) -> IntArray:
@@ -105,28 +109,39 @@ class Session:
             max_new_tokens=max_new_tokens,
             begun=begun,
             delta_tokens=0,
+            images=tuple(self._rows[-1].images),
+            image_places=tuple(self._rows[-1].places),
         )
 
-    def extend(self, prompt_ids: IntArray | Sequence[int]) -> bool:
-        """Set the context of the next turn: True if it continues the open row (new tokens are an observation), False if
-        it opened another row.
+    def extend(
+        self, prompt_ids: IntArray | Sequence[int], images: Sequence[bytes] = (), places: Sequence[int] = ()
+    ) -> bool:
+        """Set the context of the next turn, with its images and where they begin: True if it continues the open row
+        (new tokens are an observation), False if it opened another row.
         """
         ids, row = _ids(prompt_ids), self._rows[-1]
-        known = len(row.context)
-        if len(ids) >= known and np.array_equal(ids[:known], row.context):
-            self.observe(ids[known:])
+        known, seen = len(row.context), len(row.images)
+        if len(ids) >= known and np.array_equal(ids[:known], row.context) and list(images[:seen]) == row.images:
+            self.observe(ids[known:], images[seen:], [place - known for place in places[seen:]])
             return True
         if not len(ids):
             raise WorkError("sample.invalid", "a context without tokens", where=f"session of sample {self.index}")
         if not row.turns:
             self._rows.pop()  # no turn in it
         self._rows.append(_Row(ids, own=True))
+        self._rows[-1].images += images
+        self._rows[-1].places += places
         return False
 
-    def observe(self, token_ids: IntArray | Sequence[int]) -> None:
-        ids = _ids(token_ids)
+    def observe(
+        self, token_ids: IntArray | Sequence[int], images: Sequence[bytes] = (), places: Sequence[int] = ()
+    ) -> None:
+        """Add an observation to the open row; `places`: where its images begin in it."""
+        ids, row = _ids(token_ids), self._rows[-1]
+        row.images += images
+        row.places += [len(row.context) + place for place in places]
         if len(ids):
-            self._rows[-1].add(_Piece(ids))
+            row.add(_Piece(ids))
 
     def add_turn(self, delta: GenDelta) -> None:
         """Add the complete answer (`asyncrl.engine.join_deltas`) to `context`."""
@@ -177,7 +192,13 @@ class Session:
         mask = np.concatenate(joined.mask)
         plain = bool(mask.all()) and not joined.rows
         return Finished(
-            sample, reward, None if plain else mask, tuple(joined.rows), tuple(joined.turns), dict(parts or {})
+            sample,
+            reward,
+            None if plain else mask,
+            tuple(joined.rows),
+            tuple(joined.turns),
+            dict(parts or {}),
+            tuple(joined.images),
         )
 
 
@@ -192,6 +213,7 @@ class _Joined:
         self.supports: list[tuple[Support | None, int]] = []
         self.rows: list[tuple[int, int]] = []
         self.turns: list[tuple[int, float]] = []
+        self.images: list[tuple[int, bytes]] = []
         self._at = 0
 
     def take(self, row: _Row, turn_rewards: Sequence[float]) -> None:
@@ -200,6 +222,13 @@ class _Joined:
             self.rows.append((self._at, row.prompt_tokens))
             self._add(_Piece(row.context[: row.prompt_tokens]), row)
         start, left = self._at, row.sampled
+        end = row.prompt_tokens + left
+        later = row.images[len(row.images) - len(row.places) :]
+        self.images += [
+            (start + place - row.prompt_tokens, image)
+            for place, image in zip(row.places, later, strict=True)
+            if place < end
+        ]
         for piece in row.pieces:
             if left > 0:
                 self._add(piece, row)

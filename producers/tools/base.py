@@ -23,8 +23,9 @@ from typing import Annotated, Any, Protocol, cast
 
 import msgspec
 
-from asyncrl.environment import EnvironmentFailure, ToolCall
+from asyncrl.environment import EnvironmentFailure, Message, ToolCall
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
+from asyncrl.images.rows import IMAGE_PART, is_pil
 from asyncrl.plugins import find, load_object
 from asyncrl.runtime.user_errors import format_user_error
 from producers.support.blocking_calls import run_blocking
@@ -39,8 +40,8 @@ class Tool(Protocol):
     name: str
     schema: Mapping[str, Any]  # OpenAI's form
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        """The answer. Its error becomes a message for the policy."""
+    async def call(self, arguments: Mapping[str, Any]) -> str | list[Message]:
+        """The answer: text, or parts of a message. Its error becomes a message for the policy."""
 
 
 class ToolSource(Protocol):
@@ -66,16 +67,16 @@ class FunctionTool:
         self.name: str = self.schema["function"]["name"]
         self._is_async = inspect.iscoroutinefunction(function)
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, Any]) -> str | list[Message]:
         try:
             checked = msgspec.convert(dict(arguments), self._arguments)
         except msgspec.ValidationError as error:
             raise ToolError(f"{self.name}: {error}") from None
         given = {name: getattr(checked, name) for name in self._arguments.__struct_fields__}
         if self._is_async:
-            return answer_text(await self._function(**given))
+            return answer_content(await self._function(**given))
         result = await run_blocking(self._function, **given)
-        return answer_text(await result if inspect.isawaitable(result) else result)  # bounded: by the caller
+        return answer_content(await result if inspect.isawaitable(result) else result)  # bounded: by the caller
 
 
 class Toolbox:
@@ -111,8 +112,8 @@ class Toolbox:
     def schemas(self) -> list[Mapping[str, Any]]:
         return [tool.schema for tool in self._tools.values()]
 
-    async def call(self, call: ToolCall, *, timeout_s: float) -> str:
-        """The answer to a call, or an error message."""
+    async def call(self, call: ToolCall, *, timeout_s: float) -> str | list[Message]:
+        """The answer to a call, as content of a message, or an error message."""
         tool = self._tools.get(call.name)
         if tool is None:
             return f"{ERROR}no tool {call.name!r}; there are: {', '.join(self._tools)}"
@@ -140,10 +141,12 @@ class Toolbox:
             )
 
 
-def answer_text(value: Any) -> str:
-    """Text unchanged, anything else as JSON, or as Python prints it."""
+def answer_content(value: Any) -> str | list[Message]:
+    """Text unchanged, a PIL image as a part of a message, anything else as JSON, or as Python prints it."""
     if isinstance(value, str):
         return value
+    if is_pil(value):
+        return [{"type": IMAGE_PART, "image": value}]
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, *UNREADABLE):

@@ -272,6 +272,55 @@ def test_an_image_that_is_gone_or_changed_sets_its_group_aside(service: Service,
     client.close()
 
 
+async def show(address: str, shown: list[str], rewards: bool = True) -> ProducerClient:
+    """Answer group 0: the environment showed sample 0 the first of these images, each later sample the next ones."""
+    producer = Producer(address)
+    await producer.client.hello("model")
+    [lease] = (await producer.lease(count=1)).leases
+    await producer.client.store_images({digest: IMAGES[digest] for digest in shown})
+    samples = [sample(index) for index in lease.missing]
+    await producer.client.submit(
+        lease,
+        prompt_ids=np.array([7], np.int32),
+        samples=samples,
+        digests={0: "d0"},
+        row={"images": HEX[:1], "ground_truth": ""},
+        rewards=dict.fromkeys(lease.missing, 1.0) if rewards else {},
+        masks={index: np.array([1, 0, 1], np.uint8) for index in lease.missing},
+        images={index: ((1, shown[index]),) for index in lease.missing},
+    )
+    return producer.client
+
+
+def test_images_of_later_turns_come_with_batch_and_reward_work(make: Make, remote: bool) -> None:
+    """Those of the samples next to those of the row; one that is gone sets the group aside."""
+    service = make(sampling__group_size="2", buffer__batch_groups="1", environment__name="chat").start()
+
+    async def work() -> None:
+        producer = await show(service.address, HEX[:3], rewards=False)
+        worker = RewardClient(service.address, name="r0", timeout_s=60)
+        await worker.hello()
+        tasks, _ = await worker.work(max_samples=8, wait_s=8.0)
+        assert {task.item.index: task.item.images for task in tasks} == {0: (HEX[0],), 1: (HEX[1],)}
+        scores = [wire.Score(one.item.group, one.item.index, one.item.token, float(one.item.index)) for one in tasks]
+        await worker.submit(scores, (), reward_version="v")
+        worker.close()
+        producer.close()
+
+    client = learner(service.address)
+    asyncio.run(work())
+    batch = claim(client, 1)
+    assert batch.images == {digest: IMAGES[digest] for digest in HEX[:2]}
+    assert [one.images for one in batch.groups[0].samples] == [((1, HEX[0]),), ((1, HEX[1]),)]
+    client.commit(step=1, version=1, digest="d1")
+    (service.run.images / HEX[3][:2]).mkdir(exist_ok=True)
+    asyncio.run(show(service.address, [HEX[0], HEX[3]])).close()
+    (service.run.images / HEX[3][:2] / HEX[3]).unlink()
+    second = claim(client, 2)
+    assert not second.groups and "missing" in second.invalid[1]
+    client.close()
+
+
 def test_reward_workers_get_images_by_digest(service: Service, remote: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         producer = await send(service.address, [HEX[:2]], rewards=False)

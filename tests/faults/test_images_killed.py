@@ -35,8 +35,40 @@ def seeing(tmp_path: Path) -> Iterator[Run]:
     made.close()
 
 
+LOOKING = """
+from asyncrl.demo import squares
+
+async def play(chat, row):
+    disc, square = squares.start_cells(row["images"][0].getpixel((0, 0))[0])
+    turn = await chat.say(max_new_tokens=3)
+    for _ in range(2):
+        disc = (sum(turn.token_ids) % squares.CELLS, turn.token_ids[-1] % squares.CELLS)
+        shown = [{"type": "image", "image": squares.draw(disc, square)}, {"type": "text", "text": "where?"}]
+        turn = await chat.say([{"role": "user", "content": shown}], max_new_tokens=3)
+"""
+REWARD = """
+def later_reward(sample):
+    assert len(sample.images) == 2 and len(sample.row["images"]) == 1
+    return len(set(one.tobytes() for one in sample.images)) + min(len(sample.response), 20) / 20
+"""
+
+
+def show_in_turns(run: Run) -> None:
+    """Two more pictures in every sample, where its own words put them."""
+    (run.folder / "looking.py").write_text(LOOKING)
+    (run.folder / "later.py").write_text(REWARD)
+    text = run.config.read_text().replace("my_rewards:length_reward", "later:later_reward")
+    text = text.replace("max_new_tokens = 8", "max_new_tokens = 100").replace(
+        "micro_batch_tokens = 512", "micro_batch_tokens = 1024"
+    )
+    run.config.write_text(f'{text}[environment]\nname = "looking:play"\n')
+
+
 @pytest.mark.long
-def test_every_role_is_killed_once(seeing: Run) -> None:
+@pytest.mark.parametrize("where", ["prompts", "turns"])
+def test_every_role_is_killed_once(seeing: Run, where: str) -> None:
+    if where == "turns":
+        show_in_turns(seeing)
     launched = seeing.start("launch", "all", str(seeing.config))
     for number, role in enumerate(("producer-0", "reward-0", "weightsync", "buffer", "learner")):
         reached = 2 + 4 * number

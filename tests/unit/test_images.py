@@ -246,7 +246,15 @@ def test_parts_hold_images_or_stand_for_those_of_the_column(part: dict[str, Any]
         ({"prompt": chat("<image>"), "images": ["data:image/png;base64,???"]}, "not base64"),
         ({"prompt": chat("<image>"), "images": [5]}, "int is no image"),
         ({"prompt": chat("<image>"), "images": [RED], "videos": ["v.mp4"]}, "column 'videos'"),
+        ({"prompt": chat("<image>"), "images": [RED], "videos": ["v.mp4"]}, "ffmpeg"),
         ({"prompt": chat([{"type": "video", "video": "v.mp4"}])}, "a part 'video'"),
+        ({"prompt": chat([{"type": "video", "video": []}])}, "a part 'video'"),
+        ({"prompt": chat("<video>"), "videos": [{"video": "v.mp4"}]}, "column 'videos'"),
+        ({"prompt": chat("<video>"), "videos": [[RED], [BLUE]]}, "2 videos in column 'videos', and 1 places"),
+        ({"prompt": chat([{"type": "video"}])}, "0 videos in column 'videos', and 1 places"),
+        ({"prompt": chat("what?"), "videos": [[RED]]}, "1 videos in column 'videos', and 0 places"),
+        ({"prompt": "<video>", "videos": [[RED]]}, "data.as_chat"),
+        ({"prompt": chat("<video>"), "videos": [["absent.png"]]}, "no file"),
         ({"prompt": chat("x"), "chosen": chat([PLACE])}, "column 'chosen'"),
     ],
 )
@@ -298,6 +306,28 @@ def test_prompts_give_references_and_the_bytes_apart(tmp_path: Path) -> None:
     json.dumps(rows)
 
 
+def test_a_video_is_read_as_its_frames(tmp_path: Path) -> None:
+    """Of verl's column and of parts, mixed with images, in the order of appearance."""
+    (tmp_path / "b.png").write_bytes(BLUE)
+    row = {
+        "prompt": [
+            {"role": "user", "content": "<image>then <video> and"},
+            {"role": "user", "content": [{"type": "video"}, {"type": "video", "video": [data_uri(RED), "b.png"]}]},
+        ],
+        "images": [BLUE],
+        "videos": [[RED, {"bytes": BLUE, "path": None}], {"video": ["b.png"], "fps": 2}],
+    }
+    made = normalised(row, tmp_path)
+    assert made.row["images"] == [image_digest(one) for one in (BLUE, RED, BLUE, BLUE, RED, BLUE)]
+    shown = [PLACE, text("then "), PLACE, PLACE, text(" and")]
+    assert made.row["prompt"] == [*chat(shown), *chat([PLACE] * 3)] and "videos" not in made.row
+    words = {"prompt": chat("the tag <video>")}
+    assert normalised(words).row == words  # without such a column it is text
+    path = write_rows(tmp_path, [{**row, "images": ["b.png"], "videos": [["b.png", "b.png"], ["b.png"]]}], "rows.jsonl")
+    prompts = Prompts(DataConfig(path=path, shuffle=False), seed=0, sees=True)
+    assert len(prompts.images_of(prompts.row_for(0))) == 6
+
+
 def test_an_image_that_was_dropped_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_images, "CACHE_BYTES", 1)
     for name, data in (("a.png", RED), ("b.png", BLUE)):
@@ -336,8 +366,12 @@ def test_a_text_model_gets_no_digests_as_text(tmp_path: Path) -> None:
 
 def test_videos_are_an_error_of_the_data_of_any_model(tmp_path: Path) -> None:
     place = write_rows(tmp_path, [{"prompt": "what?", "videos": ["v.mp4"]}], "rows.jsonl")
-    with pytest.raises(ConfigError, match="column 'videos'"):
+    with pytest.raises(ConfigError, match="column 'videos'") as refused:
         Prompts(DataConfig(path=place), seed=0, sees=True)
+    assert "ffmpeg" in refused.value.remedy
+    frames = write_rows(tmp_path, [{"prompt": "what?", "videos": [["a.png"]]}], "frames.jsonl")
+    with pytest.raises(ConfigError, match="column 'videos'"):
+        Prompts(DataConfig(path=frames), seed=0)
 
 
 class Words:
@@ -415,11 +449,21 @@ def test_rows_of_python_become_files_that_hold_their_images(tmp_path: Path) -> N
     assert encode_png(picture()) == RED
 
 
-def test_images_are_for_single_turns(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ([], ""),
+        (["environment.name=chat"], ""),
+        (["environment.name=my:own"], ""),
+        (["environment.name=verifiers"], "environment.name"),
+        (["environment.name=agent", 'environment.agent.command=["a"]'], "environment.name"),
+        (["environment.name=chat", "producers.engine=vllm"], "producers.engine"),
+        (["producers.engine=vllm"], ""),
+    ],
+)
+def test_some_environments_and_engines_take_no_images_in_turns(settings: list[str], where: str, tmp_path: Path) -> None:
     path = Path(write_rows(tmp_path, [verl_row(RED)]))
     text = f'model.path = "m"\ndata.path = "{path}"\n[[reward]]\nfunction = "a:b"\n'
-    assert not list(check_images(parse(text), path, where="data.path"))
-    [found] = check_images(
-        parse(text, overrides=["environment.name=tools", 'environment.tools=["calculator"]']), path, where="data.path"
-    )
-    assert found.code == "config.conflict" and found.where == "environment.name" and "row 0 has images" in found.message
+    found = list(check_images(parse(text, overrides=settings), path, where="data.path"))
+    assert [(error.code, error.where) for error in found] == [("config.conflict", where)] * bool(where)
+    assert all("row 0 has images" in error.message and error.remedy for error in found)

@@ -223,9 +223,11 @@ def test_images_of_a_prompt_are_thumbnails_in_the_page(tmp_path: Path) -> None:
     Image.new("RGB", (400, 200), (9, 80, 200)).save(buffer, "JPEG")
     digest = ImageFolder(run.images).put(buffer.getvalue())
     line = {**SAMPLE, "step": 5, "prompt": "who?", "response": "4", "images": [digest, "0" * 64]}
+    line["shown"] = ["1" * 64]
     run.samples.write_text(json.dumps(line) + "\n")
     text = write_report(run).read_text()
     [source] = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt="image 400x200 ' + digest[:8] + '"', text)
     small = Image.open(BytesIO(base64.b64decode(source)))
     assert small.size == (96, 48) and abs(small.getpixel((5, 5))[2] - 200) < 12
+    assert "image: 11111111 is missing" in text[text.index("who?") :], "those of later turns stand at the response"
     assert "image: 00000000 is missing" in text and "img-src data:" in text and "http" not in source

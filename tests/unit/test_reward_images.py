@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 
+import msgspec
 import pytest
 from PIL import Image
 from small_folder import write_folder
@@ -54,6 +55,9 @@ def areal(prompt, completions, prompt_ids, completion_ids, images):
 
 def openrlhf(queries, prompts, labels, images):
     return [red(found) for found in images]
+
+def later(sample):
+    return red(sample.images) - red(sample.row["images"])
 
 async def slowly(sample):
     return red(sample.row["images"])
@@ -108,6 +112,15 @@ def test_every_form_sees_the_images_of_its_samples(scorers: list[Scorer]) -> Non
     assert [result.reason for result in found] == [""] * 3, found
     for result, expected in zip(found, (11.0, 100.0, 11.0), strict=True):
         assert result.parts == dict.fromkeys(FORMS, expected)
+
+
+def test_images_of_later_turns_are_at_hand(scorers: list[Scorer]) -> None:
+    shown = [msgspec.structs.replace(sample(ONE), images=later) for later in ([TEN, HUNDRED], [HUNDRED], ["0" * 64])]
+    shown.append(msgspec.structs.replace(sample(), row={"prompt": "p", "images": []}, images=[TEN]))
+    found = score(scorers, ["later"], *shown, **IMAGES)
+    assert [result.reward for result in found[:2]] == [109.0, 99.0]
+    assert found[2].reason == "raised" and "missing" in found[2].detail
+    assert found[3].reward == 10.0
 
 
 def test_an_image_that_is_missing_or_damaged_fails_its_samples(scorers: list[Scorer]) -> None:

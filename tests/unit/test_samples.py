@@ -73,7 +73,8 @@ def test_images_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None
     buffer = BytesIO()
     Image.new("RGB", (30, 20)).save(buffer, "PNG")
     digest = ImageFolder(run / "images").put(buffer.getvalue())
-    (run / "samples.jsonl").write_text(line(3, 1.0, "seen", images=[digest, "0" * 64]))
+    (run / "samples.jsonl").write_text(line(3, 1.0, "seen", images=[digest, "0" * 64], shown=[digest]))
     assert main(["samples", str(run)]) == 0
     said = capsys.readouterr().out
+    assert f"  images of later turns\n    image 30x20 {digest[:8]}\n" in said
     assert f"image 30x20 {digest[:8]}, image: 00000000 is missing" in said

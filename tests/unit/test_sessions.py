@@ -188,6 +188,11 @@ def three_rows() -> Finished:
         ({"turns": ((1, 1.0), (1, 1.0))}, "turns"),
         ({"turns": ((99, 1.0),)}, "turns"),
         ({"turns": ((1, float("nan")),)}, "turns"),
+        ({"images": ((2, "a" * 64), (5, "b" * 64))}, ""),
+        ({"images": ((2, "a" * 64), (2, "b" * 64))}, "images"),
+        ({"images": ((99, "a" * 64),)}, "images"),
+        ({"images": ((2, "a"),)}, "images"),
+        ({"images": ((0, "a" * 64),)}, "images: one of sample 2 stands at a token that was sampled"),
     ],
 )
 def test_rows_and_turns_are_validated(change: dict[str, Any], why: str) -> None:

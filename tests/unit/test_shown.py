@@ -121,4 +121,12 @@ def test_a_line_names_the_images_of_its_prompt() -> None:
     digests = ["a" * 64, "b" * 64]
     group = msgspec.structs.replace(made.groups[0], row={"images": digests})
     assert shown.lines(msgspec.structs.replace(made, groups=(group,)), 1, decode, {})[0]["images"] == digests
-    assert "images" not in shown.lines(made, 1, decode, {})[0]
+    plain = shown.lines(made, 1, decode, {})[0]
+    assert "images" not in plain and "shown" not in plain
+
+
+def test_a_line_names_the_images_of_later_turns() -> None:
+    made = batch([[1.0]])
+    sample = msgspec.structs.replace(made.groups[0].samples[0], images=((1, "a" * 64),))
+    group = msgspec.structs.replace(made.groups[0], samples=(sample,))
+    assert shown.lines(msgspec.structs.replace(made, groups=(group,)), 1, decode, {})[0]["shown"] == ["a" * 64]

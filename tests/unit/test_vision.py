@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from vision_models import PATCH, png, vision_folder
+from vision_models import PATCH, plain_logprobs, png, vision_folder
 
 from asyncrl.config import Config, load
 from asyncrl.config.model_facts import MROPE_MODELS, VISION_MODELS
@@ -21,7 +21,6 @@ from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import ConfigError
 from asyncrl.images.decoding import open_image
 from asyncrl.images.digests import image_digest
-from asyncrl.images.forward import Seen, join_images, stray_placeholders
 from asyncrl.images.model_inputs import ImageInputs
 from asyncrl.runtime.model_folder import load_image_processor, load_model, load_tokenizer
 from learners.backends.fsdp2.backend import FSDP2Backend
@@ -58,17 +57,8 @@ def prompt(inputs: ImageInputs, images: Sequence[bytes]) -> np.ndarray[Any, np.d
 
 
 def plain(model: Any, inputs: ImageInputs, ids: np.ndarray[Any, Any], images: Sequence[bytes], new: int) -> Any:
-    """Log-probs of the last `new` tokens by transformers, which finds positions and placeholders itself."""
-    tokens = torch.from_numpy(ids.astype(np.int64))[None]
-    kinds = (tokens == inputs.token).int()
-    kinds[:, -new:] = 0
-    seen = Seen(join_images([inputs.pixels(one) for one in images], torch.device("cpu")), None, inputs.token)
-    seen = seen._replace(stray=(tokens == inputs.token) & (kinds == 0))
-    more = {**(seen.arguments or {}), **({"mm_token_type_ids": kinds} if images and inputs.mrope else {})}
-    with stray_placeholders(model, seen), torch.no_grad():
-        logits = model(input_ids=seen.mask(tokens), use_cache=False, **more).logits
-    logs = logits[0, -new - 1 : -1].log_softmax(-1)
-    return logs.gather(1, tokens[0, -new:, None])[:, 0].numpy()
+    """Log-probs of the last `new` tokens, all sampled, by transformers."""
+    return plain_logprobs(model, inputs, ids, images, np.arange(len(ids)) >= len(ids) - new)
 
 
 # ---------------------------------------------------------------- inputs

@@ -29,10 +29,11 @@ UNFIT = (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyErr
 
 
 class Prompt(NamedTuple):
-    """Tokens to prefill, and the encoded images of their placeholders in order."""
+    """Tokens to prefill, and their images as in `GenRequest`."""
 
     tokens: Tokens
     images: tuple[bytes, ...] = ()
+    places: tuple[int, ...] = ()
 
 
 class Memory(Protocol):

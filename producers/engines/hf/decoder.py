@@ -177,7 +177,8 @@ class Decoder:
             entry.prefix = Prefix(self._era, None)
         several = [entry for entry in chosen if len(entry.request.prompt_ids) > 1]
         if several:
-            prompts = [Prompt(entry.request.prompt_ids[:-1], entry.request.images) for entry in several]
+            asked = [entry.request for entry in several]
+            prompts = [Prompt(one.prompt_ids[:-1], one.images, one.image_places) for one in asked]
             for entry, prompt, kept in zip(several, prompts, self.memory.prefill(prompts), strict=True):
                 entry.prefix = Prefix(self._era, kept, self.memory.shift(prompt))
 

@@ -147,6 +147,7 @@ class HFEngine:
             continues=True,
             supports=True,
             images=self._images is not None,
+            image_turns=self._images is not None,
             priority=True,
             second_weights=not in_place,
         )
@@ -185,7 +186,8 @@ class HFEngine:
         version, taken = self._require().version, request.id in self._outboxes
         embedding: Any = self._model.get_input_embeddings()  # type: ignore[union-attr, operator]
         vocab = int(embedding.weight.shape[0])
-        able = {"supports": True, "keeps": self._second is not None, "images": self._images is not None}
+        sees = self._images is not None
+        able = {"supports": True, "keeps": self._second is not None, "images": sees, "image_turns": sees}
         if problem := request_problem(request, self._config, vocab=vocab, taken=taken, version=version, **able):
             raise WorkError("sample.invalid", problem, where=request.id)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.images.forward import Seen, join_images, stray_placeholders
+from asyncrl.images.forward import Seen, body_arguments, see_images, stray_placeholders
 from asyncrl.images.model_inputs import ImageInputs, Pixels
 from producers.engines.hf.attention import Band, plan
 from producers.engines.hf.cache_interface import UNFIT, Prompt, Tokens, call_options, pieces
@@ -115,7 +115,7 @@ class SlotMemory:
 
     def shift(self, prompt: Prompt) -> int:
         """Of models with positions by time, height and width."""
-        return 0 if self._images is None else self._images.shift(prompt.tokens, prompt.images)
+        return 0 if self._images is None else self._images.shift(*prompt)
 
     def seat(self, first: int, lanes: Sequence[int], kept: Any | None) -> None:
         """Copy K and V of the prompt to the rows."""
@@ -170,7 +170,7 @@ class SlotMemory:
             ids = seen.mask(ids)
         with stray_placeholders(self.model, seen):
             mask = self._mask(len(places), None)
-            self._call(ids, positions, mask, cache, **((seen and seen.arguments) or {}))
+            self._call(ids, positions, mask, cache, **body_arguments(self.model, seen))
         return cache.layers
 
     def _see(self, prompts: Sequence[Prompt], width: int) -> tuple[Tensor, Seen]:
@@ -180,12 +180,11 @@ class SlotMemory:
         stray = np.zeros((len(prompts), width), bool)
         images: list[Pixels] = []
         for number, prompt in enumerate(prompts):
-            row = self._images.row(prompt.tokens, prompt.images)
+            row = self._images.row(*prompt)
             positions[:, number, : len(prompt.tokens)] = row.positions
             stray[number, : len(prompt.tokens)] = row.stray
             images += row.images
-        held = torch.from_numpy(stray).to(self._device) if stray.any() else None
-        seen = Seen(join_images(images, self._device), held, self._images.token)
+        seen = see_images(images, stray, self._images.token, self._device)
         return torch.from_numpy(positions if self._images.mrope else positions[-1]).to(self._device), seen
 
     def _mask(self, visible: int, positions: Tensor | None) -> Any:
@@ -201,7 +200,7 @@ class SlotMemory:
             seen[kind] = mask
         return seen if len(seen) > 1 else next(iter(seen.values()))
 
-    def _call(self, ids: Tensor, positions: Tensor, mask: Any, cache: Any, **images: Tensor) -> Any:
+    def _call(self, ids: Tensor, positions: Tensor, mask: Any, cache: Any, **images: Any) -> Any:
         return self.model(
             input_ids=ids,
             position_ids=positions,

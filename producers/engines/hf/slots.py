@@ -209,14 +209,15 @@ class SlotTable:
                 self._due[row] += request.delta_tokens
         return deltas
 
-    def sequence(self, row: int) -> tuple[npt.NDArray[np.int32], tuple[bytes, ...]]:
+    def sequence(self, row: int) -> tuple[npt.NDArray[np.int32], tuple[bytes, ...], tuple[int, ...]]:
         """Prompt and response tokens of a row without the last one, i4 `[position]`: the tokens of its K/V; and the
-        images of the prompt."""
+        images of the prompt with their places."""
         lane = self.lanes[row]
         request = self.occupants[lane].request
         made = int(self.positions[row]) - (len(request.prompt_ids) - 1)
         response = self.tokens[lane, :made].cpu().numpy()
-        return np.concatenate([request.prompt_ids, response])[:-1].astype(np.int32), request.images
+        ids = np.concatenate([request.prompt_ids, response])[:-1].astype(np.int32)
+        return ids, request.images, request.image_places
 
     def rows_for(self, ids: set[str] | None) -> list[int]:
         """Live rows of these requests (None: all), ascending."""
