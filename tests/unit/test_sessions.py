@@ -306,8 +306,9 @@ def of_rows(algorithm: AlgorithmConfig, *, max_tokens: int = 64) -> tuple[Miniba
 
 def loss_of(part: Minibatch, logprobs: dict[int, Tensor], algorithm: AlgorithmConfig, gang: Any) -> float:
     """The loss of all micro-batches under these log-probs."""
+    config = LearnerConfig(algorithm=algorithm)
     current = [torch.cat([logprobs[n] for n in piece.samples.tolist()]) for piece in part.micro]
-    terms, counts = _terms(part, Prepared([current]), 0, algorithm, backend=None, gang=gang, seed=(0, 0))  # type: ignore[arg-type]
+    terms, counts = _terms(part, Prepared([current]), 0, config, backend=None, gang=gang, seed=(0, 0))  # type: ignore[arg-type]
     loss = loss_function(algorithm, counts, terms)
     return sum(
         float(loss(now, torch.zeros_like(now), to_device(piece, torch.device("cpu")), number)[0])
