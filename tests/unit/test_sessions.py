@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from asyncrl import wire
-from asyncrl.config import ProcessRewardConfig, parse
+from asyncrl.config import LearnerConfig, ProcessRewardConfig, parse
 from asyncrl.config.sections.algorithm import AlgorithmConfig, ShapingConfig
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import WorkError
