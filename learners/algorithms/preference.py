@@ -1,4 +1,4 @@
-"""Preference losses: DPO and its variants, SimPO, ORPO, SPPO, Bradley-Terry reward models, pairs of samples.
+"""Preference losses: DPO and its variants, SimPO, ORPO, KTO, SPPO, Bradley-Terry reward models, pairs of samples.
 
 There are P pairs or S rows. The log-prob of an answer is the SUM over its trained tokens (`tensors.sequence_sums`).
 SPIN (arXiv 2401.01335) is `dpo` with the answer of the data set as chosen, a sample of the previous policy as rejected
@@ -36,6 +36,13 @@ class PairLoss(NamedTuple):
     reward_chosen: Tensor
     reward_rejected: Tensor
     correct: Tensor
+
+
+class RowLoss(NamedTuple):
+    """`loss` `[S]` with gradient; `reward` `[S]`: the implicit ones."""
+
+    loss: Tensor
+    reward: Tensor
 
 
 class Pairs(NamedTuple):
@@ -128,6 +135,28 @@ def orpo(
     good, bad = wide(policy_chosen) / chosen_lengths.clamp(min=1), wide(policy_rejected) / rejected_lengths.clamp(min=1)
     loss = -good - beta * logsigmoid(_log_odds(good) - _log_odds(bad))
     return PairLoss(loss, beta * good.detach(), beta * bad.detach(), good > bad)
+
+
+def kto(
+    policy: Tensor,
+    reference: Tensor,
+    desirable: Tensor,
+    kl: Tensor,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> RowLoss:
+    """KTO (arXiv 2402.01306, equations 7 and 8): `w_d (1 - s(beta (r - z)))` of a desirable answer, `w_u (1 - s(beta
+    (z - r)))` of an undesirable one, all `[S]`; r: log-ratio of the answer to the reference.
+
+    `desirable` `[S]` bool. `kl`: mean log-ratio of answers to the prompts of other rows, a scalar; z is it, at least 0,
+    without gradient. The paper's form lambda - v differs by a constant. The rewards are `beta r`.
+    """
+    ratio = _log_ratio(policy, reference)
+    apart = beta * (ratio - wide(kl.detach()).clamp(min=0))
+    good, bad = desirable_weight * torch.sigmoid(-apart), undesirable_weight * torch.sigmoid(apart)
+    return RowLoss(torch.where(desirable, good, bad), beta * ratio.detach())
 
 
 def bradley_terry(
