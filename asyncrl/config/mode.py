@@ -1,4 +1,4 @@
-"""What a run trains: by reward (rl) or on given rows (sft, dpo, reward_model), and its evaluations, and what follows.
+"""What a run trains: by reward (rl) or on given rows (sft, dpo, kto, reward_model); its evaluations, and what follows.
 
 Where the samples come from is a separate question: with `producers.engine = "dataset"` a producer streams rows of the
 data instead of generating. Guarantees:
@@ -12,8 +12,8 @@ Example: 10 rows, batch_groups 4, epochs 3: ceil(30 / 4) = 8 steps; the last bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -30,7 +30,7 @@ DATASET = "dataset"
 #: Prefix of digests in the history that belong to the data of a row, not to weights.
 DATA_PREFIX = "data:"
 #: Samples of a group by mode of the learner: one answer, or a chosen and a rejected one.
-GROUP_SIZE = {"sft": 1, "dpo": 2, "reward_model": 2}
+GROUP_SIZE = {"sft": 1, "dpo": 2, "kto": 1, "reward_model": 2}
 #: Roles of `launch all` that a run over rows does not need: it syncs no weights and scores nothing.
 GENERATING = frozenset({"weightsync", "reward"})
 
@@ -66,8 +66,23 @@ def longest_row(config: Config) -> int:
 
 def answer_keys(config: Config) -> tuple[str, ...]:
     """Columns of the answers of a row, in the order of the group's samples."""
-    data = config.data
-    return (data.chosen_key, data.rejected_key) if is_paired(config) else (data.response_key,)
+    return tuple(getattr(config.data, key) for key in _answer_settings(config))
+
+
+def answer_columns(config: Config, row: Mapping[str, Any]) -> dict[str, str]:
+    """Setting and name of the columns that rows need besides the prompt. A conversation may end with its answer."""
+    if not streams(config):
+        return {}
+    optional = not (is_paired(config) or isinstance(row.get(config.data.prompt_key), str))
+    answers = () if optional else _answer_settings(config)
+    labels = ("label_key",) if config.learner.mode == "kto" else ()
+    return {key: getattr(config.data, key) for key in (*answers, *labels)}
+
+
+def _answer_settings(config: Config) -> tuple[str, ...]:
+    if is_paired(config):
+        return ("chosen_key", "rejected_key")
+    return ("completion_key",) if config.learner.mode == "kto" else ("response_key",)
 
 
 def derive_steps(config: Config, rows: int | None) -> Config:

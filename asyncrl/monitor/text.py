@@ -9,6 +9,7 @@ FIGURES = {
     "rl": (("reward", "reward_mean"),),
     "sft": (("loss", "loss"),),
     "dpo": (("pairs", "pair_accuracy"), ("margin", "score_margin")),
+    "kto": (("margin", "score_margin"), ("KL", "kto_kl")),
     "reward_model": (("pairs", "pair_accuracy"), ("margin", "score_margin")),
 }
 QUEUE_STATES = ("leased", "unscored", "ready", "claimed", "trained", "retired", "dropped", "dead")

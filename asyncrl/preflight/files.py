@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.media import MEDIA_REMEDY, MEDIA_WORDS, find_media
-from asyncrl.config.mode import derive_steps, evaluation_data, is_paired, streams
+from asyncrl.config.mode import answer_columns, derive_steps, evaluation_data, streams
 from asyncrl.config.rules import learner
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
 from asyncrl.images.rows import takes_images
@@ -175,16 +175,6 @@ def data_notes(config: Config) -> Iterator[str]:
             "the prompts are plain text, which the model's chat template does not touch; "
             "data.as_chat = true makes a message of the user of each"
         )
-
-
-def answer_columns(config: Config, row: Mapping[str, Any]) -> dict[str, str]:
-    """Setting and name of the required answer columns; none if a conversation ends with its answer."""
-    if not streams(config):
-        return {}
-    if is_paired(config):
-        return {"chosen_key": config.data.chosen_key, "rejected_key": config.data.rejected_key}
-    conversation = not isinstance(row.get(config.data.prompt_key), str)
-    return {} if conversation else {"response_key": config.data.response_key}
 
 
 def settle_steps(config: Config) -> Config:

@@ -276,7 +276,7 @@ def _companion_parts(config: Config, shape: Shape) -> list[Part]:
             parts.append(
                 Part(name.replace("_", " "), int(per * every / shards), f"{_count(every)} x {per:g} B / {shards}")
             )
-    preference = learner.mode == "dpo" and learner.preference.has_reference
+    preference = learner.mode in ("dpo", "kto") and learner.preference.has_reference
     if (learner.mode == "rl" and learner.algorithm.kl.where != "off") or preference or "process" in needs:
         width = BYTES[config.model.dtype]
         parts.append(Part("reference", every * width // shards, f"{_count(every)} x {width} B / {shards}"))

@@ -1,4 +1,4 @@
-"""sft, dpo and reward models: two ranks, small rows and padding give the result of one rank; and of plain torch."""
+"""sft, dpo, kto and reward models: two ranks, small rows and padding give the result of one rank, and of torch."""
 
 from __future__ import annotations
 
@@ -52,6 +52,13 @@ def test_dpo_starts_at_log_2_and_its_reference_does_not_move(one: Any) -> None:
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-6)
     assert (first["chosen_score"], first["rejected_score"]) == (0.0, 0.0)
     assert last["chosen_score"] != 0.0
+
+
+def test_kto_pushes_apart_what_its_labels_part(one: Any) -> None:
+    first, _, last = one[0]["kto"]["metrics"]
+    assert (first["loss"], first["score_margin"], first["kto_kl"]) == (pytest.approx(0.5, abs=1e-6), 0.0, 0.0)
+    assert last["score_margin"] == pytest.approx(last["chosen_score"] - last["rejected_score"], abs=1e-12)
+    assert last["loss"] != first["loss"]
 
 
 def test_sft_loss_is_the_cross_entropy_of_the_warm_start(model: Path, gang: Gang) -> None:

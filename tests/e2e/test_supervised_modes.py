@@ -1,4 +1,4 @@
-"""sft, dpo and reward models as real processes: rows through the same buffer, by the same command."""
+"""sft, dpo, kto and reward models as real processes: rows through the same buffer, by the same command."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def on_file(run: Any, mode: str, path: Path, *settings: str) -> list[str]:
         "producers.engine=dataset",
         "producers.count=1",
         f"data.path={path}",
-        f"sampling.group_size={1 if mode == 'sft' else 2}",
+        f"sampling.group_size={1 if mode in ('sft', 'kto') else 2}",
         "sampling.max_new_tokens=8",
         "data.epochs=2",
         "buffer.batch_groups=8",
@@ -152,6 +152,65 @@ def judged(run: Any, answers: list[str]) -> list[float]:
 
     asyncio.run(whole())
     return [found[place] for place in range(len(answers))]
+
+
+LEARNT = {
+    "sigmoid": ("dpo", []),
+    "smoothed": ("dpo", ["learner.preference.label_smoothing=0.1"]),
+    "robust": ("dpo", ["learner.preference.loss=robust", "learner.preference.label_smoothing=0.1"]),
+    "ipo": ("dpo", ["learner.preference.loss=ipo", "learner.preference.length_average=true"]),
+    "simpo": ("dpo", ["learner.preference.loss=simpo", "learner.preference.beta=2"]),
+    "orpo": ("dpo", ["learner.preference.loss=orpo", "learner.preference.beta=0.5"]),
+    "kto": ("kto", []),
+}
+
+
+def tastes(count: int, seed: int) -> list[dict[str, Any]]:
+    """Rows of a preference that generalizes: answers of even digits are better than answers of odd ones."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        even, odd = ("".join(map(str, 2 * rng.integers(0, 5, rng.integers(2, 6)) + odd)) for odd in (0, 1))
+        found.append({"prompt": f"{rng.integers(10, 99)}+{rng.integers(10, 99)}=", "chosen": even, "rejected": odd})
+    return found
+
+
+def agreement(folder: Path, rows: list[dict[str, Any]]) -> float:
+    """Mean difference of the log-probs per token of the two answers of each row, under the weights of a folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from producers.data.tokenizer import Tokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = Tokenizer(str(folder), trust_remote_code=False)
+    means: dict[str, list[float]] = {"chosen": [], "rejected": []}
+    for row in rows:
+        prompt = list(tokenizer.encode(row["prompt"]))
+        for name, found in means.items():
+            answer = list(tokenizer.encode_answer(row[name]))
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+            found.append(float(logits.log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer)].mean()))
+    return float(np.mean(np.array(means["chosen"]) - np.array(means["rejected"])))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LEARNT)
+def test_a_preference_is_learnt_and_holds_for_unseen_answers(run: Any, tiny_model: Path, name: str) -> None:
+    mode, settings = LEARNT[name]
+    rows, unseen = tastes(64, 0), tastes(32, 1)
+    if mode == "kto":
+        rows = [
+            {"prompt": row["prompt"], "completion": row["chosen" if good else "rejected"], "label": good}
+            for row, good in zip(rows, itertools.cycle((True, False)), strict=False)
+        ]
+    done = run.command(*on_rows(run, mode, "data.epochs=3", *settings, rows=rows))
+    assert done.returncode == 0, done.stdout + run.logs()
+    lines = complete(run, steps=24)
+    assert lines[-1]["score_margin"] > 0
+    before, after = (agreement(folder, unseen) for folder in (tiny_model, run.dir / "export"))
+    assert after > before + 0.5, f"{before} to {after} nats per token on held-out rows"
 
 
 def test_dpo_on_pairs_that_are_generated_and_scored(run: Any) -> None:

@@ -15,6 +15,7 @@ from buffers.groups.records import settings_of
 ROOT = Path(__file__).parents[2]
 ROWS = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[producers]\nengine = "dataset"\n'
 SFT = ROWS + '[learner]\nmode = "sft"\n[sampling]\ngroup_size = 1\n'
+KTO = ROWS + '[learner]\nmode = "kto"\n[sampling]\ngroup_size = 1\n'
 DPO = ROWS + '[learner]\nmode = "dpo"\n[sampling]\ngroup_size = 2\n'
 
 
@@ -45,6 +46,11 @@ def messages_of(text: str, *overrides: str) -> str:
             "max_new_tokens) = 2 * (1024 + 1024) = 4096",
         ),
         (DPO, ["producers.engine=hf"], "no [[reward]]"),
+        (KTO, ["producers.engine=hf"], "set producers.engine = 'dataset', not 'hf'"),
+        (KTO, ["sampling.group_size=2"], "needs sampling.group_size = 1"),
+        (KTO, ["learner.preference.reference_free=true"], "compares with a reference"),
+        (KTO, ["learner.preference.loss=simpo"], "compares with a reference"),
+        (KTO, ["buffer.batch_groups=7", "learner.algorithm.minibatches=4"], "fewer than 2 rows"),
     ],
 )
 def test_contradictions(text: str, overrides: list[str], part: str) -> None:
@@ -100,6 +106,10 @@ def test_epochs_are_settled_from_the_files_and_need_their_number(tmp_path: Path)
     [
         (SFT, {"prompt": "a", "answer": "b"}, "'response' (data.response_key)"),
         (DPO, {"prompt": "a", "chosen": "b"}, "'rejected' (data.rejected_key)"),
+        (KTO, {"prompt": "a", "completion": "b"}, "'label' (data.label_key)"),
+        (KTO, {"prompt": [{"role": "user", "content": "a"}]}, "'label' (data.label_key)"),
+        (KTO, {"prompt": "a", "response": "b", "label": True}, "'completion' (data.completion_key)"),
+        (KTO, {"prompt": "a", "completion": "b", "label": False}, ""),
         (SFT, {"prompt": "a", "response": "b"}, ""),
         (SFT, {"prompt": [{"role": "user", "content": "a"}]}, ""),
     ],
@@ -111,7 +121,7 @@ def test_check_names_missing_columns(text: str, row: dict[str, object], missing:
     assert (missing in found[0]) if missing else found == []
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward_model"])
 def test_shipped_files_are_valid(name: str) -> None:
     parsed = config.load(ROOT / "configs" / f"{name}.toml")
     assert (parsed.learner.mode, parsed.producers.engine) == (name, "dataset")

@@ -148,7 +148,7 @@ def _lora_problems(config: Config) -> Iterator[Conflict]:
     if learner.compile:
         yield conflict("learner.compile", "learner.lora.rank with learner.compile is not supported")
     if learner.mode == "reward_model":
-        yield conflict("learner.mode", "learner.lora.rank: a reward model trains its head too: use rl, sft or dpo")
+        yield conflict("learner.mode", "learner.lora.rank: a reward model trains its head too: use rl, sft, dpo or kto")
     if learner.lora.publish == "adapter":
         what, place = "learner.lora.publish = 'adapter'", "learner.lora.publish"
         if config.weightsync.in_place:

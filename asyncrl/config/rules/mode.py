@@ -27,7 +27,7 @@ def _mode_problems(config: Config) -> Iterator[Conflict]:
             yield conflict(
                 "producers.engine",
                 "learner.mode = 'rl' cannot train on producers.engine = 'dataset': rows have no log-probs of the "
-                "policy that made them; set learner.mode to sft, dpo or reward_model",
+                "policy that made them; set learner.mode to sft, dpo, kto or reward_model",
             )
         return
     if not streams(config) and mode != "dpo":
@@ -51,6 +51,7 @@ def _mode_problems(config: Config) -> Iterator[Conflict]:
     if streams(config) and config.buffer.filters:
         yield conflict("buffer.filters", "rows have no rewards to filter by")
     yield from _preference_problems(config.learner)
+    yield from _kto_problems(config)
 
 
 def _preference_problems(learner: LearnerConfig) -> Iterator[Conflict]:
@@ -60,6 +61,22 @@ def _preference_problems(learner: LearnerConfig) -> Iterator[Conflict]:
     if preference.loss == "robust" and not preference.label_smoothing:
         what = "loss = 'robust' needs label_smoothing, the share of wrong labels; without it it is 'sigmoid'"
         yield conflict("learner.preference.loss", what, code="config.missing")
+
+
+def _kto_problems(config: Config) -> Iterator[Conflict]:
+    learner = config.learner
+    if learner.mode != "kto":
+        return
+    if not learner.preference.has_reference:
+        yield conflict(
+            "learner.preference", "learner.mode = 'kto' compares with a reference: no reference_free, and no loss"
+        )
+    if config.buffer.batch_groups < 2 * learner.algorithm.minibatches:
+        yield conflict(
+            "buffer.batch_groups",
+            f"learner.mode = 'kto' estimates its KL from the answers of other rows: buffer.batch_groups = "
+            f"{config.buffer.batch_groups} gives an update (learner.algorithm.minibatches) fewer than 2 rows",
+        )
 
 
 def _evaluation_problems(config: Config) -> Iterator[Conflict]:
