@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
+from asyncrl.config.sections.algorithm_catalogue import explain
 from asyncrl.config.sections.lora import TAKE_ADAPTERS
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
@@ -83,6 +84,19 @@ def _answer_settings(config: Config) -> tuple[str, ...]:
     if is_paired(config):
         return ("chosen_key", "rejected_key")
     return ("completion_key",) if config.learner.mode == "kto" else ("response_key",)
+
+
+def explain_update(config: Config) -> str:
+    """The update in force in one line: for rewards the algorithm, else mode, loss and reference."""
+    learner, preference = config.learner, config.learner.preference
+    if learner.mode == "rl":
+        return explain(learner.algorithm)
+    if learner.mode not in ("dpo", "kto"):
+        return learner.mode
+    loss = preference.loss if learner.mode == "dpo" else "kto"
+    reference = "the start weights" if preference.has_reference else "no reference"
+    pairs = "" if streams(config) else ", the best and the worst sample of each prompt"
+    return f"{loss}(beta={preference.beta:g}) against {reference}{pairs}"
 
 
 def derive_steps(config: Config, rows: int | None) -> Config:

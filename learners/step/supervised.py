@@ -3,8 +3,8 @@
 Guarantees:
 1. denominators cover the whole mini-batch over all ranks: tokens (sft), answers (kto) or pairs (dpo, reward_model).
    The result does not depend on ranks, rows or micro-batches;
-2. the two answers of a pair lie in one micro-batch, the chosen one (higher reward) first. A pair with equal rewards is
-   left out;
+2. the two answers of a pair lie in one micro-batch, the chosen one (higher reward) first. Of more than two samples the
+   first of the best and the first of the worst make the pair. A group with equal rewards is left out;
 3. the reference of DPO and KTO is a frozen, sharded copy of the start weights. Cached log-probs would save its forward
    pass, but would be wrong without notice after a change of model, tokenizer, dtype or packing;
 4. a loss that raises or is not finite changes no weight, and every rank knows it (as in `learners.step.update`);
@@ -90,12 +90,11 @@ def update(units: Sequence[Sequence[Sample]], learner: LearnerConfig, *, ranks: 
 
 def _pair(group: GroupData, numbered: Sequence[tuple[int, SampleData]], margin_key: str) -> list[Sample]:
     """Return the chosen sample, with the margin of its row in place of an advantage, and the rejected one."""
-    if len(numbered) != 2:
-        raise ValueError(f"group {group.group} has {len(numbered)} samples, a pair has 2")
-    (_, one), (_, other) = numbered
-    if one.reward == other.reward:
+    if len(numbered) < 2:
+        raise ValueError(f"group {group.group} has {len(numbered)} samples, a pair needs 2")
+    better, worse = (pick(numbered, key=lambda one: one[1].reward) for pick in (max, min))
+    if better[1].reward == worse[1].reward:
         return []
-    better, worse = numbered if one.reward > other.reward else reversed(numbered)
     margin = float(group.row.get(margin_key) or 0.0) if margin_key else 0.0
     return [_sample(group, better[1], better[0], margin), _sample(group, worse[1], worse[0])]
 

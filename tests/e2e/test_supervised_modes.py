@@ -224,6 +224,55 @@ def test_dpo_on_pairs_that_are_generated_and_scored(run: Any) -> None:
     assert {line["role"] for line in run.lines("processes.jsonl")} >= {"reward", "weightsync"}
 
 
+def evens(run: Any) -> list[str]:
+    """Settings of a run whose reward is the share of even digits, with 8 held-out prompts before and after it."""
+    (run.folder / "my_rewards.py").write_text(
+        "def evens(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return sum(one in '02468' for one in solution_str) / max(len(solution_str), 1)\n"
+    )
+    run.config.write_text(run.config.read_text().replace("length_reward", "evens"))
+    rows = [{"prompt": f"{n}+{n}=", "data_source": "held", "reward_model": {"ground_truth": "0"}} for n in range(8)]
+    (run.folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"evaluation.path={run.folder}/held.jsonl",
+        "evaluation.at_start=true",
+        "evaluation.at_end=true",
+        "evaluation.samples=8",
+        "sampling.max_new_tokens=8",
+        "buffer.batch_groups=8",
+        "learner.optim.lr=2e-3",
+        "log.archive=true",
+    ]
+
+
+def held_out_rewards(run: Any) -> tuple[float, float]:
+    """Mean reward of the held-out prompts under the first and under the last weights."""
+    first, *_, last = run.lines("metrics/evaluation.jsonl")
+    assert (first["evaluation_version"], last["evaluation_version"]) == (0, last["step"])
+    return first["val-core/held/reward/mean@8"], last["val-core/held/reward/mean@8"]
+
+
+def replay(run: Any, *words: str) -> None:
+    """A replay reaches the weights of the run, bitwise."""
+    done = run.command("replay", str(run.dir), "--out", str(run.folder / "-".join(("again", *words))), "--json", *words)
+    assert done.returncode == 0, done.stdout
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    assert found["equal"] == found["checked"] == found["last"] - found["start"], found
+
+
+@pytest.mark.long
+def test_online_dpo_learns_and_is_replayed(run: Any) -> None:
+    done = run.launch("learner.algorithm.preset=online_dpo", "learner.steps=16", *evens(run))
+    assert done.returncode == 0, done.stdout + run.logs()
+    audit = run.audit()
+    assert (audit["exit"], audit["trained"], audit["lost"]) == (0, 128, 0)
+    lines = run.lines("metrics/learner.jsonl")
+    assert all(0 <= line["lag_max"] <= 2 for line in lines) and lines[-1]["score_margin"] > 0
+    before, after = held_out_rewards(run)
+    assert after > before + 0.15, f"{before} to {after}"
+    replay(run)
+
+
 @pytest.fixture
 def seeing(tmp_path: Path) -> Iterator[Run]:
     """A run with a model of random weights that takes images."""

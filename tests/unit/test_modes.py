@@ -46,6 +46,8 @@ def messages_of(text: str, *overrides: str) -> str:
             "max_new_tokens) = 2 * (1024 + 1024) = 4096",
         ),
         (DPO, ["producers.engine=hf"], "no [[reward]]"),
+        (DPO, ["producers.engine=hf", "sampling.group_size=1"], "set sampling.group_size to 2 or more"),
+        (DPO, ["producers.engine=hf", "sampling.greedy_baseline=true"], "and no greedy_baseline"),
         (KTO, ["producers.engine=hf"], "set producers.engine = 'dataset', not 'hf'"),
         (KTO, ["sampling.group_size=2"], "needs sampling.group_size = 1"),
         (KTO, ["learner.preference.reference_free=true"], "compares with a reference"),
@@ -72,6 +74,17 @@ def test_a_run_over_rows_starts_three_processes() -> None:
     online = config.parse(DPO + '[[reward]]\nfunction = "a:b"\n', overrides=["producers.engine=hf"])
     others = tuple(role for role in TARGETS["all"] if role != "evaluator")
     assert mode.present_roles(TARGETS["all"], online) == others
+
+
+def test_pairs_are_made_of_any_number_of_generated_samples() -> None:
+    text = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[[reward]]\nfunction = "a:b"\n'
+    online = config.parse(text, overrides=["learner.algorithm.preset=online_dpo"])
+    assert (online.learner.mode, online.sampling.group_size, mode.is_paired(online)) == ("dpo", 8, True)
+    assert mode.explain_update(online) == (
+        "sigmoid(beta=0.1) against the start weights, the best and the worst sample of each prompt"
+    )
+    assert mode.explain_update(config.parse(KTO)) == "kto(beta=0.1) against the start weights"
+    assert mode.explain_update(config.parse(SFT)) == "sft"
 
 
 def test_rows_have_no_age_but_generated_pairs_have() -> None:

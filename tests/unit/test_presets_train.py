@@ -91,7 +91,8 @@ def test_a_preset_trains_and_its_mechanism_acts(train_preset: TrainPreset, name:
     start, ended, lines = train_preset(name)
     assert ended != start and all(line["grad_norm"] > 0 for line in lines)
     metric = presets.load_recipe(name).acts
-    assert max(line[metric] for line in lines) > 0, metric
+    # a margin may be below 0 here: the rewards of one batch say nothing of the next
+    assert max(abs(line[metric]) for line in lines) > 0, metric
 
 
 def test_no_two_presets_make_the_same_update(train_preset: TrainPreset) -> None:

@@ -66,6 +66,14 @@ def test_a_group_that_is_no_pair_breaks_the_packer_by_name() -> None:
         supervised.assemble(a_batch(1, 0, [lonely]), learner("dpo"), ranks=1)
 
 
+def test_the_best_and_the_worst_of_more_samples_are_the_pair() -> None:
+    groups = [pair(1, (0.5, 0.25, 1.0, 0.25, 1.0), (1,) * 5), pair(2, (0.5, 0.5, 0.5), (1,) * 3)]  # type: ignore[arg-type]
+    cut = supervised.assemble(a_batch(1, 0, groups), learner("dpo"), ranks=1)
+    [piece] = cut.shares[0][0].micro
+    assert sequences_of(piece) == [[12], [11]], "the first of equal ones; a group without a preference has no pair"
+    assert (cut.shares[0][0].sequences, cut.stats["zero_advantage_share"]) == (2, 0.5)
+
+
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_pairs_stay_together_and_nothing_is_lost(ranks: int, packing: bool) -> None:

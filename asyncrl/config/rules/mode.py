@@ -36,7 +36,10 @@ def _mode_problems(config: Config) -> Iterator[Conflict]:
             f"learner.mode = {mode!r} trains on rows of the data: set producers.engine = 'dataset', not {engine!r}",
         )
     wanted = GROUP_SIZE[mode]
-    if config.sampling.group_samples != wanted or (streams(config) and config.sampling.over_issue):
+    if not streams(config) and (config.sampling.group_size < 2 or config.sampling.greedy_baseline):
+        what = "a pair is made of the samples of a prompt: set sampling.group_size to 2 or more, and no greedy_baseline"
+        yield conflict("sampling.group_size", what)
+    elif streams(config) and (config.sampling.group_samples != wanted or config.sampling.over_issue):
         group = "a pair of answers" if wanted == 2 else "one answer"
         yield conflict(
             "sampling.group_size",
