@@ -46,6 +46,18 @@ def is_paired(config: Config) -> bool:
     return GROUP_SIZE.get(config.learner.mode) == 2
 
 
+def demonstrates(config: Config) -> bool:
+    """Whether sample 0 of a group is the answer of its row, and the others are generated (self-play)."""
+    learner = config.learner
+    return learner.mode == "dpo" and learner.preference.demonstrations and not streams(config)
+
+
+def publishes(config: Config, step: int) -> bool:
+    """Whether producers get the weights after this step: during an iteration of self-play they keep those before it."""
+    every = config.learner.preference.iteration if demonstrates(config) else 0
+    return not every or step % every == 0 or step == config.learner.steps or is_evaluation_due(config, step)
+
+
 def staleness_bound(config: Config) -> int:
     """The largest lag of a group: `buffer.max_staleness`; for rows, the whole run."""
     return config.learner.steps if streams(config) else config.buffer.max_staleness
@@ -56,6 +68,8 @@ def present_roles(target: Sequence[str], config: Config) -> tuple[str, ...]:
     absent = (GENERATING if streams(config) else frozenset()) | (
         frozenset() if config.evaluation.separate else {"evaluator"}
     )
+    if demonstrates(config) and not config.reward:
+        absent |= {"reward"}
     return tuple(role for role in target if role not in absent)
 
 
@@ -72,6 +86,8 @@ def answer_keys(config: Config) -> tuple[str, ...]:
 
 def answer_columns(config: Config, row: Mapping[str, Any]) -> dict[str, str]:
     """Setting and name of the columns that rows need besides the prompt. A conversation may end with its answer."""
+    if demonstrates(config):
+        return {"response_key": config.data.response_key}
     if not streams(config):
         return {}
     optional = not (is_paired(config) or isinstance(row.get(config.data.prompt_key), str))
@@ -94,8 +110,12 @@ def explain_update(config: Config) -> str:
     if learner.mode not in ("dpo", "kto"):
         return learner.mode
     loss = preference.loss if learner.mode == "dpo" else "kto"
-    reference = "the start weights" if preference.has_reference else "no reference"
+    every = preference.iteration
+    frozen = f"the weights of every {every} versions" if every else "the start weights"
+    reference = frozen if preference.has_reference else "no reference"
     pairs = "" if streams(config) else ", the best and the worst sample of each prompt"
+    if demonstrates(config):
+        pairs = ", the row's answer and a sample of each prompt"
     return f"{loss}(beta={preference.beta:g}) against {reference}{pairs}"
 
 

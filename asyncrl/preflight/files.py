@@ -122,7 +122,8 @@ def _check_file(config: Config, path: Path, *, where: str) -> Iterator[AsyncRLEr
         yield from check_images(config, path, where=where)
     elif media := find_media_row(path):
         yield ConfigError("config.data", f"{media}: rows are text alone", where=where, remedy=MEDIA_REMEDY)
-    wanted = {"prompt_key": config.data.prompt_key, **answer_columns(config, row)}
+    answers = answer_columns(config, row) if where.startswith("data.") else {}  # held-out rows need none
+    wanted = {"prompt_key": config.data.prompt_key, **answers}
     for setting, column in wanted.items():
         if column not in row:
             columns = ", ".join(sorted(row)) or "none"

@@ -2,7 +2,7 @@
 
 There are P pairs or S rows. The log-prob of an answer is the SUM over its trained tokens (`tensors.sequence_sums`).
 SPIN (arXiv 2401.01335) is `dpo` with the answer of the data set as chosen, a sample of the previous policy as rejected
-and that policy as reference. Guarantees:
+and that policy as reference (preset `spin`). Guarantees:
 1. there is one result per pair or row; the caller divides by the count of the whole mini-batch, so pieces add up;
 2. only the trained policy's log-probs (or scores) get a gradient;
 3. without pairs the loss is empty but connected to the autograd graph.

@@ -260,6 +260,9 @@ def train_step(
 ) -> StepResult:
     """Run all optimizer steps of one batch. Collective."""
     lr = learning_rate(config.optim, step=step, steps=config.steps)
+    every = config.preference.iteration
+    if every and step > 1 and step % every == 1 % every and config.mode in ("dpo", "kto"):
+        backend.renew_reference()  # step `s` trains version s - 1
     totals: dict[str, float] = {}
     tokens, updates, skipped, overflows, norm = 0, 0, 0, 0, 0.0
     for part, others in _updates(share, config):

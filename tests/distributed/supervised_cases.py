@@ -26,6 +26,8 @@ CASES = {
     "kto": ("kto", ""),
     "kto_small_rows": ("kto", "learner.micro_batch_tokens=64"),
     "kto_padded": ("kto", "learner.packing=false"),
+    "renewed": ("dpo", "learner.preference.iteration=2"),
+    "renewed_offload": ("dpo", "learner.preference.iteration=2;learner.reference_offload=true"),
     "reward_model": ("reward_model", "learner.preference.center_coeff=0.1"),
     "reward_model_small_rows": ("reward_model", "learner.preference.center_coeff=0.1;learner.micro_batch_tokens=64"),
 }
@@ -33,6 +35,7 @@ SAME = {
     "sft": ("sft_small_rows", "sft_padded"),
     "dpo": ("dpo_small_rows", "dpo_padded"),
     "kto": ("kto_small_rows", "kto_padded"),
+    "renewed": ("renewed_offload",),
     "reward_model": ("reward_model_small_rows",),
 }
 

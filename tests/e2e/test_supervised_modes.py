@@ -252,12 +252,12 @@ def held_out_rewards(run: Any) -> tuple[float, float]:
     return first["val-core/held/reward/mean@8"], last["val-core/held/reward/mean@8"]
 
 
-def replay(run: Any, *words: str) -> None:
-    """A replay reaches the weights of the run, bitwise."""
+def replay(run: Any, *words: str, every: int = 1) -> None:
+    """A replay reaches the weights of the run, bitwise, in every version that was published."""
     done = run.command("replay", str(run.dir), "--out", str(run.folder / "-".join(("again", *words))), "--json", *words)
     assert done.returncode == 0, done.stdout
     found = json.loads(done.stdout[done.stdout.index("{") :])
-    assert found["equal"] == found["checked"] == found["last"] - found["start"], found
+    assert found["equal"] == found["checked"] == found["last"] // every - found["start"] // every, found
 
 
 @pytest.mark.long
@@ -271,6 +271,42 @@ def test_online_dpo_learns_and_is_replayed(run: Any) -> None:
     before, after = held_out_rewards(run)
     assert after > before + 0.15, f"{before} to {after}"
     replay(run)
+
+
+@pytest.mark.long
+def test_self_play_learns_the_answers_of_rows_and_is_replayed_across_a_restart(run: Any) -> None:
+    """Iterations of 4 versions, a checkpoint within each."""
+    settings = evens(run)
+    rows = [{"prompt": row["prompt"], "response": row["chosen"]} for row in tastes(64, 0)]
+    rows += [{"prompt": "1+1="}, {"prompt": "1+1=", "response": "2" * 40}]
+    (run.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings += [
+        "learner.algorithm.preset=spin",
+        "learner.preference.iteration=4",
+        "buffer.max_staleness=3",
+        "sampling.group_size=2",
+        "learner.steps=24",
+        "learner.checkpoint_keep=100",
+    ]
+    main = run.start("launch", "all", str(run.config), *(word for one in settings for word in ("--set", one)))
+    run.wait("step 6", lambda: max(run.steps(), default=0) >= 6)
+    os.kill(run.pid("learner"), 9)
+    out, _ = main.communicate(timeout=180)
+    assert main.returncode == 0, out + run.logs()
+    audit = run.audit()
+    assert (audit["exit"], audit["trained"], audit["lost"], audit["doubled"]) == (0, 192, 0, 0), audit
+    dead = {line["detail"].split(":")[0] for line in run.lines("history.jsonl") if line["e"] == "dead"}
+    assert dead == {"answer", "too_long"}
+    lines = {line["step"]: line for line in run.lines("metrics/learner.jsonl")}
+    new = [step for step in lines if abs(lines[step]["loss"] - np.log(2)) < 1e-6]
+    assert sorted(new) == [1, 5, 9, 13, 17, 21], "the reference is the policy at the start of every iteration"
+    assert lines[4]["score_margin"] > 0
+    for step in (*range(1, 5), *range(9, 25)):  # a learner that restarts publishes its version, within an iteration
+        assert lines[step]["lag_mean"] == lines[step]["lag_max"] == (step - 1) % 4, "samples of the iteration's start"
+    before, after = held_out_rewards(run)
+    assert after > before + 0.15, f"{before} to {after}"
+    replay(run, every=4)
+    replay(run, "--from", "10", every=4)
 
 
 @pytest.fixture

@@ -66,7 +66,8 @@ def _buffer_problems(config: Config) -> Iterator[Conflict]:
 
 
 def _reward_problems(config: Config) -> Iterator[Conflict]:
-    if not config.reward and not mode.streams(config) and config.environment.is_single_turn:
+    unscored = not (config.reward or mode.streams(config) or mode.demonstrates(config))
+    if unscored and config.environment.is_single_turn:
         yield conflict("reward", "no [[reward]]: at least one reward function is needed", code="config.missing")
     for index, reward in enumerate(config.reward):
         if reward.function and not reward_names.reward_kind(reward.function):

@@ -145,6 +145,10 @@ def _lora_problems(config: Config) -> Iterator[Conflict]:
             "learner.optim.name",
             "learner.lora.rank with learner.optim.name = 'muon', which is for whole matrices: use adamw",
         )
+    if learner.preference.iteration:
+        yield conflict(
+            "learner.preference.iteration", "learner.lora.rank: the reference is the model under the adapters"
+        )
     if learner.compile:
         yield conflict("learner.compile", "learner.lora.rank with learner.compile is not supported")
     if learner.mode == "reward_model":

@@ -67,6 +67,8 @@ class PreferenceConfig(Section, frozen=True):
     label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0  # dpo: share of pairs with a wrong label
     reference_free: bool = False  # dpo: use no reference model
     length_average: bool = False  # dpo with ipo: divide log-ratios by the length of the answer
+    demonstrations: bool = False  # dpo, generated: the row's answer (data.response_key) is chosen, a sample rejected
+    iteration: Count = 0  # versions after which the reference becomes the policy (dpo, kto); 0: it stays
     desirable_weight: Annotated[float, Meta(ge=0)] = 1.0  # kto: weight of the rows with label true
     undesirable_weight: Annotated[float, Meta(ge=0)] = 1.0  # kto: weight of the rows with label false
     center_coeff: Annotated[float, Meta(ge=0)] = 0.0  # reward_model: weight of (chosen + rejected)^2
