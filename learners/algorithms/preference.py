@@ -188,7 +188,7 @@ def softmean(values: Tensor, *, beta: float = 1.0) -> Tensor:
     found = wide(values)
     if beta == 0:
         return found.mean()
-    return (torch.logsumexp(beta * found, 0) - math.log(found.numel())) / beta
+    return (torch.logsumexp(beta * found, 0) - math.log(max(found.numel(), 1))) / beta
 
 
 def sppo_targets(
