@@ -222,10 +222,12 @@ def _learner(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMem
         ]
     kept = learner.checkpoint_keep + learner.checkpoint_best
     trained, per = _trained_parameters(config, shape), 4 + MOMENTS[learner.optim.name]
+    renewed = learner.mode in ("dpo", "kto") and learner.preference.iteration > 0
+    per += 4 * renewed
     disk = Part(
         "checkpoints",
         int(kept * trained * per),
-        f"{kept} kept x {_count(trained)} x {per:g} B of weights and optimizer",
+        f"{kept} kept x {_count(trained)} x {per:g} B of weights and optimizer{', and the reference' * renewed}",
     )
     ranks = learner.ranks
     host = [_process(torch=True), *staged]

@@ -49,6 +49,7 @@ def messages_of(text: str, *overrides: str) -> str:
         (DPO, ["producers.engine=hf"], "no [[reward]]"),
         (DPO, ["producers.engine=hf", "sampling.group_size=1"], "set sampling.group_size to 2 or more"),
         (DPO, ["producers.engine=hf", "sampling.greedy_baseline=true"], "and no greedy_baseline"),
+        (SPIN, ["learner.mode=rl"], "it needs mode dpo and an engine that generates"),
         (SPIN, ["learner.mode=kto"], "it needs mode dpo and an engine that generates"),
         (SPIN, ["producers.engine=dataset"], "it needs mode dpo and an engine that generates"),
         (SPIN, ["sampling.group_size=3"], "set sampling.group_size = 2, over_issue = 0"),

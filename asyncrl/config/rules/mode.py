@@ -16,6 +16,7 @@ SMOOTHED = ("sigmoid", "robust", "simpo")  # losses of pairs that know of wrong 
 
 def problems(config: Config) -> Iterator[Conflict]:
     yield from _mode_problems(config)
+    yield from _self_play_problems(config)
     yield from _evaluation_problems(config)
     yield from _checkpoint_problems(config)
 
@@ -36,10 +37,13 @@ def _mode_problems(config: Config) -> Iterator[Conflict]:
             f"learner.mode = {mode!r} trains on rows of the data: set producers.engine = 'dataset', not {engine!r}",
         )
     wanted = GROUP_SIZE[mode]
-    if not streams(config) and (config.sampling.group_size < 2 or config.sampling.greedy_baseline):
+    generated = mode == "dpo" and not streams(config)
+    if generated and (config.sampling.group_size < 2 or config.sampling.greedy_baseline):
         what = "a pair is made of the samples of a prompt: set sampling.group_size to 2 or more, and no greedy_baseline"
         yield conflict("sampling.group_size", what)
-    elif streams(config) and (config.sampling.group_samples != wanted or config.sampling.over_issue):
+    elif not generated and (
+        config.sampling.group_samples != wanted or (streams(config) and config.sampling.over_issue)
+    ):
         group = "a pair of answers" if wanted == 2 else "one answer"
         yield conflict(
             "sampling.group_size",
@@ -55,7 +59,6 @@ def _mode_problems(config: Config) -> Iterator[Conflict]:
         yield conflict("buffer.filters", "rows have no rewards to filter by")
     yield from _preference_problems(config.learner)
     yield from _kto_problems(config)
-    yield from _self_play_problems(config)
 
 
 def _preference_problems(learner: LearnerConfig) -> Iterator[Conflict]:
