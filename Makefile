@@ -101,7 +101,8 @@ bench: redis
 	$(BIN)/python benchmarks/bench_delta.py
 	$(BIN)/python benchmarks/bench_learner.py $(if $(wildcard $(TRL_VENV)/bin/python),--trl-python $(TRL_VENV)/bin/python)
 
-# A rival of the learner's benchmark, in an environment of its own: it has requirements that nothing here needs.
+# A rival of the learner's benchmark, and what preference losses are compared with (tests/unit/trl_cases.py), in an
+# environment of its own: it has requirements that nothing here needs.
 TRL ?= trl==1.16.0
 TRL_VENV ?= .venv-trl
 TRL_STAMP := $(TRL_VENV)/.installed

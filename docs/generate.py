@@ -18,6 +18,7 @@ import msgspec
 from asyncrl import cli, config, errors, metrics, wire
 from asyncrl.config import capabilities, media, presets
 from asyncrl.config.json_schema import field_meanings
+from asyncrl.config.mode import explain_update
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.config.sections.base import names_in
 from asyncrl.configure import preset_pages
@@ -256,13 +257,13 @@ def algorithm_names() -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name in presets.names():
-        recipe, algorithm = presets.load_recipe(name), preset_pages.algorithm_of(name)
+        recipe = presets.load_recipe(name)
         advice = ", ".join(
             f"`{key.rpartition('.')[2]} = {value}`" for key, value in preset_pages.list_advice(name).items()
         )
         cells = (
             presets.read_title(name),
-            f"`{algorithms.explain(algorithm)}`",
+            f"`{explain_update(preset_pages.config_of(name))}`",
             recipe.equation,
             f"`{recipe.acts}`",
             advice,

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from asyncrl.config import Config
 from asyncrl.config.judges import teacher_of
-from asyncrl.config.mode import streams
+from asyncrl.config.mode import publishes, streams
 from asyncrl.errors import AsyncRLError, StateLost, Unavailable
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.role import Stop
@@ -235,7 +235,8 @@ class Services:
 
     def wants_publish(self, batch: ClaimedBatch) -> bool:
         """Whether to publish after this batch: not without generators, nor for a version older than theirs."""
-        return self._publishes and not (batch.replayed and batch.step < self._ahead)
+        wanted = self._publishes and publishes(self._config, batch.step)
+        return wanted and not (batch.replayed and batch.step < self._ahead)
 
     def settle(self) -> None:
         """Finish copying the bytes that the iterator of `publish` yielded, so that it may reuse them."""

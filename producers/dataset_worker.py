@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.config.mode import answer_keys, is_paired
+from asyncrl.config.mode import answer_columns, answer_keys, is_paired
 from asyncrl.engine import GenDelta
 from asyncrl.errors import ConfigError
 from asyncrl.images.decoding import ImageProblem
 from asyncrl.wire import Lease, Leases
 from buffers.client.producer import ProducerClient
 from producers.data.images import store_images
-from producers.data.prompts import BadPrompt
+from producers.data.prompts import BadPrompt, Row
 from producers.engines.dataset import DatasetEngine, NoWeights, Tokens, encode_row
 from producers.support.retry import Patience
 from producers.worker import Producer
@@ -32,8 +32,7 @@ class DatasetProducer(Producer):
     ) -> None:
         super().__init__(config, client=client, engine=engine, receiver=receiver, patience=patience)  # type: ignore[arg-type]
         row = self.prompts.columns
-        missing = [key for key in answer_keys(config) if key not in row]
-        if missing and (is_paired(config) or not isinstance(row.get(config.data.prompt_key), list)):
+        if missing := [key for key in answer_columns(config, row).values() if key not in row]:
             raise ConfigError(
                 "config.data",
                 f"a row has no column {missing[0]!r}; it has: {', '.join(sorted(row))}",
@@ -49,6 +48,7 @@ class DatasetProducer(Producer):
             row = self.prompts.row_for(lease.group)
             images = self.prompts.images_of(row)
             prompt_ids, answers = encode_row(row, self.config, self.tokenizer, inputs=self.images, images=images)
+            rewards = row_rewards(row, self.config)
             await store_images(images, self._store)
         except (BadPrompt, ImageProblem) as problem:
             reason = problem.reason
@@ -63,7 +63,7 @@ class DatasetProducer(Producer):
                 samples=made,
                 row=sent,
                 digests={version: self.engine.digest},
-                rewards={index: row_reward(index, len(answers)) for index in lease.missing},
+                rewards={index: rewards[index] for index in lease.missing},
             )
         )
         self.samples += len(made)
@@ -77,6 +77,15 @@ def make_sample(lease: Lease, index: int, tokens: Tokens, version: int) -> GenDe
     return GenDelta(f"{lease.group}:{lease.token}", index, tokens, logprobs, ((version, tokens.size),), "stop")
 
 
-def row_reward(index: int, answers: int) -> float:
-    """1 for the chosen answer of a pair, else 0."""
-    return float(answers == 2 and index == 0)
+def row_rewards(row: Row, config: Config) -> tuple[float, ...]:
+    """Rewards of the answers: 1 for the chosen answer of a pair or a desirable one, else 0.
+
+    Raises:
+        BadPrompt: mode kto, and the row has no label.
+    """
+    if config.learner.mode != "kto":
+        return (1.0, 0.0) if is_paired(config) else (0.0,)
+    label = row.get(config.data.label_key)
+    if not isinstance(label, bool | int) or label not in (0, 1):
+        raise BadPrompt(f"label: column {config.data.label_key!r} is neither true nor false")
+    return (float(label),)

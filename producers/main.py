@@ -15,7 +15,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.config.capabilities import NO_SECOND, refuse, refuse_cuts
-from asyncrl.config.mode import streams
+from asyncrl.config.mode import demonstrates, streams
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.net.frames import keep_memory
 from asyncrl.plugins import find
@@ -66,7 +66,12 @@ def make_parts(
         config=config.weightsync,
         insecure=config.network.insecure_no_auth,
     )
-    producer = Producer(config, client=client, engine=engine, receiver=receiver, patience=patience, held_out=held_out)
+    worker = Producer
+    if demonstrates(config):
+        from producers.self_play import SelfPlayProducer
+
+        worker = SelfPlayProducer
+    producer = worker(config, client=client, engine=engine, receiver=receiver, patience=patience, held_out=held_out)
     producer.evaluates = evaluates
     return producer, receiver
 

@@ -143,6 +143,10 @@ FEATURES: dict[str, Feature] = {
     # of a learner
     "float16": _value("model.dtype", "float16"),
     "reward_model": _value("learner.mode", "reward_model"),
+    "iteration": Feature(
+        "`learner.preference.iteration`", "learner.preference.iteration",
+        lambda c, _: f"learner.preference.iteration = {n}" if (n := c.learner.preference.iteration) else "",
+    ),
     "critic": _needs_model("critic", "critic model"),
     "process": _needs_model("process", "process model"),
     "lora": Feature(
@@ -243,6 +247,7 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
     "megatron": {
         "float16": ("has no loss scale for float16", "use bfloat16, or fsdp2"),
         "reward_model": ("trains no reward model", FSDP2),
+        "iteration": ("keeps the start weights as the reference", FSDP2),
         "critic": ("does not train", FSDP2),
         "process": ("does not train", FSDP2),
         "lora": ("trains all weights", FSDP2),

@@ -1,4 +1,4 @@
-"""What a run trains: by reward (rl) or on given rows (sft, dpo, reward_model), and its evaluations, and what follows.
+"""What a run trains: by reward (rl) or on given rows (sft, dpo, kto, reward_model); its evaluations, and what follows.
 
 Where the samples come from is a separate question: with `producers.engine = "dataset"` a producer streams rows of the
 data instead of generating. Guarantees:
@@ -12,12 +12,13 @@ Example: 10 rows, batch_groups 4, epochs 3: ceil(30 / 4) = 8 steps; the last bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
 
+from asyncrl.config.sections.algorithm_catalogue import explain
 from asyncrl.config.sections.lora import TAKE_ADAPTERS
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
@@ -30,7 +31,7 @@ DATASET = "dataset"
 #: Prefix of digests in the history that belong to the data of a row, not to weights.
 DATA_PREFIX = "data:"
 #: Samples of a group by mode of the learner: one answer, or a chosen and a rejected one.
-GROUP_SIZE = {"sft": 1, "dpo": 2, "reward_model": 2}
+GROUP_SIZE = {"sft": 1, "dpo": 2, "kto": 1, "reward_model": 2}
 #: Roles of `launch all` that a run over rows does not need: it syncs no weights and scores nothing.
 GENERATING = frozenset({"weightsync", "reward"})
 
@@ -45,6 +46,18 @@ def is_paired(config: Config) -> bool:
     return GROUP_SIZE.get(config.learner.mode) == 2
 
 
+def demonstrates(config: Config) -> bool:
+    """Whether sample 0 of a group is the answer of its row, and the others are generated (self-play)."""
+    learner = config.learner
+    return learner.mode == "dpo" and learner.preference.demonstrations and not streams(config)
+
+
+def publishes(config: Config, step: int) -> bool:
+    """Whether producers get the weights after this step: during an iteration of self-play they keep those before it."""
+    every = config.learner.preference.iteration if demonstrates(config) else 0
+    return not every or step % every == 0 or step == config.learner.steps or is_evaluation_due(config, step)
+
+
 def staleness_bound(config: Config) -> int:
     """The largest lag of a group: `buffer.max_staleness`; for rows, the whole run."""
     return config.learner.steps if streams(config) else config.buffer.max_staleness
@@ -55,6 +68,8 @@ def present_roles(target: Sequence[str], config: Config) -> tuple[str, ...]:
     absent = (GENERATING if streams(config) else frozenset()) | (
         frozenset() if config.evaluation.separate else {"evaluator"}
     )
+    if demonstrates(config) and not config.reward:
+        absent |= {"reward"}
     return tuple(role for role in target if role not in absent)
 
 
@@ -66,8 +81,42 @@ def longest_row(config: Config) -> int:
 
 def answer_keys(config: Config) -> tuple[str, ...]:
     """Columns of the answers of a row, in the order of the group's samples."""
-    data = config.data
-    return (data.chosen_key, data.rejected_key) if is_paired(config) else (data.response_key,)
+    return tuple(getattr(config.data, key) for key in _answer_settings(config))
+
+
+def answer_columns(config: Config, row: Mapping[str, Any]) -> dict[str, str]:
+    """Setting and name of the columns that rows need besides the prompt. A conversation may end with its answer."""
+    if demonstrates(config):
+        return {"response_key": config.data.response_key}
+    if not streams(config):
+        return {}
+    optional = not (is_paired(config) or isinstance(row.get(config.data.prompt_key), str))
+    answers = () if optional else _answer_settings(config)
+    labels = ("label_key",) if config.learner.mode == "kto" else ()
+    return {key: getattr(config.data, key) for key in (*answers, *labels)}
+
+
+def _answer_settings(config: Config) -> tuple[str, ...]:
+    if is_paired(config):
+        return ("chosen_key", "rejected_key")
+    return ("completion_key",) if config.learner.mode == "kto" else ("response_key",)
+
+
+def explain_update(config: Config) -> str:
+    """The update in force in one line: for rewards the algorithm, else mode, loss and reference."""
+    learner, preference = config.learner, config.learner.preference
+    if learner.mode == "rl":
+        return explain(learner.algorithm)
+    if learner.mode not in ("dpo", "kto"):
+        return learner.mode
+    loss = preference.loss if learner.mode == "dpo" else "kto"
+    every = preference.iteration
+    frozen = f"the weights of every {every} versions" if every else "the start weights"
+    reference = frozen if preference.has_reference else "no reference"
+    pairs = "" if streams(config) else ", the best and the worst sample of each prompt"
+    if demonstrates(config):
+        pairs = ", the row's answer and a sample of each prompt"
+    return f"{loss}(beta={preference.beta:g}) against {reference}{pairs}"
 
 
 def derive_steps(config: Config, rows: int | None) -> Config:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import textwrap
 
-from asyncrl.config import parse, presets
-from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.config.sections.algorithm_catalogue import effective_correction, explain
+from asyncrl.config import Config, parse, presets
+from asyncrl.config.mode import explain_update
+from asyncrl.config.sections.algorithm_catalogue import effective_correction
 from asyncrl.metrics import CATALOGUE as METRICS
 
 LEAST = 'model.path = "m"\ndata.path = "d"\n[[reward]]\nfunction = "a:b"\n'
@@ -43,19 +43,19 @@ def presets_command(name: str) -> int:
     return 0
 
 
-def algorithm_of(name: str) -> AlgorithmConfig:
-    """The algorithm of a preset without other settings."""
-    return parse(LEAST, overrides=[f"{presets.KEY}={name}"]).learner.algorithm
+def config_of(name: str) -> Config:
+    """A preset without other settings."""
+    return parse(LEAST, overrides=[f"{presets.KEY}={name}"])
 
 
 def list_differences(name: str) -> list[str]:
     """Where a preset differs from its paper, each with the reason."""
-    algorithm, recipe = algorithm_of(name), presets.load_recipe(name)
+    learner, recipe = config_of(name).learner, presets.load_recipe(name)
     found = [f"the update has the direction of preset {other}'s: they differ by a factor" for other in recipe.equals]
     found += recipe.differs
-    if effective_correction(algorithm) != "none":
+    if learner.mode == "rl" and effective_correction(learner.algorithm) != "none":
         found.append(WEIGHTED)
-    if algorithm.clip_against == "behaviour":
+    if learner.algorithm.clip_against == "behaviour":
         found.append(MEASURED)
     return found
 
@@ -74,7 +74,7 @@ def describe_preset(name: str) -> str:
     lines = [settings, ""]
     if recipe.paper:
         lines += [f"paper:     arXiv {recipe.paper}, {recipe.equation}"]
-    lines += [f"algorithm: {explain(algorithm_of(name))}"]
+    lines += [f"algorithm: {explain_update(config_of(name))}"]
     if recipe.acts:
         lines += [f"acts:      {recipe.acts} is above 0 ({METRICS[recipe.acts].meaning})"]
     if advice := list_advice(name):

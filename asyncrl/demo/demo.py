@@ -144,10 +144,10 @@ def _make_rows(label: str, task: str, path: Path, size: int, *, seed: int, split
 
 
 def _make_answers(task: str, prompts: Path, *, seed: int) -> None:
-    """Rows with prompts and answers, for configs/sft.toml, dpo.toml and reward_model.toml; created once."""
+    """Rows with prompts and answers, for configs/sft.toml, dpo.toml, kto.toml and reward_model.toml; created once."""
     from asyncrl.demo import tasks
 
-    for name, make in (("answers", tasks.answer_rows), ("pairs", tasks.pair_rows)):
+    for name, make in (("answers", tasks.answer_rows), ("pairs", tasks.pair_rows), ("labels", tasks.label_rows)):
         path = prompts.with_name(f"{prompts.stem}-{name}.jsonl")
         if not path.exists():
             print(f"{name:<9} {tasks.write_jsonl(path, make(task, ROWS, seed))} rows -> {path}", flush=True)

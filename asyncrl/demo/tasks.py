@@ -199,6 +199,16 @@ def pair_rows(task: str, size: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
+def label_rows(task: str, size: int, seed: int) -> list[dict[str, Any]]:
+    """`size` rows with one answer in column `completion`, in turn a right one (`label` true) and a wrong one."""
+    rows = pair_rows(task, size, seed)
+    return [
+        {key: row[key] for key in row if key not in ("chosen", "rejected")}
+        | {"completion": row["rejected" if index % 2 else "chosen"], "label": index % 2 == 0}
+        for index, row in enumerate(rows)
+    ]
+
+
 def _right(task: str, seed: int, index: int) -> str:
     return expected_answer(task, operands(task, seed=seed, index=index))
 

@@ -15,6 +15,7 @@ FIGURES = {
     "taught": (("teacher", "teacher_kl"),),
     "sft": (("loss", "loss"),),
     "dpo": (("pairs", "pair_accuracy"), ("margin", "score_margin")),
+    "kto": (("margin", "score_margin"), ("KL", "kto_kl")),
     "reward_model": (("pairs", "pair_accuracy"), ("margin", "score_margin")),
 }
 

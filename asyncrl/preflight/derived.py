@@ -14,9 +14,16 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.judges import list_judges
-from asyncrl.config.mode import is_evaluation_due, is_paired, longest_row, present_roles, staleness_bound, streams
+from asyncrl.config.mode import (
+    explain_update,
+    is_evaluation_due,
+    is_paired,
+    longest_row,
+    present_roles,
+    staleness_bound,
+    streams,
+)
 from asyncrl.config.rules.notes import notes
-from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.evaluation.ids import MAX_ROWS
 from asyncrl.preflight.files import count_rows, data_paths
 from asyncrl.process_plan.plan import (
@@ -88,8 +95,7 @@ def derive_findings(config: Config, roles: Sequence[str] = TARGETS["all"]) -> li
             )
         )
     findings += _evaluation_findings(config)
-    if learner.mode == "rl":
-        findings.append(Finding("algorithm", algorithms.explain(learner.algorithm)))
+    findings.append(Finding("algorithm", explain_update(config)))
     findings.append(Finding("what starts", what_starts(config, roles)))
     return findings
 

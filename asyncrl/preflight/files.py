@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.media import MEDIA_REMEDY, MEDIA_WORDS, find_media
-from asyncrl.config.mode import derive_steps, evaluation_data, is_paired, streams
+from asyncrl.config.mode import answer_columns, derive_steps, evaluation_data, streams
 from asyncrl.config.rules import learner
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
 from asyncrl.images.rows import takes_images
@@ -122,7 +122,8 @@ def _check_file(config: Config, path: Path, *, where: str) -> Iterator[AsyncRLEr
         yield from check_images(config, path, where=where)
     elif media := find_media_row(path):
         yield ConfigError("config.data", f"{media}: rows are text alone", where=where, remedy=MEDIA_REMEDY)
-    wanted = {"prompt_key": config.data.prompt_key, **answer_columns(config, row)}
+    answers = answer_columns(config, row) if where.startswith("data.") else {}  # held-out rows need none
+    wanted = {"prompt_key": config.data.prompt_key, **answers}
     for setting, column in wanted.items():
         if column not in row:
             columns = ", ".join(sorted(row)) or "none"
@@ -175,16 +176,6 @@ def data_notes(config: Config) -> Iterator[str]:
             "the prompts are plain text, which the model's chat template does not touch; "
             "data.as_chat = true makes a message of the user of each"
         )
-
-
-def answer_columns(config: Config, row: Mapping[str, Any]) -> dict[str, str]:
-    """Setting and name of the required answer columns; none if a conversation ends with its answer."""
-    if not streams(config):
-        return {}
-    if is_paired(config):
-        return {"chosen_key": config.data.chosen_key, "rejected_key": config.data.rejected_key}
-    conversation = not isinstance(row.get(config.data.prompt_key), str)
-    return {} if conversation else {"response_key": config.data.response_key}
 
 
 def settle_steps(config: Config) -> Config:

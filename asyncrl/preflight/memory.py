@@ -222,10 +222,12 @@ def _learner(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMem
         ]
     kept = learner.checkpoint_keep + learner.checkpoint_best
     trained, per = _trained_parameters(config, shape), 4 + MOMENTS[learner.optim.name]
+    renewed = learner.mode in ("dpo", "kto") and learner.preference.iteration > 0
+    per += 4 * renewed
     disk = Part(
         "checkpoints",
         int(kept * trained * per),
-        f"{kept} kept x {_count(trained)} x {per:g} B of weights and optimizer",
+        f"{kept} kept x {_count(trained)} x {per:g} B of weights and optimizer{', and the reference' * renewed}",
     )
     ranks = learner.ranks
     host = [_process(torch=True), *staged]
@@ -276,7 +278,7 @@ def _companion_parts(config: Config, shape: Shape) -> list[Part]:
             parts.append(
                 Part(name.replace("_", " "), int(per * every / shards), f"{_count(every)} x {per:g} B / {shards}")
             )
-    preference = learner.mode == "dpo" and learner.preference.has_reference
+    preference = learner.mode in ("dpo", "kto") and learner.preference.has_reference
     if (learner.mode == "rl" and learner.algorithm.kl.where != "off") or preference or "process" in needs:
         width = BYTES[config.model.dtype]
         parts.append(Part("reference", every * width // shards, f"{_count(every)} x {width} B / {shards}"))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from asyncrl import wire
 from asyncrl.config import Config
-from asyncrl.config.mode import evaluation_sampling, streams
+from asyncrl.config.mode import demonstrates, evaluation_sampling, streams
 from asyncrl.errors import WireError
 from asyncrl.evaluation.ids import is_evaluation
 from asyncrl.images.digests import IMAGES, image_digests, is_digest
@@ -32,7 +32,7 @@ def sample_limits(config: Config, max_new_tokens: int, *, guest: bool, support: 
         sequence_tokens=max_new_tokens if single else longest,
         sequences=1 if single else config.environment.max_turns,
         reward=config.reward_workers.max_reward,
-        scores=not guest or streams(config) or config.environment.scores,
+        scores=not guest or streams(config) or demonstrates(config) or config.environment.scores,
         support=support,
     )
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from learners.algorithms.passk import passk_advantages
+from learners.algorithms.preference import sppo_targets
 from learners.algorithms.tensors import (
     Groups,
     grouped,
@@ -137,8 +138,8 @@ def win_rate(rollouts: Rollouts, *, scale: float | None = None) -> Estimate:
     together = rollouts.groups[:, None] == rollouts.groups[None, :]
     apart = scores[:, None] - scores[None, :]
     wins = (apart.sign() + 1) / 2 if scale is None else torch.sigmoid(scale * apart)
-    found = (wins * together).sum(-1) / together.sum(-1) - 0.5
-    return Estimate(spread(found, rollouts.mask))
+    rates = (wins * together).sum(-1) / together.sum(-1)
+    return Estimate(spread(sppo_targets(rates), rollouts.mask))
 
 
 @torch.no_grad()
@@ -154,6 +155,16 @@ def passk_training(rollouts: Rollouts, *, k: int = 4, correct_above: float = 0.5
 
 
 # ---------------------------------------------------------------- with statistics of the whole batch
+
+
+@torch.no_grad()
+def softmean(rollouts: Rollouts, *, beta: float = 1.0) -> Estimate:
+    """Score minus `log(mean(e^(beta R))) / beta` of the batch, as in verl's recipe of SPPO (arXiv 2405.00675).
+
+    It lies between the mean (beta 0) and the maximum of the scores: only rows near the best get a positive advantage.
+    """
+    scores = outcome_scores(rollouts.rewards, rollouts.mask)
+    return Estimate(spread(sppo_targets(scores, target="softmean", softmean_beta=beta), rollouts.mask))
 
 
 @torch.no_grad()

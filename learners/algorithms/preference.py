@@ -1,8 +1,8 @@
-"""Preference losses: DPO and its variants, SimPO, ORPO, SPPO, Bradley-Terry reward models, pairs of samples.
+"""Preference losses: DPO and its variants, SimPO, ORPO, KTO, SPPO, Bradley-Terry reward models, pairs of samples.
 
 There are P pairs or S rows. The log-prob of an answer is the SUM over its trained tokens (`tensors.sequence_sums`).
 SPIN (arXiv 2401.01335) is `dpo` with the answer of the data set as chosen, a sample of the previous policy as rejected
-and that policy as reference. Guarantees:
+and that policy as reference (preset `spin`). Guarantees:
 1. there is one result per pair or row; the caller divides by the count of the whole mini-batch, so pieces add up;
 2. only the trained policy's log-probs (or scores) get a gradient;
 3. without pairs the loss is empty but connected to the autograd graph.
@@ -36,6 +36,13 @@ class PairLoss(NamedTuple):
     reward_chosen: Tensor
     reward_rejected: Tensor
     correct: Tensor
+
+
+class RowLoss(NamedTuple):
+    """`loss` `[S]` with gradient; `reward` `[S]`: the implicit ones."""
+
+    loss: Tensor
+    reward: Tensor
 
 
 class Pairs(NamedTuple):
@@ -130,6 +137,28 @@ def orpo(
     return PairLoss(loss, beta * good.detach(), beta * bad.detach(), good > bad)
 
 
+def kto(
+    policy: Tensor,
+    reference: Tensor,
+    desirable: Tensor,
+    kl: Tensor,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> RowLoss:
+    """KTO (arXiv 2402.01306, equations 7 and 8): `w_d (1 - s(beta (r - z)))` of a desirable answer, `w_u (1 - s(beta
+    (z - r)))` of an undesirable one, all `[S]`; r: log-ratio of the answer to the reference.
+
+    `desirable` `[S]` bool. `kl`: mean log-ratio of answers to the prompts of other rows, a scalar; z is it, at least 0,
+    without gradient. The paper's form lambda - v differs by a constant. The rewards are `beta r`.
+    """
+    ratio = _log_ratio(policy, reference)
+    apart = beta * (ratio - wide(kl.detach()).clamp(min=0))
+    good, bad = desirable_weight * torch.sigmoid(-apart), undesirable_weight * torch.sigmoid(apart)
+    return RowLoss(torch.where(desirable, good, bad), beta * ratio.detach())
+
+
 def bradley_terry(
     chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, center_coeff: float = 0.0
 ) -> PairLoss:
@@ -159,7 +188,7 @@ def softmean(values: Tensor, *, beta: float = 1.0) -> Tensor:
     found = wide(values)
     if beta == 0:
         return found.mean()
-    return (torch.logsumexp(beta * found, 0) - math.log(found.numel())) / beta
+    return (torch.logsumexp(beta * found, 0) - math.log(max(found.numel(), 1))) / beta
 
 
 def sppo_targets(

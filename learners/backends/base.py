@@ -189,6 +189,9 @@ class Backend(Protocol):
         supports. Collective.
         """
 
+    def renew_reference(self) -> None:
+        """Make the current weights those of the reference; with `learner.preference.iteration`. Collective."""
+
     def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
         """Run forward and backward over all micro-batches and add up gradients. Return this rank's sums. Collective."""
 

@@ -124,11 +124,11 @@ def encode_row(
     texts: list[str] = []
     for key in answer_keys(config):
         if key in row:
-            texts.append(_answer_text(key, row[key], prompt))
+            texts.append(answer_text(key, row[key], prompt))
         elif is_paired(config) or not isinstance(prompt, list) or len(prompt) < 2:
             raise BadPrompt(f"answer: no column {key!r}")
         else:
-            texts.append(_answer_text(data.prompt_key, prompt, prompt[:-1]))
+            texts.append(answer_text(data.prompt_key, prompt, prompt[:-1]))
             row = {**row, data.prompt_key: prompt[:-1]}
     prompt_ids = encode_prompt(row, data, tokenizer, inputs=inputs, images=images)
     answers = [np.asarray(tokenizer.encode_answer(text), dtype=np.int32) for text in texts]
@@ -138,7 +138,7 @@ def encode_row(
     return prompt_ids, answers
 
 
-def _answer_text(key: str, value: Any, prompt: Any) -> str:
+def answer_text(key: str, value: Any, prompt: Any) -> str:
     """The text of an answer: unchanged, or the last message of a conversation that continues the prompt."""
     if isinstance(value, list) and value and value[:-1] in ([], prompt):
         value = value[-1]

@@ -12,7 +12,7 @@ from asyncrl import config as configuration
 from learners.backends.fsdp2.backend import FSDP2Backend
 from learners.batch.micro_batches import Sample
 from learners.gang.gang import Gang
-from learners.step.supervised import minibatch, train_step
+from learners.step.supervised import train_step, update
 
 STEPS = 3
 CASES = {
@@ -23,12 +23,19 @@ CASES = {
     "dpo_small_rows": ("dpo", "learner.micro_batch_tokens=64"),
     "dpo_padded": ("dpo", "learner.packing=false"),
     "ipo": ("dpo", "learner.preference.loss=ipo;learner.preference.length_average=true"),
+    "kto": ("kto", ""),
+    "kto_small_rows": ("kto", "learner.micro_batch_tokens=64"),
+    "kto_padded": ("kto", "learner.packing=false"),
+    "renewed": ("dpo", "learner.preference.iteration=2"),
+    "renewed_offload": ("dpo", "learner.preference.iteration=2;learner.reference_offload=true"),
     "reward_model": ("reward_model", "learner.preference.center_coeff=0.1"),
     "reward_model_small_rows": ("reward_model", "learner.preference.center_coeff=0.1;learner.micro_batch_tokens=64"),
 }
 SAME = {
     "sft": ("sft_small_rows", "sft_padded"),
     "dpo": ("dpo_small_rows", "dpo_padded"),
+    "kto": ("kto_small_rows", "kto_padded"),
+    "renewed": ("renewed_offload",),
     "reward_model": ("reward_model_small_rows",),
 }
 
@@ -39,7 +46,7 @@ def make_config(model: Path, mode: str, extra: str = "") -> configuration.Config
         f"""
 data.max_prompt_tokens = 8
 producers.engine = "dataset"
-sampling.group_size = {1 if mode == "sft" else 2}
+sampling.group_size = {1 if mode in ("sft", "kto") else 2}
 learner.mode = "{mode}"
 """,
         extra,
@@ -59,7 +66,8 @@ def units(count: int, seed: int, size: int) -> list[list[Sample]]:
             mask[0] = index == 0
             tokens = np.concatenate((prompt, response)).astype(np.int32)
             margin = 0.25 * (index == 0)
-            unit.append(Sample(tokens, prompt.size, np.zeros(response.size, "f4"), mask, margin, size * number + index))
+            place, zeros = size * number + index, np.zeros(response.size, "f4")
+            unit.append(Sample(tokens, prompt.size, zeros, mask, margin, place, right=number % 2 == 0))
         made.append(unit)
     return made
 
@@ -72,10 +80,8 @@ def case(model: Path, gang: Gang, mode: str, extra: str, count: int = 11) -> dic
     metrics = []
     for step in range(1, STEPS + 1):
         rows = units(count, step, config.sampling.group_size)
-        share = minibatch(
-            rows, ranks=gang.shares, max_tokens=config.learner.micro_batch_tokens, packing=config.learner.packing
-        )[gang.topology.share]
-        result = train_step([share], backend=backend, gang=gang, config=config.learner, step=step)
+        share = [part[gang.topology.share] for part in update(rows, config.learner, ranks=gang.shares)]
+        result = train_step(share, backend=backend, gang=gang, config=config.learner, step=step)
         metrics.append(result.metrics)
     weights = {name: data.view(np.float32).tolist() for name, data in backend.iter_hf_weights()}
     return {"metrics": metrics, "weights": weights}

@@ -1,4 +1,4 @@
-"""sft, dpo and reward models: two ranks, small rows and padding give the result of one rank; and of plain torch."""
+"""sft, dpo, kto and reward models: two ranks, small rows and padding give the result of one rank, and of torch."""
 
 from __future__ import annotations
 
@@ -52,6 +52,38 @@ def test_dpo_starts_at_log_2_and_its_reference_does_not_move(one: Any) -> None:
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-6)
     assert (first["chosen_score"], first["rejected_score"]) == (0.0, 0.0)
     assert last["chosen_score"] != 0.0
+
+
+def test_a_renewed_reference_is_the_policy_of_that_step_and_lies_in_checkpoints(
+    one: Any, model: Path, gang: Gang, tmp_path: Path
+) -> None:
+    """Iterations of two steps: the third step compares with the policy after the second."""
+    first, second, third = (line["loss"] for line in one[0]["renewed"]["metrics"])
+    assert first == third == pytest.approx(np.log(2), abs=1e-6) != second
+    config = cases.make_config(model, "dpo", "learner.preference.iteration=2")
+    share = minibatch(cases.units(3, seed=1, size=2), ranks=1, max_tokens=96, packing=True)[0]
+    trained = FSDP2Backend(config, gang)
+    for step in (1, 2, 3):
+        train_step([share], backend=trained, gang=gang, config=config.learner, step=step)
+    trained.save(tmp_path)
+    again = FSDP2Backend(config, gang)
+    start = again.reference_logprobs(share.micro)
+    again.load(tmp_path)
+    for kept, frozen, old, now in zip(
+        trained.reference_logprobs(share.micro),
+        again.reference_logprobs(share.micro),
+        start,
+        again.forward_logprobs(share.micro),
+        strict=True,
+    ):
+        assert torch.equal(kept, frozen) and not torch.equal(frozen, old) and not torch.equal(frozen, now)
+
+
+def test_kto_pushes_apart_what_its_labels_part(one: Any) -> None:
+    first, _, last = one[0]["kto"]["metrics"]
+    assert (first["loss"], first["score_margin"], first["kto_kl"]) == (pytest.approx(0.5, abs=1e-6), 0.0, 0.0)
+    assert last["score_margin"] == pytest.approx(last["chosen_score"] - last["rejected_score"], abs=1e-12)
+    assert last["loss"] != first["loss"]
 
 
 def test_sft_loss_is_the_cross_entropy_of_the_warm_start(model: Path, gang: Gang) -> None:

@@ -1,4 +1,4 @@
-"""sft, dpo and reward models as real processes: rows through the same buffer, by the same command."""
+"""sft, dpo, kto and reward models as real processes: rows through the same buffer, by the same command."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def on_file(run: Any, mode: str, path: Path, *settings: str) -> list[str]:
         "producers.engine=dataset",
         "producers.count=1",
         f"data.path={path}",
-        f"sampling.group_size={1 if mode == 'sft' else 2}",
+        f"sampling.group_size={1 if mode in ('sft', 'kto') else 2}",
         "sampling.max_new_tokens=8",
         "data.epochs=2",
         "buffer.batch_groups=8",
@@ -154,6 +154,65 @@ def judged(run: Any, answers: list[str]) -> list[float]:
     return [found[place] for place in range(len(answers))]
 
 
+LEARNT = {
+    "sigmoid": ("dpo", []),
+    "smoothed": ("dpo", ["learner.preference.label_smoothing=0.1"]),
+    "robust": ("dpo", ["learner.preference.loss=robust", "learner.preference.label_smoothing=0.1"]),
+    "ipo": ("dpo", ["learner.preference.loss=ipo", "learner.preference.length_average=true"]),
+    "simpo": ("dpo", ["learner.preference.loss=simpo", "learner.preference.beta=2"]),
+    "orpo": ("dpo", ["learner.preference.loss=orpo", "learner.preference.beta=0.5"]),
+    "kto": ("kto", []),
+}
+
+
+def tastes(count: int, seed: int) -> list[dict[str, Any]]:
+    """Rows of a preference that generalizes: answers of even digits are better than answers of odd ones."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        even, odd = ("".join(map(str, 2 * rng.integers(0, 5, rng.integers(2, 6)) + odd)) for odd in (0, 1))
+        found.append({"prompt": f"{rng.integers(10, 99)}+{rng.integers(10, 99)}=", "chosen": even, "rejected": odd})
+    return found
+
+
+def agreement(folder: Path, rows: list[dict[str, Any]]) -> float:
+    """Mean difference of the log-probs per token of the two answers of each row, under the weights of a folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from producers.data.tokenizer import Tokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = Tokenizer(str(folder), trust_remote_code=False)
+    means: dict[str, list[float]] = {"chosen": [], "rejected": []}
+    for row in rows:
+        prompt = list(tokenizer.encode(row["prompt"]))
+        for name, found in means.items():
+            answer = list(tokenizer.encode_answer(row[name]))
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+            found.append(float(logits.log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer)].mean()))
+    return float(np.mean(np.array(means["chosen"]) - np.array(means["rejected"])))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LEARNT)
+def test_a_preference_is_learnt_and_holds_for_unseen_answers(run: Any, tiny_model: Path, name: str) -> None:
+    mode, settings = LEARNT[name]
+    rows, unseen = tastes(64, 0), tastes(32, 1)
+    if mode == "kto":
+        rows = [
+            {"prompt": row["prompt"], "completion": row["chosen" if good else "rejected"], "label": good}
+            for row, good in zip(rows, itertools.cycle((True, False)), strict=False)
+        ]
+    done = run.command(*on_rows(run, mode, "data.epochs=3", *settings, rows=rows))
+    assert done.returncode == 0, done.stdout + run.logs()
+    lines = complete(run, steps=24)
+    assert lines[-1]["score_margin"] > 0
+    before, after = (agreement(folder, unseen) for folder in (tiny_model, run.dir / "export"))
+    assert after > before + 0.5, f"{before} to {after} nats per token on held-out rows"
+
+
 def test_dpo_on_pairs_that_are_generated_and_scored(run: Any) -> None:
     done = run.launch(
         "learner.mode=dpo", "sampling.group_size=2", "learner.steps=4", 'buffer.filters=["zero_variance"]'
@@ -163,6 +222,91 @@ def test_dpo_on_pairs_that_are_generated_and_scored(run: Any) -> None:
     lines = run.lines("metrics/learner.jsonl")
     assert len(lines) == 4 and all("score_margin" in line for line in lines)
     assert {line["role"] for line in run.lines("processes.jsonl")} >= {"reward", "weightsync"}
+
+
+def evens(run: Any) -> list[str]:
+    """Settings of a run whose reward is the share of even digits, with 8 held-out prompts before and after it."""
+    (run.folder / "my_rewards.py").write_text(
+        "def evens(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return sum(one in '02468' for one in solution_str) / max(len(solution_str), 1)\n"
+    )
+    run.config.write_text(run.config.read_text().replace("length_reward", "evens"))
+    rows = [{"prompt": f"{n}+{n}=", "data_source": "held", "reward_model": {"ground_truth": "0"}} for n in range(8)]
+    (run.folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"evaluation.path={run.folder}/held.jsonl",
+        "evaluation.at_start=true",
+        "evaluation.at_end=true",
+        "evaluation.samples=8",
+        "sampling.max_new_tokens=8",
+        "buffer.batch_groups=8",
+        "learner.optim.lr=2e-3",
+        "log.archive=true",
+    ]
+
+
+def held_out_rewards(run: Any) -> tuple[float, float]:
+    """Mean reward of the held-out prompts under the first and under the last weights."""
+    first, *_, last = run.lines("metrics/evaluation.jsonl")
+    assert (first["evaluation_version"], last["evaluation_version"]) == (0, last["step"])
+    return first["val-core/held/reward/mean@8"], last["val-core/held/reward/mean@8"]
+
+
+def replay(run: Any, *words: str, every: int = 1) -> None:
+    """A replay reaches the weights of the run, bitwise, in every version that was published."""
+    done = run.command("replay", str(run.dir), "--out", str(run.folder / "-".join(("again", *words))), "--json", *words)
+    assert done.returncode == 0, done.stdout
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    assert found["equal"] == found["checked"] == found["last"] // every - found["start"] // every, found
+
+
+@pytest.mark.long
+def test_online_dpo_learns_and_is_replayed(run: Any) -> None:
+    done = run.launch("learner.algorithm.preset=online_dpo", "learner.steps=16", *evens(run))
+    assert done.returncode == 0, done.stdout + run.logs()
+    audit = run.audit()
+    assert (audit["exit"], audit["trained"], audit["lost"]) == (0, 128, 0)
+    lines = run.lines("metrics/learner.jsonl")
+    assert all(0 <= line["lag_max"] <= 2 for line in lines) and lines[-1]["score_margin"] > 0
+    before, after = held_out_rewards(run)
+    assert after > before + 0.15, f"{before} to {after}"
+    replay(run)
+
+
+@pytest.mark.long
+def test_self_play_learns_the_answers_of_rows_and_is_replayed_across_a_restart(run: Any) -> None:
+    """Iterations of 4 versions, a checkpoint within each."""
+    settings = evens(run)
+    rows = [{"prompt": row["prompt"], "response": row["chosen"]} for row in tastes(64, 0)]
+    rows += [{"prompt": "1+1="}, {"prompt": "1+1=", "response": "2" * 40}]
+    (run.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings += [
+        "learner.algorithm.preset=spin",
+        "learner.preference.iteration=4",
+        "buffer.max_staleness=3",
+        "sampling.group_size=2",
+        "learner.steps=24",
+        "learner.checkpoint_keep=100",
+    ]
+    main = run.start("launch", "all", str(run.config), *(word for one in settings for word in ("--set", one)))
+    run.wait("step 6", lambda: max(run.steps(), default=0) >= 6)
+    os.kill(run.pid("learner"), 9)
+    out, _ = main.communicate(timeout=180)
+    assert main.returncode == 0, out + run.logs()
+    audit = run.audit()
+    assert (audit["exit"], audit["trained"], audit["lost"], audit["doubled"]) == (0, 192, 0, 0), audit
+    dead = {line["detail"].split(":")[0] for line in run.lines("history.jsonl") if line["e"] == "dead"}
+    assert dead == {"answer", "too_long"}
+    lines = {line["step"]: line for line in run.lines("metrics/learner.jsonl")}
+    new = [step for step in lines if abs(lines[step]["loss"] - np.log(2)) < 1e-6]
+    assert sorted(new) == [1, 5, 9, 13, 17, 21], "the reference is the policy at the start of every iteration"
+    assert lines[4]["score_margin"] > 0
+    for step in (*range(1, 5), *range(9, 25)):  # a learner that restarts publishes its version, within an iteration
+        assert lines[step]["lag_mean"] == lines[step]["lag_max"] == (step - 1) % 4, "samples of the iteration's start"
+    before, after = held_out_rewards(run)
+    assert after > before + 0.15, f"{before} to {after}"
+    replay(run, every=4)
+    replay(run, "--from", "10", every=4)
 
 
 @pytest.fixture

@@ -312,6 +312,14 @@ def test_win_rates_by_hand() -> None:
     assert smooth == pytest.approx([(2 * won - 1) / 3, (0.5 - won) / 3, (0.5 - won) / 3, 0])
 
 
+def test_the_softmean_of_the_batch_by_hand() -> None:
+    rollouts = outcomes([0.0, 1.0, 1.0], [0, 0, 1])
+    level = math.log((1 + 2 * math.exp(2)) / 3) / 2
+    found = adv.softmean(rollouts, beta=2.0).advantages[:, 0].tolist()
+    assert found == pytest.approx([-level, 1 - level, 1 - level])
+    assert adv.softmean(rollouts, beta=0.0).advantages[:, 0].tolist() == pytest.approx([-2 / 3, 1 / 3, 1 / 3])
+
+
 def test_passk_training_reads_right_and_wrong_from_the_score() -> None:
     found = adv.passk_training(outcomes([0.9, 0.4, 0.2, -1.0], [0] * 4), k=2, correct_above=0.5)
     assert found.advantages[:, 0].tolist() == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])

@@ -59,6 +59,16 @@ function = "my_rewards:good"
 ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "float16": (("model.dtype=float16",), {}),
     "reward_model": (("learner.mode=reward_model", "producers.engine=dataset", "sampling.group_size=2"), {}),
+    "iteration": (
+        (
+            "learner.mode=dpo",
+            "producers.engine=dataset",
+            "sampling.group_size=2",
+            "learner.micro_batch_tokens=4096",
+            "learner.preference.iteration=2",
+        ),
+        {},
+    ),
     "critic": (("learner.algorithm.advantage=gae",), {}),
     "process": (("learner.algorithm.advantage=prime",), {}),
     "lora": (("learner.lora.rank=4",), {}),

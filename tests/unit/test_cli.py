@@ -266,7 +266,7 @@ def test_promises_are_kept_and_broken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "files"),
     [
-        ("add", ["add-answers.jsonl", "add-heldout.jsonl", "add-pairs.jsonl", "add.jsonl"]),
+        ("add", ["add-answers.jsonl", "add-heldout.jsonl", "add-labels.jsonl", "add-pairs.jsonl", "add.jsonl"]),
         ("shapes", ["shapes-heldout.parquet", "shapes.parquet"]),
     ],
 )

@@ -10,7 +10,7 @@ from asyncrl.config.mode import DATA_PREFIX
 from asyncrl.demo import tasks
 from producers.data.prompts import BadPrompt
 from producers.data.tokenizer import Tokenizer
-from producers.dataset_worker import row_reward
+from producers.dataset_worker import row_rewards
 from producers.engines.dataset import data_digest, encode_row
 
 USER = {"role": "user", "content": "1+1="}
@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def settings(mode: str, **overrides: Any) -> config.Config:
     words = [f"{key}={value}" for key, value in overrides.items()]
-    size = 1 if mode == "sft" else 2
+    size = 1 if mode in ("sft", "kto") else 2
     return config.parse(
         f'learner.mode = "{mode}"\nmodel.path = "m"\ndata.path = "p.jsonl"\nproducers.engine = "dataset"\n'
         f"sampling.group_size = {size}\nsampling.max_new_tokens = 4\ndata.max_prompt_tokens = 8\n",
@@ -51,6 +51,8 @@ def texts(tokenizer: Tokenizer, row: dict[str, Any], made: config.Config) -> tup
         ("sft", {"prompt": [USER], "response": SAID}, ["2"]),
         ("sft", {"prompt": [USER, SAID]}, ["2"]),
         ("sft", {"prompt": "1+1=", "response": ""}, [""]),
+        ("kto", {"prompt": "1+1=", "completion": "2", "label": True}, ["2"]),
+        ("kto", {"prompt": [USER, SAID], "label": False}, ["2"]),
         ("dpo", {"prompt": "1+1=", "chosen": "2", "rejected": "3"}, ["2", "3"]),
         ("dpo", {"prompt": [USER], "chosen": [USER, SAID], "rejected": [{**SAID, "content": "3"}]}, ["2", "3"]),
         ("reward_model", {"prompt": "1+1=", "chosen": "2", "rejected": "3"}, ["2", "3"]),
@@ -67,6 +69,7 @@ def test_the_answers_of_a_row(tokenizer: Tokenizer, mode: str, row: dict[str, An
         ("sft", {"prompt": [SAID]}, "answer: no column 'response'"),
         ("sft", {"prompt": [SAID, USER]}, "neither text nor a message of the assistant"),
         ("sft", {"prompt": "1+1=", "response": 2}, "neither text nor"),
+        ("kto", {"prompt": "1+1=", "response": "2", "label": True}, "answer: no column 'completion'"),
         ("dpo", {"prompt": "1+1=", "chosen": "2"}, "answer: no column 'rejected'"),
         ("dpo", {"prompt": [USER], "chosen": [SAID, SAID], "rejected": "3"}, "neither text nor"),
         ("sft", {"prompt": "1+1=", "response": "12345"}, "too_long: an answer of 6 tokens"),
@@ -82,7 +85,16 @@ def test_what_is_set_aside(tokenizer: Tokenizer, mode: str, row: dict[str, Any],
 
 
 def test_chosen_has_the_higher_reward() -> None:
-    assert [row_reward(0, 2), row_reward(1, 2), row_reward(0, 1)] == [1.0, 0.0, 0.0]
+    assert row_rewards({}, settings("dpo")) == (1.0, 0.0) and row_rewards({}, settings("sft")) == (0.0,)
+
+
+def test_the_label_is_the_reward_and_must_be_one() -> None:
+    made = settings("kto")
+    assert [row_rewards({"label": label}, made) for label in (True, False, 1)] == [(1.0,), (0.0,), (1.0,)]
+    for row in ({}, {"label": None}, {"label": "true"}, {"label": 0.5}, {"label": 2}):
+        with pytest.raises(BadPrompt, match="'label' is neither true nor false"):
+            row_rewards(row, made)
+    assert row_rewards({"good": True}, settings("kto", data__label_key="good")) == (1.0,)
 
 
 def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:
@@ -107,3 +119,5 @@ def test_rows_of_the_demonstration_tasks(task: str) -> None:
         assert reward(task, row["response"], truth) == reward(task, pair["chosen"], truth) == 1.0
         assert reward(task, pair["rejected"], truth) == 0.0
     assert pairs == tasks.pair_rows(task, 50, 3)
+    for row, pair in zip(tasks.label_rows(task, 50, 3), pairs, strict=True):
+        assert row["prompt"] == pair["prompt"] and row["completion"] == pair["chosen" if row["label"] else "rejected"]

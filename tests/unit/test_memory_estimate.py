@@ -173,3 +173,12 @@ def test_this_machine_is_read_from_files(tmp_path: Any) -> None:
 def test_sizes_are_shown_in_units() -> None:
     assert [format_bytes(size) for size in (10, 2048, 5 << 20, int(1.8 * GIB))] == ["10 B", "2 KiB", "5 MiB", "1.8 GiB"]
     assert RoleMemory("buffer", "host", 1, ()).total_bytes == 0
+
+
+def test_a_reference_that_is_renewed_lies_in_the_checkpoints() -> None:
+    rows = {"learner.mode": '"dpo"', "producers.engine": '"dataset"', "sampling.group_size": 2}
+    sizes = [
+        parts(made(**rows, **{"learner.preference.iteration": every}), "run folder", "disk", QWEN_05B)["checkpoints"]
+        for every in (0, 4)
+    ]
+    assert sizes[1] == pytest.approx(sizes[0] * 16 / 12)

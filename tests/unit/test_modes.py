@@ -15,6 +15,8 @@ from buffers.groups.records import settings_of
 ROOT = Path(__file__).parents[2]
 ROWS = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[producers]\nengine = "dataset"\n'
 SFT = ROWS + '[learner]\nmode = "sft"\n[sampling]\ngroup_size = 1\n'
+KTO = ROWS + '[learner]\nmode = "kto"\n[sampling]\ngroup_size = 1\n'
+SPIN = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[learner.algorithm]\npreset = "spin"\n'
 DPO = ROWS + '[learner]\nmode = "dpo"\n[sampling]\ngroup_size = 2\n'
 
 
@@ -45,6 +47,29 @@ def messages_of(text: str, *overrides: str) -> str:
             "max_new_tokens) = 2 * (1024 + 1024) = 4096",
         ),
         (DPO, ["producers.engine=hf"], "no [[reward]]"),
+        (DPO, ["producers.engine=hf", "sampling.group_size=1"], "set sampling.group_size to 2 or more"),
+        (DPO, ["producers.engine=hf", "sampling.greedy_baseline=true"], "and no greedy_baseline"),
+        (SPIN, ["learner.mode=rl"], "it needs mode dpo and an engine that generates"),
+        (SPIN, ["learner.mode=kto"], "it needs mode dpo and an engine that generates"),
+        (SPIN, ["producers.engine=dataset"], "it needs mode dpo and an engine that generates"),
+        (SPIN, ["sampling.group_size=3"], "set sampling.group_size = 2, over_issue = 0"),
+        (SPIN, ["sampling.over_issue=1"], "set sampling.group_size = 2, over_issue = 0"),
+        (SPIN, ["environment.name=chat"], "needs answers of one turn"),
+        (SPIN, ["buffer.max_staleness=18"], "set buffer.max_staleness = 19, not 18"),
+        (SPIN, ["buffer.pipeline_depth=18"], "engines take new weights within an iteration of 20 versions: set 'auto'"),
+        (SPIN, ["learner.preference.loss=simpo"], "renews a reference, and there is none"),
+        (SPIN, ["learner.lora.rank=4"], "the reference is the model under the adapters"),
+        (SPIN, ["learner.backend=megatron"], "keeps the start weights as the reference"),
+        (
+            SPIN + '[[reward]]\nfunction = "a:b"\n',
+            ["evaluation.path=h", "evaluation.every=30"],
+            "set a multiple of 20 (iteration)",
+        ),
+        (KTO, ["producers.engine=hf"], "set producers.engine = 'dataset', not 'hf'"),
+        (KTO, ["sampling.group_size=2"], "needs sampling.group_size = 1"),
+        (KTO, ["learner.preference.reference_free=true"], "compares with a reference"),
+        (KTO, ["learner.preference.loss=simpo"], "compares with a reference"),
+        (KTO, ["buffer.batch_groups=7", "learner.algorithm.minibatches=4"], "fewer than 2 rows"),
     ],
 )
 def test_contradictions(text: str, overrides: list[str], part: str) -> None:
@@ -66,6 +91,31 @@ def test_a_run_over_rows_starts_three_processes() -> None:
     online = config.parse(DPO + '[[reward]]\nfunction = "a:b"\n', overrides=["producers.engine=hf"])
     others = tuple(role for role in TARGETS["all"] if role != "evaluator")
     assert mode.present_roles(TARGETS["all"], online) == others
+
+
+def test_pairs_are_made_of_any_number_of_generated_samples() -> None:
+    text = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[[reward]]\nfunction = "a:b"\n'
+    online = config.parse(text, overrides=["learner.algorithm.preset=online_dpo"])
+    assert (online.learner.mode, online.sampling.group_size, mode.is_paired(online)) == ("dpo", 8, True)
+    assert mode.explain_update(online) == (
+        "sigmoid(beta=0.1) against the start weights, the best and the worst sample of each prompt"
+    )
+    assert mode.explain_update(config.parse(KTO)) == "kto(beta=0.1) against the start weights"
+    assert mode.explain_update(config.parse(SFT)) == "sft"
+
+
+def test_self_play_needs_no_reward_and_publishes_at_the_start_of_its_iterations() -> None:
+    spin = config.parse(SPIN, overrides=["learner.steps=50"])
+    assert mode.demonstrates(spin) and mode.answer_columns(spin, {"prompt": "a"}) == {"response_key": "response"}
+    assert "reward" not in mode.present_roles(TARGETS["all"], spin)
+    assert [step for step in range(1, 51) if mode.publishes(spin, step)] == [20, 40, 50]
+    assert mode.explain_update(spin) == (
+        "sigmoid(beta=0.1) against the weights of every 20 versions, the row's answer and a sample of each prompt"
+    )
+    scored = config.parse(SPIN + '[[reward]]\nfunction = "a:b"\n', overrides=["evaluation.path=h", "learner.steps=50"])
+    assert "reward" in mode.present_roles(TARGETS["all"], scored)
+    online = config.parse(DPO + '[[reward]]\nfunction = "a:b"\n', overrides=["producers.engine=hf"])
+    assert all(mode.publishes(online, step) for step in range(1, 9)) and not mode.demonstrates(online)
 
 
 def test_rows_have_no_age_but_generated_pairs_have() -> None:
@@ -100,6 +150,11 @@ def test_epochs_are_settled_from_the_files_and_need_their_number(tmp_path: Path)
     [
         (SFT, {"prompt": "a", "answer": "b"}, "'response' (data.response_key)"),
         (DPO, {"prompt": "a", "chosen": "b"}, "'rejected' (data.rejected_key)"),
+        (KTO, {"prompt": "a", "completion": "b"}, "'label' (data.label_key)"),
+        (KTO, {"prompt": [{"role": "user", "content": "a"}]}, "'label' (data.label_key)"),
+        (KTO, {"prompt": "a", "response": "b", "label": True}, "'completion' (data.completion_key)"),
+        (KTO, {"prompt": "a", "completion": "b", "label": False}, ""),
+        (SPIN, {"prompt": "a"}, "'response' (data.response_key)"),
         (SFT, {"prompt": "a", "response": "b"}, ""),
         (SFT, {"prompt": [{"role": "user", "content": "a"}]}, ""),
     ],
@@ -111,7 +166,7 @@ def test_check_names_missing_columns(text: str, row: dict[str, object], missing:
     assert (missing in found[0]) if missing else found == []
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward_model"])
 def test_shipped_files_are_valid(name: str) -> None:
     parsed = config.load(ROOT / "configs" / f"{name}.toml")
     assert (parsed.learner.mode, parsed.producers.engine) == (name, "dataset")

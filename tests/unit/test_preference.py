@@ -45,6 +45,7 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
         for smoothing in (0.0, 0.2)
     },
     "simpo": lambda x: preference.simpo(x[:4], x[4:], LENGTHS, LENGTHS + 1, gamma=0.3, label_smoothing=0.1).loss,
+    "kto": lambda x: preference.kto(x, OTHER, ROWS < 1, TARGETS[0], undesirable_weight=0.5).loss,
     # log-probs are below 0: on both sides of log(1/2), where the odds are computed in another way
     "orpo": lambda x: preference.orpo(-(x[:4] ** 2) - 0.1, -(x[4:] ** 2) - 0.1, LENGTHS, LENGTHS + 1, beta=0.7).loss,
     "dpo ipo averaged": lambda x: (

@@ -21,6 +21,7 @@ from bare_config import BARE
 
 from asyncrl.config import AlgorithmConfig, parse, presets
 from asyncrl.config.sections.algorithm_catalogue import derive_algorithm, effective_correction
+from asyncrl.configure import preset_pages
 from learners.algorithms.aggregation import Denominators
 from learners.algorithms.registry import advantage_for, chooser_for
 from learners.algorithms.types import LossInputs, Rollouts
@@ -36,7 +37,9 @@ rng = np.random.default_rng(7)
 START = rng.normal(size=(3, 2)) * 2.5  # at the start of the step; row 0: the first token, row 1 + a: after token a
 MOVED = START + rng.normal(size=(3, 2)) * 1.5  # after some updates of the step
 OLD = [START + 0.35 * age * rng.normal(size=(3, 2)) for age in range(5)]  # the policies that sampled
-NAMES = presets.names()
+NAMES = [
+    name for name in presets.names() if preset_pages.config_of(name).learner.mode == "rl"
+]  # others: test_trl_cases
 
 
 @functools.cache

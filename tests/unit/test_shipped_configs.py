@@ -63,6 +63,8 @@ ROW = {
     "response": "2",
     "chosen": "2",
     "rejected": "3",
+    "completion": "2",
+    "label": True,
     "data_source": "gsm8k",
     "reward_model": {"ground_truth": "2"},
 }

@@ -95,7 +95,8 @@ ON_ROWS |= {
     f"dpo {kind}": ["/learner.mode=dpo", f"/learner.preference.loss={kind}"]
     for kind in literals(PreferenceConfig, "loss")
 }
-ON_ROWS["mode sft"].append("/sampling.group_size=1")
+for mode in ("sft", "kto"):
+    ON_ROWS[f"mode {mode}"].append("/sampling.group_size=1")
 ON_ROWS["dpo robust"].append("/learner.preference.label_smoothing=0.2")
 ON_ROWS |= {"centred": ["/learner.mode=reward_model", "/learner.preference.center_coeff=0.1"]}
 BY_CASE = pytest.mark.parametrize("case", [*CASES, *ON_ROWS])
@@ -122,7 +123,7 @@ def ended(case: str, batches: Sequence[Any], cut: tuple[int, bool, int], dtype: 
 
 def batches_of(case: str, seed: int, *, groups: int = 6) -> list[Any]:
     greedy = any("greedy_baseline" in line for line in {**CASES, **ON_ROWS}[case])
-    size = 4 if case in CASES else 1 if case == "mode sft" else 2
+    size = 4 if case in CASES else 1 if case in ("mode sft", "mode kto") else 2
     rows = case in SESSIONS
     return [lab_batch(step, greedy=greedy, seed=seed, size=size, groups=groups, rows=rows) for step in (1, 2)]
 
@@ -153,6 +154,8 @@ def test_packing_padding_rows_and_ranks_do_not_matter(case: str, dtype: torch.dt
 @BY_CASE
 def test_the_order_of_rows_and_groups_does_not_matter(case: str, dtype: torch.dtype, seed: int) -> None:
     """Within the mini-batches: which groups go into the first update is a matter of their order."""
+    if case == "mode kto":
+        return  # its KL takes every prompt with the answer of the row before it
     # Clip-Cov draws by the order of the tokens: here it takes all that are eligible.
     every = ["loss_options.ratio=1.0"] if case == "loss clip_cov" else []
     batches = batches_of(case, seed)

@@ -66,6 +66,14 @@ def test_a_group_that_is_no_pair_breaks_the_packer_by_name() -> None:
         supervised.assemble(a_batch(1, 0, [lonely]), learner("dpo"), ranks=1)
 
 
+def test_the_best_and_the_worst_of_more_samples_are_the_pair() -> None:
+    groups = [pair(1, (0.5, 0.25, 1.0, 0.25, 1.0), (1,) * 5), pair(2, (0.5, 0.5, 0.5), (1,) * 3)]  # type: ignore[arg-type]
+    cut = supervised.assemble(a_batch(1, 0, groups), learner("dpo"), ranks=1)
+    [piece] = cut.shares[0][0].micro
+    assert sequences_of(piece) == [[12], [11]], "the first of equal ones; a group without a preference has no pair"
+    assert (cut.shares[0][0].sequences, cut.stats["zero_advantage_share"]) == (2, 0.5)
+
+
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_pairs_stay_together_and_nothing_is_lost(ranks: int, packing: bool) -> None:
@@ -84,6 +92,24 @@ def test_pairs_stay_together_and_nothing_is_lost(ranks: int, packing: bool) -> N
         assert [a + 1 for a in numbers[::2]] == numbers[1::2]
         seen += numbers
     assert sorted(seen) == list(range(26))
+
+
+def test_a_prompt_gets_the_answer_of_the_row_before_for_the_kl() -> None:
+    given = [a_group(n, [100 + n] * n, [a_sample(0, np.full(n + 1, 10 * n), reward=float(n == 2))]) for n in (1, 2, 3)]
+    part, others = supervised.assemble(a_batch(1, 0, given), learner("kto"), ranks=1).shares[0]
+    found = {
+        tuple(piece.input_ids[low:high].tolist())
+        for piece in others.micro
+        for low, high in zip(piece.cu_seqlens, piece.cu_seqlens[1:], strict=False)
+    }
+    assert found == {(101, 30, 30, 30, 30), (102, 102, 10, 10), (103, 103, 103, 20, 20, 20)}
+    assert (part.sequences, others.sequences) == (3, 3)
+    [piece] = part.micro
+    assert {n: bool(right) for n, right in zip(piece.samples.tolist(), piece.right, strict=True)} == {
+        0: False,
+        1: True,
+        2: False,
+    }
 
 
 # ---------------------------------------------------------------- losses
@@ -170,6 +196,20 @@ def test_means_without_a_reference() -> None:
     assert gradient[0] == pytest.approx(-0.5 - slope / (1 - np.exp(-2)) / 2) and gradient[2] > 0
     certain, gradient, _ = value(supervised.dpo_loss(part, settings, None), [0.0, 0.0, -900.0], micro)
     assert np.isfinite([certain, *gradient]).all()
+
+
+def test_kto_of_a_mini_batch_by_hand() -> None:
+    """Log-ratios 2 (desirable) and -1 (undesirable), KL 0.5, beta 0.1."""
+    part, micro = part_of([[1, 1], [0, 1]])
+    micro = micro._replace(right=torch.tensor([True, False]))
+    reference = [torch.tensor([-1.0, -1.0, -9.0, -1.0], dtype=torch.float64)]
+    settings = PreferenceConfig(desirable_weight=2.0, undesirable_weight=0.5)
+    loss = supervised.kto_loss(part, settings, reference, 0.5)
+    found, gradient, sums = value(loss, [0.0, 0.0, float("nan"), -2.0], micro)
+    good, bad = (1 / (1 + np.exp(-0.1 * margin)) for margin in (1.5, 1.5))  # r - z and z - r
+    assert found == pytest.approx((2 * (1 - good) + 0.5 * (1 - bad)) / 2)
+    assert gradient == pytest.approx([-0.1 * good * (1 - good)] * 2 + [0.0, 0.025 * bad * (1 - bad)])
+    assert sums == pytest.approx({"chosen_sum": 0.2, "rejected_sum": -0.1, "answers_sum": 2, "desirable_sum": 1})
 
 
 def test_bradley_terry_scores_the_last_token_with_margin_and_centre() -> None:

@@ -145,10 +145,14 @@ def _lora_problems(config: Config) -> Iterator[Conflict]:
             "learner.optim.name",
             "learner.lora.rank with learner.optim.name = 'muon', which is for whole matrices: use adamw",
         )
+    if learner.preference.iteration:
+        yield conflict(
+            "learner.preference.iteration", "learner.lora.rank: the reference is the model under the adapters"
+        )
     if learner.compile:
         yield conflict("learner.compile", "learner.lora.rank with learner.compile is not supported")
     if learner.mode == "reward_model":
-        yield conflict("learner.mode", "learner.lora.rank: a reward model trains its head too: use rl, sft or dpo")
+        yield conflict("learner.mode", "learner.lora.rank: a reward model trains its head too: use rl, sft, dpo or kto")
     if learner.lora.publish == "adapter":
         what, place = "learner.lora.publish = 'adapter'", "learner.lora.publish"
         if config.weightsync.in_place:

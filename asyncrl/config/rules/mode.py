@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.config.mode import GROUP_SIZE, streams
+from asyncrl.config.mode import GROUP_SIZE, demonstrates, streams
 from asyncrl.config.rules import Conflict, conflict
 from asyncrl.config.sections.learner import LearnerConfig
 from asyncrl.config.tree import Config
@@ -16,6 +16,7 @@ SMOOTHED = ("sigmoid", "robust", "simpo")  # losses of pairs that know of wrong 
 
 def problems(config: Config) -> Iterator[Conflict]:
     yield from _mode_problems(config)
+    yield from _self_play_problems(config)
     yield from _evaluation_problems(config)
     yield from _checkpoint_problems(config)
 
@@ -27,7 +28,7 @@ def _mode_problems(config: Config) -> Iterator[Conflict]:
             yield conflict(
                 "producers.engine",
                 "learner.mode = 'rl' cannot train on producers.engine = 'dataset': rows have no log-probs of the "
-                "policy that made them; set learner.mode to sft, dpo or reward_model",
+                "policy that made them; set learner.mode to sft, dpo, kto or reward_model",
             )
         return
     if not streams(config) and mode != "dpo":
@@ -36,7 +37,13 @@ def _mode_problems(config: Config) -> Iterator[Conflict]:
             f"learner.mode = {mode!r} trains on rows of the data: set producers.engine = 'dataset', not {engine!r}",
         )
     wanted = GROUP_SIZE[mode]
-    if config.sampling.group_samples != wanted or (streams(config) and config.sampling.over_issue):
+    generated = mode == "dpo" and not streams(config)
+    if generated and (config.sampling.group_size < 2 or config.sampling.greedy_baseline):
+        what = "a pair is made of the samples of a prompt: set sampling.group_size to 2 or more, and no greedy_baseline"
+        yield conflict("sampling.group_size", what)
+    elif not generated and (
+        config.sampling.group_samples != wanted or (streams(config) and config.sampling.over_issue)
+    ):
         group = "a pair of answers" if wanted == 2 else "one answer"
         yield conflict(
             "sampling.group_size",
@@ -51,6 +58,7 @@ def _mode_problems(config: Config) -> Iterator[Conflict]:
     if streams(config) and config.buffer.filters:
         yield conflict("buffer.filters", "rows have no rewards to filter by")
     yield from _preference_problems(config.learner)
+    yield from _kto_problems(config)
 
 
 def _preference_problems(learner: LearnerConfig) -> Iterator[Conflict]:
@@ -60,6 +68,56 @@ def _preference_problems(learner: LearnerConfig) -> Iterator[Conflict]:
     if preference.loss == "robust" and not preference.label_smoothing:
         what = "loss = 'robust' needs label_smoothing, the share of wrong labels; without it it is 'sigmoid'"
         yield conflict("learner.preference.loss", what, code="config.missing")
+
+
+def _self_play_problems(config: Config) -> Iterator[Conflict]:
+    preference, sampling, here = config.learner.preference, config.sampling, "learner.preference.demonstrations"
+    every = preference.iteration
+    if preference.demonstrations and not demonstrates(config):
+        yield conflict(
+            here, f"{here} pairs answers of rows with samples: it needs mode dpo and an engine that generates"
+        )
+        return
+    if every and not preference.has_reference:
+        yield conflict(
+            "learner.preference.iteration", "learner.preference.iteration renews a reference, and there is none"
+        )
+    if not preference.demonstrations:
+        return
+    if sampling.group_size != 2 or sampling.over_issue:
+        what = f"{here}: a group is the row's answer and one sample: set sampling.group_size = 2, over_issue = 0"
+        yield conflict("sampling.group_size", what)
+    if not config.environment.is_single_turn:
+        yield conflict(here, f"{here} needs answers of one turn: set no environment")
+    if every and config.evaluation.enabled and config.evaluation.every % every:
+        what = f"an evaluation within an iteration would publish its version: set a multiple of {every} (iteration)"
+        yield conflict("evaluation.every", what)
+    if every > config.buffer.max_staleness + 1:
+        yield conflict(
+            "buffer.max_staleness",
+            f"learner.preference.iteration = {every} samples from the version at its start, which is {every - 1} steps "
+            f"old at its end: set buffer.max_staleness = {every - 1}, not {config.buffer.max_staleness}",
+        )
+    depth = config.buffer.pipeline_depth
+    if not isinstance(depth, str) and depth < every - 1:
+        what = f"a smaller fixed one makes engines take new weights within an iteration of {every} versions: set 'auto'"
+        yield conflict("buffer.pipeline_depth", f"buffer.pipeline_depth = {depth}: {what}")
+
+
+def _kto_problems(config: Config) -> Iterator[Conflict]:
+    learner = config.learner
+    if learner.mode != "kto":
+        return
+    if not learner.preference.has_reference:
+        yield conflict(
+            "learner.preference", "learner.mode = 'kto' compares with a reference: no reference_free, and no loss"
+        )
+    if config.buffer.batch_groups < 2 * learner.algorithm.minibatches:
+        yield conflict(
+            "buffer.batch_groups",
+            f"learner.mode = 'kto' estimates its KL from the answers of other rows: buffer.batch_groups = "
+            f"{config.buffer.batch_groups} gives an update (learner.algorithm.minibatches) fewer than 2 rows",
+        )
 
 
 def _evaluation_problems(config: Config) -> Iterator[Conflict]:

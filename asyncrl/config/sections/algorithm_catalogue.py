@@ -51,6 +51,7 @@ ADVANTAGES: dict[str, Entry] = {
     "grpo_passk": Entry("advantages:grpo_passk", "2503.19595", _GROUP),
     "passk_training": Entry("advantages:passk_training", "2508.10751", _GROUP),
     "win_rate": Entry("advantages:win_rate", "2405.00675", _GROUP),
+    "softmean": Entry("advantages:softmean", "2405.00675"),
     "gdpo": Entry("advantages:gdpo", "2601.05242", ("group", "parts")),
     "reinforce_plus_plus": Entry("advantages:reinforce_plus_plus", "2501.03262"),
     "reinforce_plus_plus_baseline": Entry("advantages:reinforce_plus_plus_baseline", "2501.03262", _GROUP),

@@ -24,6 +24,8 @@ class DataConfig(Section, frozen=True):
     response_key: str = "response"  # engine = dataset, mode sft: the answer (or the last message of the prompt)
     chosen_key: str = "chosen"  # engine = dataset, modes dpo and reward_model: the better answer
     rejected_key: str = "rejected"  # the worse answer of the same row
+    completion_key: str = "completion"  # engine = dataset, mode kto: the answer
+    label_key: str = "label"  # whether the answer of the row is desirable: true or false
     epochs: Count = 0  # passes over the rows, from which learner.steps is derived; 0: learner.steps as set
     chat_template: bool = True  # render lists of messages by the tokenizer's template; plain text stays unchanged
     as_chat: bool = False  # treat plain text as a user message, so that the template renders it

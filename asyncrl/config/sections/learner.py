@@ -60,20 +60,24 @@ class ProcessRewardConfig(CompanionConfig, frozen=True):
 
 
 class PreferenceConfig(Section, frozen=True):
-    """`[learner.preference]`: learning from pairs (modes dpo and reward_model)."""
+    """`[learner.preference]`: learning from pairs (modes dpo and reward_model) or judged answers (kto)."""
 
     loss: Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "orpo"] = "sigmoid"  # dpo; simpo, orpo: no reference
-    beta: Annotated[float, Meta(gt=0)] = 0.1  # dpo: factor of the log-ratio; orpo: weight of the odds; simpo: take 2
+    beta: Annotated[float, Meta(gt=0)] = 0.1  # dpo, kto: factor of the log-ratio; orpo: weight of odds; simpo: take 2
     gamma: Annotated[float, Meta(ge=0)] = 0.5  # dpo with simpo: margin between beta times the mean log-probs
     label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0  # dpo: share of pairs with a wrong label
     reference_free: bool = False  # dpo: use no reference model
     length_average: bool = False  # dpo with ipo: divide log-ratios by the length of the answer
+    demonstrations: bool = False  # dpo, generated: the row's answer (data.response_key) is chosen, a sample rejected
+    iteration: Count = 0  # versions after which the reference becomes the policy (dpo, kto); 0: it stays
+    desirable_weight: Annotated[float, Meta(ge=0)] = 1.0  # kto: weight of the rows with label true
+    undesirable_weight: Annotated[float, Meta(ge=0)] = 1.0  # kto: weight of the rows with label false
     center_coeff: Annotated[float, Meta(ge=0)] = 0.0  # reward_model: weight of (chosen + rejected)^2
     margin_key: str = ""  # reward_model: column with the smallest margin of the chosen answer; empty: 0
 
     @property
     def has_reference(self) -> bool:
-        """Whether DPO compares with a frozen reference model."""
+        """Whether DPO or KTO compares with a frozen reference model."""
         return not self.reference_free and self.loss not in ("simpo", "orpo")
 
 
@@ -105,7 +109,7 @@ class VisionConfig(Section, frozen=True):
 class LearnerConfig(Section, frozen=True):
     """`[learner]`: the training gang."""
 
-    mode: Literal["rl", "sft", "dpo", "reward_model"] = "rl"  # rl: by reward; else on given rows (docs/supervised.md)
+    mode: Literal["rl", "sft", "dpo", "kto", "reward_model"] = "rl"  # rl: by reward; else docs/supervised.md
     backend: str = "fsdp2"  # fsdp2, megatron, 'file.py:name', or an entry point of asyncrl.backends
     ranks: Positive = 1  # processes of the gang on this host
     steps: Positive = 100  # optimizer steps of the whole run

@@ -59,7 +59,7 @@ from learners.backends.fsdp2.loading import (
 )
 from learners.backends.fsdp2.lora import FOLDER, Adapters, Leaving, Lora, check
 from learners.backends.fsdp2.loss_scale import LOSS_SCALE, LossScale
-from learners.backends.fsdp2.reference import Reference
+from learners.backends.fsdp2.reference import PREFIX, Reference
 from learners.backends.fsdp2.sharded_module import PLAIN, Rests, Sharded, View
 from learners.backends.hf_folder import write_folder
 from learners.backends.sharded_checkpoint import HostShard, host_shard, load_shards, read_about
@@ -105,6 +105,8 @@ class FSDP2Backend:
             if wants_process_rewards(config)
             else None
         )
+        if config.learner.preference.iteration and config.learner.mode in ("dpo", "kto"):
+            self._reference = Reference(config, gang)
         self._config_json = hf.config
         self._generation = getattr(hf, "generation_config", None)
 
@@ -164,6 +166,11 @@ class FSDP2Backend:
         if self._reference is None:
             self._reference = Reference(self._config, self._gang)
         return self._reference.logprobs(micro)
+
+    def renew_reference(self) -> None:
+        self._sharded.reshard()
+        if self._reference is not None:
+            self._reference.renew(self._policy)
 
     def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
         return self._sharded.train(micro, self._forward, loss)
@@ -257,10 +264,12 @@ class FSDP2Backend:
     # ------------------------------------------------------------ checkpoints
 
     def _state(self) -> dict[str, Tensor]:
-        """Return every tensor of the training state by name, with those of the companions."""
+        """Return every tensor of the training state by name, with companions and a reference that is renewed."""
         state = self._sharded.state()
         for model in self._companions().values():
             state |= model.state()
+        if self._reference is not None and self._config.learner.preference.iteration:
+            state |= self._reference.state()
         return state
 
     @property
@@ -284,7 +293,8 @@ class FSDP2Backend:
         """Load boxes from any number of files; generator states if the number of ranks is the same."""
         check(read_about(folder), self._identity)
         state = self._state()
-        optional = [name for name in state if name.endswith(LOSS_SCALE)]  # earlier versions had none
+        # Earlier versions, or another setting, had none; such a reference begins as the start weights.
+        optional = [name for name in state if name.endswith(LOSS_SCALE) or name.startswith(PREFIX)]
         extra = load_shards(folder, state, rank=self._gang.rank, ranks=self._gang.size, optional=optional)
         if extra:
             self._device.set_rng_state(extra)

@@ -1,8 +1,10 @@
 """A frozen copy of the start weights, as reference for KL penalties, DPO and process rewards.
 
 Guarantees:
-1. it is the language model of `model.path` (or `path`) in the run's dtype, also after a restart;
-2. it is sharded like the policy, has no gradients or optimizer state, and is in no checkpoint or export;
+1. it is the language model of `model.path` (or `path`) in the run's dtype, also after a restart; with
+   `learner.preference.iteration` the policy at the start of the iteration;
+2. it is sharded like the policy, has no gradients or optimizer state, and is in no export; it is in checkpoints only if
+   it is renewed;
 3. with `learner.reference_offload` its parameters lie in host memory between passes;
 4. packing, chunks and (unless given) temperature are those of the policy: before the first update both give the same
    log-probs.
@@ -19,10 +21,14 @@ from torch import Tensor
 from asyncrl.config import Config
 from learners.backends.base import extra_inputs, to_device
 from learners.backends.fsdp2.loading import load_model, shard
+from learners.backends.sharded_checkpoint import local_tensor
 from learners.backends.vision import Vision
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.gang import Gang
 from learners.models.policy_model import PolicyModel
+from learners.models.score_model import ScoreModel
+
+PREFIX = "reference/"  # of its tensors in a checkpoint
 
 
 def waits_on_host(config: Config) -> bool:
@@ -44,6 +50,16 @@ class Reference:
         self._policy.requires_grad_(False)
         self._units: list[Any] = shard(self._policy, config, gang)[0]
         self._policy.eval()
+
+    @torch.no_grad()
+    def renew(self, policy: PolicyModel | ScoreModel) -> None:
+        """Take the weights of a policy that is sharded in the same way and not gathered."""
+        for mine, theirs in zip(self._policy.parameters(), policy.parameters(), strict=True):
+            local_tensor(mine.data).copy_(local_tensor(theirs.data))
+
+    def state(self) -> dict[str, Tensor]:
+        """Return this rank's weights by name."""
+        return {PREFIX + name: parameter.data for name, parameter in self._policy.named_parameters()}
 
     @torch.no_grad()
     def logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
