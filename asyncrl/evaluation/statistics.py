@@ -41,6 +41,7 @@ import msgspec
 from asyncrl.errors import ConfigError
 
 ALL = "all"  # data source of the figures over all prompts
+OWN = ("reward", "acc")  # variables of the figures; a part of this name, such as of a function `reward`, gets a prefix
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -148,7 +149,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def metric_names(found: Mapping[str, Mapping[str, float]], *, k: int) -> dict[str, float]:
-    """The figures under flat names, as they stand in the metrics and in TensorBoard.
+    """The figures under flat names, as they stand in the metrics and in TensorBoard: no two figures share one.
 
     >>> found = {"mean@2": 0.5, "mean@2/se": 0.1, "best@2": 1.0, "pass@1": 0.5, "part:f/x/mean@2": 3.0}
     >>> metric_names({"a": found}, k=2)
@@ -161,6 +162,7 @@ def metric_names(found: Mapping[str, Mapping[str, float]], *, k: int) -> dict[st
             base, error = name.removesuffix("/se"), name.endswith("/se")
             part = base.startswith("part:")
             what, _, figure = base.removeprefix("part:").rpartition("/")
+            what = f"part/{what}" if what.partition("/")[0] in OWN else what
             variable = what if part else "acc" if base.startswith("pass@") else "reward"
             core = not part and not error and figure.endswith(f"@{k}")
             mean = "/se" if error else "" if figure.startswith("mean@") else "/mean"

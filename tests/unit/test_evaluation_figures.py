@@ -125,3 +125,19 @@ def test_names() -> None:
         "val-core/a/acc/pass@1/mean",
         "val-aux/a/acc/pass@1/se",
     }
+
+
+def test_a_part_called_reward_does_not_hide_the_reward() -> None:
+    """A reward function is often called `reward`: its part has the same name as the sum."""
+    outcomes = [
+        Outcome("a", (1.0,), ("x",), {"reward": (3.0,), "acc": (1.0,)}),
+        Outcome("a", (0.0,), ("y",), {"reward": (5.0,), "acc": (1.0,)}),
+        Outcome("a", (1.0,), ("z",)),
+    ]
+    found = figures(outcomes, correct_above=0.5)
+    names = metric_names(found, k=1)
+    assert len(names) == len(found["a"]), "every figure has a name of its own"
+    assert names["val-core/a/reward/mean@1"] == pytest.approx(2 / 3)
+    assert names["val-aux/a/reward/mean@1/se"] == found["a"]["mean@1/se"] == pytest.approx(1 / 3)
+    assert names["val-aux/a/part/reward/mean@1"] == 4.0
+    assert names["val-aux/a/part/acc/mean@1"] == 1.0
