@@ -119,6 +119,8 @@ def _alarm(found: Lengths, ended_mean: float) -> str:
         text += f"; those dropped had {found.dropped_mean:.1f} tokens"
     if found.unfinished:
         text += f", and {found.unfinished} more were never finished: they are longer still"
+    if found.shift > 0:  # not by lateness, which drops the long ones
+        return f"{text}. Short answers were dropped, as buffer.filters do with prompts that are too easy or too hard"
     return f"{text}. The model does not learn from them: raise buffer.late_timeout_s or buffer.max_staleness"
 
 

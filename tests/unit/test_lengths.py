@@ -43,6 +43,18 @@ def test_long_answers_that_are_dropped_ring_the_alarm() -> None:
     assert sum(bucket.made for bucket in found.groups) == 200
 
 
+def test_short_answers_that_are_dropped_are_not_called_late() -> None:
+    turned = {"trained": "dropped", "dropped": "trained"}
+    found = compare(
+        [
+            msgspec.structs.replace(one, fate=turned[one.fate], steps=(1,) * (one.fate == "dropped"))
+            for one in stories(100)
+        ]
+    )
+    assert "longer than all that ended" in found.alarm and "buffer.filters" in found.alarm
+    assert "late_timeout_s" not in found.alarm
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_drops_of_any_length_do_not(seed: int) -> None:
     rng = random.Random(seed)
