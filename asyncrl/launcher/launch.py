@@ -148,7 +148,7 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
         plans = plan(
             homed, roles, config_path=path, joining=joining, python_path=python_path(), devices=devices.find_devices()
         )
-        _print(f"run {run.root}: {what_starts(config, roles)}")
+        _print(f"run {run.root}: {what_starts(config, roles, judges)}")
         for note in (*checked.missing, *checked.notes):
             _print(f"note: {note}")
         leads = "learner" in roles and not options.node_rank

@@ -124,29 +124,33 @@ def _evaluation_findings(config: Config) -> list[Finding]:
     ]
 
 
-def what_starts(config: Config, roles: Sequence[str]) -> str:
-    """`1 buffer (sqlite), 1 weightsync, 2 producers (hf), 1 reward worker, 1 learner x 1 rank = 6 processes`."""
+def what_starts(config: Config, roles: Sequence[str], judges: tuple[str, ...] | None = None) -> str:
+    """`1 buffer (sqlite), 1 weightsync, 2 producers (hf), 1 reward worker, 1 learner x 1 rank = 6 processes`. `judges`:
+    whose workers start; None: of all.
+    """
     words = {
         "buffer": f"1 buffer ({config.buffer.store})",
         "weightsync": f"1 weightsync ({config.weightsync.transport})",
         "producer": f"{_many(config.producers.count, 'producer')} ({config.producers.engine})",
         "evaluator": _many(config.evaluation.evaluators, "evaluator"),
-        "reward": _reward_workers(config),
+        "reward": _reward_workers(config, judges),
         "learner": f"1 learner x {_many(config.learner.ranks, 'rank')} ({config.learner.backend})",
     }
     chosen = [role for role in present_roles(TARGETS["all"], config) if role in roles]
-    total = sum(len(process_names(role, config)) if role != "learner" else config.learner.ranks for role in chosen)
+    ranks = config.learner.ranks
+    total = sum(ranks if role == "learner" else len(process_names(role, config, judges=judges)) for role in chosen)
     return f"{', '.join(words[role] for role in chosen)} = {_many(total, 'process', 'es')}"
 
 
-def _reward_workers(config: Config) -> str:
-    """`1 reward worker`; with several judges `3 reward workers (1 default, 2 slow)`."""
-    judges = [judge for judge in list_judges(config) if judge.teacher is None]
-    teachers = ", ".join(f"{_many(one.count, 'teacher')} ({one.name})" for one in config.teacher)
-    if not judges:
-        return teachers
+def _reward_workers(config: Config, names: tuple[str, ...] | None) -> str:
+    """`1 reward worker`; with several judges `3 reward workers (1 default, 2 slow)`, with a teacher `..., 1 teacher (big)`."""
+    every = [judge for judge in list_judges(config) if names is None or judge.name in names]
+    judges = [judge for judge in every if judge.teacher is None]
+    teachers = [f"{_many(judge.count, 'teacher')} ({judge.name})" for judge in every if judge.teacher is not None]
+    if teachers and not judges:
+        return ", ".join(teachers)
     of = f" ({', '.join(f'{judge.count} {judge.display_name}' for judge in judges)})" if len(judges) > 1 else ""
-    return _many(sum(judge.count for judge in judges), "reward worker") + of + (f", {teachers}" if teachers else "")
+    return ", ".join([_many(sum(judge.count for judge in judges), "reward worker") + of, *teachers])
 
 
 def _many(count: int, word: str, ending: str = "s") -> str:

@@ -16,7 +16,9 @@ from made_batches import a_batch, a_group, a_sample
 from asyncrl.config import AlgorithmConfig, parse
 from asyncrl.config.judges import judges_for, list_judges, teacher_of
 from asyncrl.config.sections.teacher import DistillationConfig
-from asyncrl.errors import ConfigErrors
+from asyncrl.errors import ConfigError, ConfigErrors
+from asyncrl.preflight.derived import what_starts
+from asyncrl.process_plan.plan import only_judges, process_names
 from asyncrl.wire.batch_arrays import Teaching
 from learners.algorithms.aggregation import Denominators
 from learners.algorithms.kl import top_jsd
@@ -221,6 +223,16 @@ def test_teachers_are_asked_by_data_source() -> None:
     assert judges_for("math", rules) == ("", "maths") and judges_for("other", rules) == ("",)
     alone = parse(BARE, overrides=[TEACHER, "reward=[]"])
     assert [judge.name for judge in list_judges(alone)] == ["big"], "no reward is needed beside a teacher"
+
+
+def test_teachers_are_started_alone_or_with_the_reward_workers() -> None:
+    config = parse(BARE, overrides=[TWO])
+    assert only_judges(config, "teachers", "") == ("maths", "coder") and only_judges(config, "rewards", "") is None
+    assert what_starts(config, ["reward"]) == "1 reward worker, 1 teacher (maths), 1 teacher (coder) = 3 processes"
+    assert what_starts(config, ["reward"], ("coder",)) == "1 teacher (coder) = 1 process"
+    assert process_names("reward", config) == ["reward-0", "teacher-maths-0", "teacher-coder-0"]
+    with pytest.raises(ConfigError, match="no teachers"):
+        only_judges(parse(BARE), "teachers", "")
 
 
 @pytest.mark.parametrize(
