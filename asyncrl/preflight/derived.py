@@ -143,7 +143,7 @@ def what_starts(config: Config, roles: Sequence[str], judges: tuple[str, ...] | 
 
 
 def _reward_workers(config: Config, names: tuple[str, ...] | None) -> str:
-    """`1 reward worker`; with several judges `3 reward workers (1 default, 2 slow)`; with a teacher `1 teacher (big)`, too."""
+    """`1 reward worker`; of several judges `3 reward workers (1 default, 2 slow)`; teachers as `1 teacher (big)`."""
     every = [judge for judge in list_judges(config) if names is None or judge.name in names]
     judges = [judge for judge in every if judge.teacher is None]
     teachers = [f"{_many(judge.count, 'teacher')} ({judge.name})" for judge in every if judge.teacher is not None]

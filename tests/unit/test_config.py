@@ -117,6 +117,7 @@ def test_every_setting_has_a_reader() -> None:
         "max_groups_in_flight": "groups_in_flight(",
         "pipeline_depth": ".depth",
         "name": ".label",
+        **dict.fromkeys(("chosen_key", "rejected_key", "completion_key", "response_key"), "answer_keys("),
         **dict.fromkeys(("advantage_options", "loss_options", "correction_options"), "_options"),
     }
     unread = [

@@ -255,7 +255,7 @@ def test_every_judge_has_workers_of_its_own(tmp_path: Path) -> None:
         ("reward-slow-1", "slow"),
     ]
     assert "--judge" not in plans[0].argv and plans[1].argv[-2:] == ("--judge", "slow") and plans[1].restarts == 9
-    joining = Joining(tag="x", judge="slow")
+    joining = Joining(tag="x", judges=("slow",))
     mine = plan(made, TARGETS["rewards"], config_path=tmp_path / "c.toml", joining=joining)
     assert [p.name for p in mine] == ["reward-x-slow-0", "reward-x-slow-1"]
 
