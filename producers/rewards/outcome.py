@@ -61,6 +61,11 @@ class JudgeSettings(msgspec.Struct, frozen=True):
     prompt_key: str
     teacher: TeacherSettings | None = None  # None: it gives rewards
 
+    @property
+    def sees_images(self) -> bool:
+        """Whether it looks at the images of a sample."""
+        return self.teacher is None and self.table.sees_images
+
 
 class Model(Protocol):
     """A judge. It runs on the event loop of its own process."""

@@ -128,8 +128,9 @@ class Scorer:
 
     @property
     def sees_images(self) -> bool:
-        """Whether a function may look at the images of a sample."""
-        return self._setup.judge is None and sees_images(spec.function for spec in self._setup.functions)
+        """Whether a function, or the judge, may look at the images of a sample."""
+        judge = self._setup.judge
+        return judge.sees_images if judge else sees_images(spec.function for spec in self._setup.functions)
 
     def score(
         self,

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
+from PIL import Image
 
 from asyncrl.config.sections.reward import JudgeConfig
 from asyncrl.errors import ConfigError
+from asyncrl.images.digests import image_digest
 from producers.rewards.judges import rate_limit as pace
 from producers.rewards.judges.remote import Remote, read_api_key
+from producers.rewards.judges.templates import judge_messages, open_references
 from producers.rewards.outcome import JudgeSettings, Outcome, Problem, Verdict
+from producers.rewards.pipe import FunctionSpec, Result
 from producers.rewards.sample import RewardSample
+from producers.rewards.scorer import Scorer
 
 Handler = Callable[[int, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -258,3 +267,65 @@ def test_the_key_comes_from_the_environment_or_a_private_file(tmp_path: Path, mo
         key(api_key_file=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="NOT_THERE is not set"):
         key(api_key_env="NOT_THERE")
+
+
+def test_pictures_stand_in_the_question(tmp_path: Path) -> None:
+    """Those of the row and of later turns, as a reward worker's child gets them: by digest, with the bytes apart."""
+    pictures = [picture(colour) for colour in ("red", "blue", "green")]
+    digests = [image_digest(data) for data in pictures]
+    row = {"answer": "4", "images": digests[:2]}
+    asked = msgspec.structs.replace(sample("two"), row=row, images=[digests[2]])
+    shown = open_references(asked, dict(zip(digests, pictures, strict=True)))
+    table = JudgeConfig("grader", kind="url", model="big", url="http://h/v1", prompt="See {images}: is it {response}?")
+    [message] = judge_messages(table, shown)
+    first, *middle, last = message["content"]
+    assert (first["text"], last["text"]) == ("See ", ": is it two?")
+    for part, data in zip(middle, pictures, strict=True):
+        kind, _, coded = part["image_url"]["url"].partition(";base64,")
+        assert kind == "data:image/png" and base64.b64decode(coded) == data
+    assert table.sees_images and not JudgeConfig("g", kind="url", prompt="{response}").sees_images
+    assert not JudgeConfig("g", kind="generative", prompt="{images} {response}").sees_images
+    with pytest.raises(Problem, match="missing"):
+        open_references(asked, {})
+
+
+def picture(colour: str) -> bytes:
+    made = io.BytesIO()
+    Image.new("RGB", (4, 4), colour).save(made, "PNG")
+    return made.getvalue()
+
+
+def test_the_child_of_a_worker_hands_the_pictures_over() -> None:
+    bodies: list[Any] = []
+
+    async def look(request: web.Request) -> web.Response:
+        bodies.append((await request.json())["messages"])
+        return answer("Score: 7")
+
+    data = picture("red")
+    digest = image_digest(data)
+    results: list[Result] = []
+
+    async def whole() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", look)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        table = JudgeConfig("grader", kind="url", model="big", url=url, prompt="{images}{response}?")
+        settings = JudgeSettings(table, 30.0, "policy", "float32", "prompt")
+        scorer = Scorer([FunctionSpec("", "grader")], prompt_key="prompt", timeout_s=30.0, judge=settings)
+        assert scorer.sees_images
+        with ThreadPoolExecutor(1) as pool:  # the child ends with the thread that made it
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(pool, scorer.start)
+            asked = msgspec.structs.replace(sample("red"), row={"images": [digest]})
+            await loop.run_in_executor(pool, scorer.score, [asked], results.append, {digest: data})
+            scorer.close()
+        await runner.cleanup()
+
+    asyncio.run(whole())
+    assert [one.reward for one in results] == [7.0], results
+    [[message]] = bodies
+    assert [part["type"] for part in message["content"]] == ["image_url", "text"]

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from asyncrl.errors import AsyncRLError
 from producers.rewards.child import applies, open_pipe
+from producers.rewards.judges.templates import open_references
 from producers.rewards.outcome import JudgeSettings, Model, Outcome, Problem
 from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
 from producers.rewards.sample import RewardSample
@@ -72,11 +73,12 @@ async def serve(setup: Setup, pipe: Pipe) -> int:
             assert isinstance(job, Job)
             pipe.send(Begin(WHOLE_BATCH, setup.judge.table.name))
             samples = job.samples
+            images = job.images if setup.judge.sees_images else None
 
             def report(place: int, outcome: Outcome, samples: Sequence[RewardSample] = samples) -> None:
                 pipe.send(make_result(place, samples[place], outcome, setup.functions))
 
-            await model.score(samples, report)
+            await model.score(samples if images is None else [open_references(one, images) for one in samples], report)
             sys.stdout.flush()
     except Closed:
         return 0

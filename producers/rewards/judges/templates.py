@@ -2,7 +2,8 @@
 
 Guarantees:
 1. `{prompt}`, `{response}`, `{ground_truth}`, `{columns}` (the row as JSON) and names of columns are replaced; other
-   braces are text, and so are braces in a response;
+   braces are text, and so are braces in a response. `{images}` stands for the pictures of the prompt and those that an
+   environment showed later, for a judge behind a URL;
 2. an answer without a number, or with one outside of the range, is `unparsed`; it is never 0.
 
 Example: pattern `Score: (\\d+)` in "Score: 3 ... no, Score: 7" gives 7: the last match counts.
@@ -10,14 +11,17 @@ Example: pattern `Score: (\\d+)` in "Score: 3 ... no, Score: 7" gives 7: the las
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from asyncrl.config.sections.reward import FIELD, JudgeConfig
+from asyncrl.images.digests import IMAGES, image_digests
 from producers.rewards.outcome import Problem, Verdict
 from producers.rewards.sample import RewardSample
 
@@ -50,10 +54,44 @@ def column_text(value: object) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def judge_messages(table: JudgeConfig, sample: RewardSample) -> list[dict[str, str]]:
-    """The question as chat messages."""
+def judge_messages(table: JudgeConfig, sample: RewardSample) -> list[dict[str, Any]]:
+    """The question as chat messages. Images of the sample are encoded bytes here (`open_references`)."""
     system = [{"role": "system", "content": table.system}] if table.system else []
-    return [*system, {"role": "user", "content": render(table.prompt, sample)}]
+    content: Any = _content(table.prompt, sample) if table.sees_images else render(table.prompt, sample)
+    return [*system, {"role": "user", "content": content}]
+
+
+def _content(template: str, sample: RewardSample) -> list[dict[str, Any]]:
+    """The parts of a message with pictures."""
+    pictures = [
+        {"type": "image_url", "image_url": {"url": data_uri(image)}}
+        for image in (*(sample.row.get(IMAGES) or ()), *sample.images)
+    ]
+    parts: list[dict[str, Any]] = []
+    for number, piece in enumerate(template.split("{images}")):
+        parts += pictures if number else []
+        parts += [{"type": "text", "text": render(piece, sample)}] if piece else []
+    return parts
+
+
+def data_uri(image: bytes) -> str:
+    """An encoded image as a data URI.
+
+    >>> data_uri(b"GIF89a")
+    'data:image/gif;base64,R0lGODlh'
+    """
+    kinds = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
+    kind = next((name for start, name in kinds.items() if image.startswith(start)), "png")
+    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+
+
+def open_references(sample: RewardSample, images: Mapping[str, bytes]) -> RewardSample:
+    """The sample with encoded images instead of their digests. Raises Problem if one is missing."""
+    try:
+        row = {**sample.row, IMAGES: [images[digest] for digest in image_digests(sample.row)]}
+        return msgspec.structs.replace(sample, row=row, images=[images[digest] for digest in sample.images])
+    except KeyError as error:
+        raise Problem("raised", f"image {str(error)[1:9]} is missing") from None
 
 
 def number_in(table: JudgeConfig, text: str) -> Verdict:
