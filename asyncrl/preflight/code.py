@@ -252,6 +252,10 @@ def check_models(config: Config) -> Iterator[AsyncRLError]:
             yield ConfigError("config.file", f"api_key_file {table.api_key_file!r} is missing", where=where)
     for teacher in config.teacher:
         where = f"teacher {teacher.name!r}"
+        vocabulary, top_k = model_json(config.model.path).get("vocab_size"), config.learner.distillation.asked_top_k
+        if isinstance(vocabulary, int) and top_k > vocabulary:
+            what = f"learner.distillation.top_k = {top_k}, and the vocabulary has {vocabulary} tokens"
+            yield ConfigError("config.conflict", what, where="learner.distillation.top_k")
         if not teacher.url and (problem := _teacher_problem(Path(teacher.model), Path(config.model.path))):
             yield ConfigError("config.model", f"{teacher.model!r}: {problem}", where=where)
         if teacher.api_key_file and not Path(teacher.api_key_file).is_file():

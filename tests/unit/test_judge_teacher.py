@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
+from bare_config import BARE
 from transformers import AutoModelForCausalLM
 
+from asyncrl.config import parse
 from asyncrl.config.sections.reward import JudgeConfig
-from asyncrl.preflight.code import tokenizer_entries
+from asyncrl.preflight.code import check_models, tokenizer_entries
 from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 from producers.rewards.judges.teacher import make_teacher
 from producers.rewards.outcome import JudgeSettings, Outcome, Problem, TeacherSettings, Verdict
@@ -115,6 +117,22 @@ def test_the_version_tells_models_apart(folder: Path, tmp_path: Path) -> None:
     versions = {make_teacher(*settings(one)).version() for one in (folder, tmp_path)}
     assert len(versions) == 2
     assert tokenizer_entries(folder) == tokenizer_entries(tmp_path) != {}
+
+
+def test_a_teacher_that_cannot_teach_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = make_tokenizer(tmp_path / "other", characters="xyz")
+    save_model(
+        tmp_path / "other", make_tiny_qwen3(len(other), seed=4, layers=2, hidden_size=32, head_dim=8, mlp_size=64)
+    )
+
+    def problems(teacher: Path, *more: str) -> str:
+        settings = (f'model.path="{folder}"', f'teacher=[{{name="big", model="{teacher}"}}]', *more)
+        return " ".join(error.message for error in check_models(parse(BARE, overrides=list(settings))))
+
+    assert problems(folder) == ""
+    assert "must share a vocabulary" in problems(tmp_path / "other")
+    assert "no config.json" in problems(tmp_path)
+    assert "top_k = 9999" in problems(folder, "learner.distillation.loss=jsd", "learner.distillation.top_k=9999")
 
 
 # ---------------------------------------------------------------- servers

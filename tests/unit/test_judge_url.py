@@ -286,7 +286,7 @@ def test_pictures_stand_in_the_question(tmp_path: Path) -> None:
     assert table.sees_images and not JudgeConfig("g", kind="url", prompt="{response}").sees_images
     assert not JudgeConfig("g", kind="generative", prompt="{images} {response}").sees_images
     with pytest.raises(Problem, match="missing"):
-        open_references(asked, {})
+        judge_messages(table, open_references(asked, {}))
 
 
 def picture(colour: str) -> bytes:

@@ -62,11 +62,11 @@ def judge_messages(table: JudgeConfig, sample: RewardSample) -> list[dict[str, A
 
 
 def _content(template: str, sample: RewardSample) -> list[dict[str, Any]]:
-    """The parts of a message with pictures."""
-    pictures = [
-        {"type": "image_url", "image_url": {"url": data_uri(image)}}
-        for image in (*(sample.row.get(IMAGES) or ()), *sample.images)
-    ]
+    """The parts of a message with pictures. Raises Problem if one is missing: its sample is never judged without."""
+    shown = (*(sample.row.get(IMAGES) or ()), *sample.images)
+    if missing := next((image for image in shown if isinstance(image, str)), ""):
+        raise Problem("raised", f"image {missing[:8]} is missing")
+    pictures = [{"type": "image_url", "image_url": {"url": data_uri(image)}} for image in shown]
     parts: list[dict[str, Any]] = []
     for number, piece in enumerate(template.split("{images}")):
         parts += pictures if number else []
@@ -86,12 +86,11 @@ def data_uri(image: bytes) -> str:
 
 
 def open_references(sample: RewardSample, images: Mapping[str, bytes]) -> RewardSample:
-    """The sample with encoded images instead of their digests. Raises Problem if one is missing."""
-    try:
-        row = {**sample.row, IMAGES: [images[digest] for digest in image_digests(sample.row)]}
-        return msgspec.structs.replace(sample, row=row, images=[images[digest] for digest in sample.images])
-    except KeyError as error:
-        raise Problem("raised", f"image {str(error)[1:9]} is missing") from None
+    """The sample with encoded images instead of their digests; one that is missing stays a digest, and its question is
+    a failure.
+    """
+    row = {**sample.row, IMAGES: [images.get(digest, digest) for digest in image_digests(sample.row)]}
+    return msgspec.structs.replace(sample, row=row, images=[images.get(digest, digest) for digest in sample.images])
 
 
 def number_in(table: JudgeConfig, text: str) -> Verdict:
