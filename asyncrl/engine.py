@@ -20,7 +20,7 @@ runs ((7, 2),)), (start 2, runs ((7, 1), (8, 1))), (start 4, 1 token, runs ((8, 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -58,6 +58,7 @@ class GenRequest(msgspec.Struct, frozen=True):
     delta_tokens: int = 0  # send a delta after about that many new tokens; 0: one delta at the end
     priority: int = 0  # smaller first, if the engine can; else in the order of arrival
     support: bool = False  # record the support of each draw; log-probs are then of the distribution over it
+    experts: bool = False  # record the experts that each token went through
     version: int = -1  # the version that makes every token, if the engine keeps it (`Keeping`); -1: the current one
     images: tuple[bytes, ...] = ()  # encoded images, in the order of their placeholders in `prompt_ids`
     #: Where the last of the images begin in `prompt_ids`; the others have its first placeholders. A placeholder that is
@@ -71,6 +72,8 @@ class GenDelta(msgspec.Struct, frozen=True):
 
     `support`: the ids that top-p, top-k and min-p left for each token, if the request wants it.
     `finish`: empty while more will come, else stop (a stop token), length (`max_new_tokens`) or abort.
+    `experts`: with `finish`, if the request wants them and one version made all tokens: the experts that each token of
+    the prompt and of the response but the last went through, u1 or i2 `[P + T - 1, layers, chosen]`.
     """
 
     id: str
@@ -81,6 +84,7 @@ class GenDelta(msgspec.Struct, frozen=True):
     finish: str
     start: int = 0
     support: Support | None = None
+    experts: npt.NDArray[Any] | None = None
 
 
 class EngineHealth(msgspec.Struct, frozen=True):
@@ -113,6 +117,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True):
     continues: bool = False  # a sample with `begun` gets the same tokens as without the interruption
     priority: bool = False
     supports: bool = False  # it records the support of draws (`GenRequest.support`); others refuse such a request
+    experts: bool = False  # it records chosen experts (`GenRequest.experts`); others refuse such a request
     seeded: bool = True  # the same seed and index give the same tokens, whatever else is decoded
     images: bool = False  # it takes `GenRequest.images`; others refuse such a request
     image_turns: bool = False  # and images with sampled tokens among them (`GenRequest.image_places`)
@@ -233,7 +238,9 @@ def join_deltas(deltas: Iterable[GenDelta]) -> GenDelta:
     last = parts[-1]
     tokens, logprobs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("token_ids", "logprobs"))
     support = join_supports((part.support, len(part.token_ids)) for part in parts)
-    return GenDelta(last.id, last.index, tokens, logprobs, tuple(runs), last.finish, support=support)
+    return GenDelta(
+        last.id, last.index, tokens, logprobs, tuple(runs), last.finish, support=support, experts=last.experts
+    )
 
 
 joined = join_deltas  # old name, for engines of third parties

@@ -123,6 +123,19 @@ def draw(rows: int, rounds: int) -> dict[str, float]:
     return {**figures, "ids_per_token": float(kept[0].sum() / rows)}
 
 
+def write(path: Path, what: str, shape: dict[str, Any], figures: dict[str, Any]) -> None:
+    """The results file."""
+    report = {
+        "what": what,
+        "command": " ".join(["python", *sys.argv]), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "shape": shape, "figures": figures,
+        "machine": {"cores": os.cpu_count(), "load_1m": os.getloadavg()[0], "platform": platform.platform()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
@@ -141,15 +154,8 @@ def main() -> None:
         print(mean, figures[f"mean_{mean}"], flush=True)
     figures["draw"] = draw(16, given.rounds)
     print(figures["draw"])
-    report = {
-        "what": "supports of truncated draws: bytes per token, coding, step of the learner, draw of the hf engine",
-        "command": " ".join(["python", *sys.argv]), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "shape": {"tokens": given.tokens, "hidden": given.width, "vocabulary": VOCABULARY}, "figures": figures,
-        "machine": {"cores": os.cpu_count(), "load_1m": os.getloadavg()[0], "platform": platform.platform()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-    }  # fmt: skip
-    given.results.parent.mkdir(parents=True, exist_ok=True)
-    given.results.write_text(json.dumps(report, indent=1) + "\n")
+    what = "supports of truncated draws: bytes per token, coding, step of the learner, draw of the hf engine"
+    write(given.results, what, {"tokens": given.tokens, "hidden": given.width, "vocabulary": VOCABULARY}, figures)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,10 @@ import numpy.typing as npt
 from asyncrl.config import Config
 from asyncrl.config.judges import teacher_of
 from asyncrl.config.mode import publishes, streams
+from asyncrl.config.model_facts import experts_shape
 from asyncrl.errors import AsyncRLError, StateLost, Unavailable
 from asyncrl.runtime.failpoints import failpoint
+from asyncrl.runtime.model_folder import model_json
 from asyncrl.runtime.role import Stop
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import NotYet
@@ -89,6 +91,7 @@ class Services:
         self._fingerprint = fingerprint
         self._heart = heart
         self._vocabulary = vocabulary  # 0: unknown
+        self._routing = experts_shape(model_json(config.model.path) if config.learner.router_replay else {})
         self._history = ""  # head of the history's chain, as told with the newest commit
         self.fetch_s = 0.0  # time to read and check the payloads of the newest batch
         self._publishes = not streams(config)
@@ -215,7 +218,8 @@ class Services:
         bad = dict(batch.invalid)
         for group in batch.groups:
             teacher = teacher_of(self._config, str(group.row.get("data_source") or ""))
-            if why := unusable(group, max_tokens=limit, vocabulary=self._vocabulary, teacher=teacher):
+            why = unusable(group, max_tokens=limit, vocabulary=self._vocabulary, teacher=teacher, routing=self._routing)
+            if why:
                 bad[group.group] = why
         for number, why in bad.items():
             self.quarantine(batch.step, number, why)

@@ -14,8 +14,9 @@ import sys
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.config.capabilities import NO_SECOND, refuse, refuse_cuts
+from asyncrl.config.capabilities import NO_CHOICES, NO_SECOND, refuse, refuse_cuts
 from asyncrl.config.mode import demonstrates, streams
+from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.net.frames import keep_memory
 from asyncrl.plugins import find
@@ -76,11 +77,18 @@ def make_parts(
     return producer, receiver
 
 
-def refuse_lane(config: Config, *, able: bool) -> None:
-    """Raise `config.conflict` if evaluations need second weights and the engine, of any package, has none."""
-    if config.evaluation.second_weights and not able:
-        what = f"evaluation.lane = 'second_weights': producers.engine = {config.producers.engine!r} {NO_SECOND[0]}"
-        raise ConfigError("config.conflict", what, where="evaluation.lane", remedy=NO_SECOND[1])
+def refuse_unable(config: Config, able: EngineCapabilities) -> None:
+    """Raise `config.conflict` if an engine of any package cannot do what is asked for: record the experts of a token,
+    or keep second weights for evaluations.
+    """
+    asked = [
+        ("learner.router_replay", config.learner.router_replay and not able.experts, NO_CHOICES),
+        ("evaluation.lane", config.evaluation.second_weights and not able.second_weights, NO_SECOND),
+    ]
+    for key, refused, (why, remedy) in asked:
+        if refused:
+            what = f"{key}: producers.engine = {config.producers.engine!r} {why}"
+            raise ConfigError("config.conflict", what, where=key, remedy=remedy)
 
 
 async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evaluates: bool = False) -> None:
@@ -108,7 +116,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evalu
         await engine.start()
         if kind == "producer":  # nothing is trained on what an evaluator samples
             refuse_cuts(config, able=engine.capabilities().supports, key="producers.engine")
-        refuse_lane(config, able=engine.capabilities().second_weights)
+        refuse_unable(config, engine.capabilities())
         print(f"{kind} {args.name}: pid {os.getpid()} on {socket.gethostname()}, engine ready", flush=True)
         tasks = [
             asyncio.create_task(work)

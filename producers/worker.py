@@ -241,8 +241,7 @@ class Producer:
             await self._play(lease, row, trail, sampling, deliver)
         except EnvironmentFailure as failure:
             print(f"group {lease.group}: {failure.reason}", flush=True)
-            reason = failure.reason[:REASON_LETTERS]
-            await self._patiently(lambda: self.client.give_back([lease], reason=reason))
+            await self._patiently(lambda: self.client.give_back([lease], reason=failure.reason[:REASON_LETTERS]))
 
     async def _store(self, images: dict[str, bytes]) -> None:
         await self._patiently(lambda: self.client.store_images(images))
@@ -259,6 +258,7 @@ class Producer:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             support=sampling.wants_support,
+            experts=self.config.learner.router_replay and not is_evaluation(lease.group),
             stop_ids=self.tokenizer.eos_ids,
             delta_tokens=0 if is_evaluation(lease.group) else self.config.producers.checkpoint_tokens,
             version=version,

@@ -179,6 +179,7 @@ FEATURES: dict[str, Feature] = {
         lambda c, _: f"{c.sampling.cut} with sampling.truncation = 'exact'" if c.sampling.wants_support else "",
     ),
     "second_weights": _value("evaluation.lane", "second_weights"),
+    "router_replay": _switch("learner.router_replay"),
     # of a model folder
     "mixture_of_experts": _model(
         "a mixture of experts", lambda m: f"mixture of experts ({count_experts(m)})" if count_experts(m) else ""
@@ -211,8 +212,8 @@ FEATURES: dict[str, Feature] = {
 }  # fmt: skip
 SENSES = ("senses", "tile_senses", "other_senses")
 #: Features that a learner or an engine is asked for.
-OF_ENGINES = ("adapter", "exact_truncation", "second_weights", *SENSES, "encoder_decoder")
-OF_LEARNERS = tuple(name for name in FEATURES if name not in OF_ENGINES[:3])
+OF_ENGINES = ("adapter", "exact_truncation", "second_weights", "router_replay", *SENSES, "encoder_decoder")
+OF_LEARNERS = tuple(name for name in FEATURES if name not in OF_ENGINES[:4])
 
 # ---------------------------------------------------------------- refusals
 
@@ -227,6 +228,7 @@ NO_SUPPORT = (
     "set sampling.truncation = 'biased' if you accept the bias, or sample without a cut",
 )
 NO_SECOND = ("keeps no version next to a newer one", "set evaluation.lane = 'before_swap' or 'evaluators'")
+NO_CHOICES = ("does not record the experts of a token", "set learner.router_replay = false, or use the engine hf")
 SPLIT = "cannot split so; it has "
 
 #: Part -> feature -> reason and remedy. What is neither here nor in `UNUSED` works.
@@ -274,6 +276,7 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
             "adapter": ("takes whole weights alone", "set learner.lora.publish = 'auto'"),
             "exact_truncation": NO_SUPPORT,
             "second_weights": NO_SECOND,
+            "router_replay": NO_CHOICES,
             **dict.fromkeys(SENSES[1:] if name == "vllm" else SENSES, NO_IMAGES),
         }
         for name in TAKE_WHOLE

@@ -15,6 +15,16 @@ def count_experts(model: Model) -> int:
     return next((found for name in names if isinstance(found := inner.get(name), int) and found > 0), 0)
 
 
+def experts_shape(model: Model) -> tuple[int, int, int]:
+    """Experts of a layer, layers (also those without experts), experts that each token goes through; 0 if unknown.
+
+    >>> experts_shape({"num_experts": 128, "num_hidden_layers": 48, "num_experts_per_tok": 8})
+    (128, 48, 8)
+    """
+    inner = model.get("text_config") or model
+    return count_experts(model), inner.get("num_hidden_layers") or 0, inner.get("num_experts_per_tok") or 0
+
+
 def list_senses(model: Model) -> list[str]:
     """Inputs other than token ids.
 

@@ -112,6 +112,9 @@ CATALOGUE: dict[str, Metric] = {
     "dropped_length_mean": Metric("tokens", "buffer", "mean length of samples whose group was dropped or quarantined"),
     "length_bias": Metric("share", "buffer", "trained mean / issued mean - 1; below -0.1 the short ones win"),
     "truncated_share": Metric("share", "learner", "samples cut by max_new_tokens"),
+    "router_replay_share": Metric(
+        "share", "learner", "samples whose experts are replayed; the others have none, or several versions made them"
+    ),
     "observed_share": Metric(
         "share", "learner", "tokens of the responses that the policy did not sample: observations"
     ),

@@ -18,7 +18,7 @@ HEALTH = frozenset({
     "truncated_share", "zero_advantage_share", "issued_length_mean", "trained_length_mean", "dropped_length_mean",
     "length_bias", "issued", "leased", "unscored", "ready", "claimed", "trained", "retired", "outstanding",
     "engine_version", "swaps", "members_committed", "round",
-    "turns", "tool_calls", "observed_share", "rows_mean", "waiting",
+    "turns", "tool_calls", "observed_share", "rows_mean", "router_replay_share", "waiting",
 })  # fmt: skip
 SPEED = frozenset({
     "wait_s", "fetch_s", "assemble_s", "proximal_s", "train_s", "publish_s", "publish_bytes", "delta_bytes", "delta_s",

@@ -39,6 +39,7 @@ from asyncrl.wire.codec import (
     encode_header,
     peek_request,
 )
+from asyncrl.wire.experts import pack_experts, unpack_experts
 from asyncrl.wire.images import FetchImages, Images, StoreImages
 from asyncrl.wire.rewards import (
     RewardFailure,
@@ -207,11 +208,13 @@ __all__ = [
     "encode_header",
     "join_supports",
     "pack_arrays",
+    "pack_experts",
     "pack_parts",
     "pack_support",
     "peek_request",
     "uncut",
     "unpack_arrays",
+    "unpack_experts",
     "unpack_support",
     "validate_samples",
 ]

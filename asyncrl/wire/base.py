@@ -10,7 +10,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 SCHEMA: Final = 1
-DTYPES: Final[dict[str, np.dtype[Any]]] = {name: np.dtype(f"<{name}") for name in ("i4", "f4", "u1", "i8")}
+DTYPES: Final[dict[str, np.dtype[Any]]] = {name: np.dtype(f"<{name}") for name in ("i4", "f4", "u1", "i8", "i2")}
 LARGEST: Final = 1 << 62  # what comes after it still fits where 64 bits are all there is
 Whole = Annotated[int, Meta(ge=0, le=LARGEST)]
 Version = Annotated[int, Meta(ge=-1, le=LARGEST)]  # -1: none yet

@@ -50,6 +50,7 @@ class SampleData(msgspec.Struct, frozen=True, gc=False):
     support: wire.Support | None = None  # of each draw; None: nothing was cut
     images: tuple[tuple[int, str], ...] = ()
     teaching: Teaching | None = None
+    experts: Any = None  # u1 or i2 `[P + T - 1, layers, chosen]`, that the tokens went through; None: not recorded
 
 
 class GroupData(msgspec.Struct, frozen=True, gc=False):
@@ -136,8 +137,9 @@ def group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
         prompt = arrays["prompt"] if prompt is None else prompt
         response, logprobs, mask = arrays["response"], arrays["logprobs"], arrays.get("mask")
         support = wire.Support(*(arrays[name] for name in SUPPORT)) if SUPPORT[0] in arrays else None
+        experts = wire.unpack_experts(arrays, [message.prompt_tokens + item.length for item in message.samples])
         start = 0
-        for item in message.samples:
+        for item, chosen in zip(message.samples, experts, strict=True):
             place = slice(start, start + item.length)
             start += item.length
             index = item.index
@@ -157,6 +159,7 @@ def group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
                 item.turns,
                 None if support is None else support.cut(place.start, place.stop),
                 item.images,
+                experts=chosen,
             )
     if prompt is None or samples.keys() != rewards.keys():
         raise WireError("wire.decode", "samples are missing")

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from asyncrl.errors import WireError
 from asyncrl.wire.arrays import unpack_arrays
 from asyncrl.wire.base import Buffer
+from asyncrl.wire.experts import NAMES as EXPERTS
+from asyncrl.wire.experts import unpack_experts
 from asyncrl.wire.rewards import TeacherLogprobs
 from asyncrl.wire.support import NAMES, Support, unpack_support
 from asyncrl.wire.work import SampleHead, Samples
@@ -32,6 +34,7 @@ class SampleLimits(msgspec.Struct, frozen=True):
     reward: float  # largest absolute reward
     scores: bool  # whether producers may send rewards, because an environment scores
     support: bool = False  # whether samples come with the support of their draws
+    experts: bool = False  # whether they may come with the experts of their tokens
 
 
 def validate_samples(
@@ -62,6 +65,8 @@ def _check_limits(head: Samples, limits: SampleLimits) -> str:
         return f"length: a row of {len(head.row)} bytes, {MOST_ROW_BYTES} are allowed"
     if any(field.name in NAMES for field in head.fields) != limits.support:
         return "support: it is missing" if limits.support else "support: no draw of this run is cut exactly"
+    if not limits.experts and any(field.name in EXPERTS for field in head.fields):
+        return "experts: this run does not replay them (learner.router_replay)"
     for sample in head.samples:
         starts = [start for start, _ in sample.rows if start] if sample.rows else []
         if len(starts) >= limits.sequences:
@@ -90,6 +95,7 @@ def checked_arrays(
     try:
         arrays = unpack_arrays(head.fields, payload)
         support = unpack_support(arrays)
+        unpack_experts(arrays, [head.prompt_tokens + sample.length for sample in head.samples])
     except WireError as error:
         return {}, f"layout: {error.message}"
     for name in ("prompt", "response", "logprobs"):

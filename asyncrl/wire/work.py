@@ -92,7 +92,8 @@ class Samples(Message, frozen=True, tag=22):
 
     The payload holds `prompt` i4 `[P]`, `response` i4 `[sum T]`, `logprobs` f4 `[sum T]` (of the distribution that was
     sampled from) and, if the policy did not sample all tokens, `mask` u1 `[sum T]`. If draws are cut exactly, it holds
-    the support of each (`asyncrl.wire.support`): log-probs are then those of the distribution over it.
+    the support of each (`asyncrl.wire.support`): log-probs are then those of the distribution over it. With routing
+    replay it holds the experts of the tokens (`asyncrl.wire.experts`).
     """
 
     producer: Name

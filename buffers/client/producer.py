@@ -219,6 +219,8 @@ def _pack_samples(
     support = wire.join_supports((sample.support, len(sample.token_ids)) for sample in samples)
     if support is not None:
         arrays |= {name: ("u1", [coded]) for name, coded in wire.pack_support(support).items()}
+    experts = wire.pack_experts([sample.experts if len(dict(sample.runs)) == 1 else None for sample in samples])
+    arrays |= {name: (array.dtype.str[1:], [array]) for name, array in experts.items()}
     return wire.pack_parts(arrays)
 
 

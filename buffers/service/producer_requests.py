@@ -34,6 +34,7 @@ def sample_limits(config: Config, max_new_tokens: int, *, guest: bool, support: 
         reward=config.reward_workers.max_reward,
         scores=not guest or streams(config) or demonstrates(config) or config.environment.scores,
         support=support,
+        experts=config.learner.router_replay,
     )
 
 

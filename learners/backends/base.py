@@ -56,6 +56,7 @@ class Micro(NamedTuple):
     top_ids: Tensor | None = None  # i8 [N, K]: their likeliest tokens
     top_logprobs: Tensor | None = None  # f4 [N, K]
     top_current: Tensor | None = None  # f4 [N, K]: the policy's log-probs of `top_ids`, with gradient
+    experts: Tensor | None = None  # i2 [R * W, layers * chosen], see `MicroBatch`
 
 
 class WeightSpec(NamedTuple):
@@ -249,6 +250,7 @@ def to_device(micro: MicroBatch, device: torch.device, vision: Vision | None = N
         siblings=long(micro.siblings),
         support=Supports.from_arrays(micro.support_counts, micro.support_ids, device),
         seen=seen,
+        experts=torch.tensor(micro.experts, device=device).view(input_ids.numel(), -1) if micro.experts.size else None,
         **_teaching(micro, device),
     )
 
@@ -265,8 +267,8 @@ def _teaching(micro: MicroBatch, device: torch.device) -> dict[str, Tensor]:
 
 
 def extra_inputs(micro: Micro) -> dict[str, Any]:
-    """Return further arguments for a policy, supports and images, if there are any: score models take none."""
-    named = {"support": micro.support, "seen": micro.seen}
+    """Return further arguments for a policy, if there are any: score models take none."""
+    named = {"support": micro.support, "seen": micro.seen, "experts": micro.experts}
     return {name: value for name, value in named.items() if value is not None}
 
 

@@ -46,9 +46,16 @@ def images_in(batch: Any, group: Any) -> tuple[bytes, ...]:
     return tuple(batch.images[digest] for digest in digests)
 
 
-def unusable(group: GroupData, *, max_tokens: int, vocabulary: int = 0, teacher: str = "") -> str:
+def unusable(
+    group: GroupData,
+    *,
+    max_tokens: int,
+    vocabulary: int = 0,
+    teacher: str = "",
+    routing: tuple[int, int, int] = (0, 0, 0),
+) -> str:
     """Return why the learner cannot train this group; empty if it can. Checks what the wire format does not. `teacher`:
-    of the group's row.
+    of the group's row; `routing`: experts, layers, and experts of a token.
     """
     for cut in estimates.iter_cuts(group.samples):
         tokens = (cut.prompt or group.prompt_ids.size) + cut.stop - cut.start
@@ -60,6 +67,8 @@ def unusable(group: GroupData, *, max_tokens: int, vocabulary: int = 0, teacher:
             return f"teacher: {teacher} has told nothing about sample {sample.index}"
         if not np.isfinite(sample.reward):
             return f"reward: sample {sample.index} has {sample.reward}"
+        if why := _misrouted(getattr(sample, "experts", None), routing):
+            return f"experts: sample {sample.index} {why}"
         if vocabulary:
             support = support_in(sample)
             kept = () if support is None else (support.ids,)
@@ -69,6 +78,15 @@ def unusable(group: GroupData, *, max_tokens: int, vocabulary: int = 0, teacher:
                 if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
                     return f"vocabulary: sample {sample.index} has a token outside 0..{vocabulary - 1}"
     return "" if group.samples else "empty: no samples"
+
+
+def _misrouted(chosen: Array | None, routing: tuple[int, int, int]) -> str:
+    if chosen is None:
+        return ""
+    experts, *shape = routing
+    if list(chosen.shape[1:]) != shape:
+        return f"has {chosen.shape[2]} in each of {chosen.shape[1]} layers, the model {shape[1]} in each of {shape[0]}"
+    return "" if 0 <= int(chosen.min()) <= int(chosen.max()) < experts else f"has one outside 0..{experts - 1}"
 
 
 def group_lag(group: GroupData, version: int) -> int:
@@ -163,6 +181,7 @@ def _sequence(
         scale=float(found.scales[of]),
         right=bool(found.right[of]),
         support=None if support is None else support.cut(cut.start, cut.stop),
+        experts=None if cut.prompt else getattr(sample, "experts", None),
         **_teaching_in(sample, place),
     )
 
@@ -205,6 +224,12 @@ def statistics(batch: ClaimedBatch, advantages: Array) -> dict[str, float]:
         # Only over samples with this reward (`data_sources`): a 0 for the others would be invented.
         stats[f"reward/{name}"] = float(np.mean([sample.parts[name] for sample in samples if name in sample.parts]))
     return stats
+
+
+def replayed_share(batch: ClaimedBatch) -> float:
+    """Return the share of the samples whose experts the engine recorded."""
+    known = [sample.experts is not None for group in batch.groups for sample in group.samples]
+    return float(np.mean(known)) if known else 0.0
 
 
 def _split_groups(sizes: Sequence[int], parts: int) -> list[slice]:

@@ -23,6 +23,7 @@ from asyncrl.wire import Field, Support, join_supports, pack_arrays, unpack_arra
 Array = npt.NDArray[Any]
 NOTHING = np.zeros(0, np.int32)
 NO_FLOATS = np.zeros(0, np.float32)
+NO_EXPERTS = np.zeros(0, np.int16)
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -46,6 +47,7 @@ class Sample(msgspec.Struct, frozen=True):
     teacher: Array | None = None  # f4 [T]: log-probs of a teacher; None: it has none
     top_ids: Array | None = None  # i4 [T, K]: the teacher's likeliest tokens
     top_logprobs: Array | None = None  # f4 [T, K]
+    experts: Array | None = None  # [P + T - 1, layers, chosen]: to replay; None: the router chooses
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
@@ -78,6 +80,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
     teacher: Array = NO_FLOATS  # f4 [N]: log-probs of teachers, NaN without one; empty: no sequence has any
     top_ids: Array = NOTHING  # i4 [N * K]: their likeliest tokens
     top_logprobs: Array = NO_FLOATS  # f4 [N * K]
+    #: i2 [R * W * layers * chosen]: experts of every token to replay, -1: the router chooses; empty: everywhere
+    experts: Array = NO_EXPERTS
 
     def drop_support(self) -> MicroBatch:
         """Return it for a model that did not sample: log-probs over the whole vocabulary."""
@@ -125,6 +129,7 @@ _FIELDS = {
     "teacher": "f4",
     "top_ids": "i4",
     "top_logprobs": "f4",
+    "experts": "i2",
 }
 
 
@@ -235,8 +240,21 @@ def _micro(
         image_counts=np.array([len(sequence.images) for sequence in sequences], np.int32) if images else NOTHING,
         images=images,
         image_places=np.array([place for one in sequences for place in _image_places(one)], np.int32),
+        experts=_experts(sequences, starts, tokens.size),
         **_teaching(sequences),
     )
+
+
+def _experts(sequences: Sequence[Sample], starts: Sequence[int], tokens: int) -> Array:
+    """What each of `tokens` places replays; the last token of a sequence went through no expert of the engine."""
+    shape = next((one.experts.shape[1:] for one in sequences if one.experts is not None), None)
+    if shape is None:
+        return NO_EXPERTS
+    found = np.full((tokens, *shape), -1, np.int16)
+    for start, one in zip(starts, sequences, strict=True):
+        if one.experts is not None:
+            found[start : start + len(one.experts)] = one.experts
+    return found.reshape(-1)
 
 
 def _teaching(sequences: Sequence[Sample]) -> dict[str, Array]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from asyncrl.config.model_facts import HEAD_CAP, HEAD_SCALES, find_head_scale
 from asyncrl.errors import ConfigError
 from asyncrl.images.forward import Seen, body_arguments, stray_placeholders
+from asyncrl.runtime.routers import Routers
 from learners.models.logprobs import (
     TokenNumbers,
     chunked_logprobs,
@@ -43,6 +44,7 @@ class PolicyModel(nn.Module):
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
         self.cap: float | None = getattr(model.config.get_text_config(), HEAD_CAP, None)
+        self.routers: Routers | None = None  # that replay choices
         self.split: Split | None = None  # rows are split over ranks (`learners.models.sequence_parallel`)
 
     def forward(
@@ -57,6 +59,7 @@ class PolicyModel(nn.Module):
         support: Supports | None = None,
         seen: Seen | None = None,
         top_ids: Tensor | None = None,
+        experts: Tensor | None = None,
     ) -> tuple[Tensor, ...] | TokenNumbers:
         """Return log-probs `[N]` and entropies `[N]` of `targets` `[N]`, each predicted at `positions` `[N]`.
 
@@ -69,9 +72,12 @@ class PolicyModel(nn.Module):
             squares: return `TokenNumbers` with sums of squares, without gradient.
             support: what each target was drawn from; ignored by `whole`.
             seen: images, of a vision-language model.
+            experts: int16 `[R * W, layers * chosen]` that `routers` replay, see `asyncrl.runtime.routers`.
             top_ids: `[N, K]`; return their log-probs `[N, K]` as a third tensor. Not with split rows or heads.
         """
         body = self.model.base_model
+        if self.routers is not None:
+            self.routers.give(experts)
         if whole:
             with self.split.disable() if self.split is not None else nullcontext(), stray_placeholders(body, seen):
                 given = {"input_ids": input_ids, "position_ids": position_ids, **body_arguments(body, seen)}

@@ -21,7 +21,7 @@ import msgspec
 from asyncrl.config import LearnerConfig
 from asyncrl.errors import AsyncRLError
 from learners.backends.base import Backend
-from learners.batch.assembly import assemble
+from learners.batch.assembly import assemble, replayed_share
 from learners.batch.bad_groups import describe_error, find_bad_groups, not_finite
 from learners.batch.estimates import Whole
 from learners.batch.micro_batches import Minibatch, StepBatch, decode_share, encode_share
@@ -164,6 +164,8 @@ class StepRunner:
                     baselines=self._baselines or None,
                 )
             )
+            if self._config.router_replay and not self._given:
+                cut.stats["router_replay_share"] = replayed_share(batch)
         except MemoryError:
             raise
         except Exception as error:  # a bad group may raise anything

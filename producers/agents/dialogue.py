@@ -321,6 +321,7 @@ def _first(delta: GenDelta, count: int) -> GenDelta:
         runs=tuple(runs),
         finish="stop",
         support=None if delta.support is None else delta.support.cut(0, count),
+        experts=None if delta.experts is None else delta.experts[: len(delta.experts) - len(delta.token_ids) + count],
     )
 
 

@@ -21,6 +21,7 @@ def request_problem(
     taken: bool,
     version: int,
     supports: bool = False,
+    experts: bool = False,
     keeps: bool = False,
     images: bool = False,
     image_turns: bool = False,
@@ -28,8 +29,8 @@ def request_problem(
     """Why no engine can take this request, empty if it can.
 
     `vocab`: number of the model's tokens, 0 if unknown; `taken`: its id is in use; `version`: that of the engine, below
-    0 before the first weights; `supports`: it records the support of draws; `keeps`: it has a second set of weights;
-    `images`, `image_turns`: as in `EngineCapabilities`.
+    0 before the first weights; `supports`: it records the support of draws; `experts`: it records chosen experts;
+    `keeps`: it has a second set of weights; `images`, `image_turns`: as in `EngineCapabilities`.
     """
     prompt, longest = request.prompt_ids, config.longest_response
     own = len(prompt) - request.begun
@@ -47,6 +48,8 @@ def request_problem(
         return "this engine takes images of prompts alone"
     if request.support and not supports:
         return "this engine does not record the support of draws (sampling.truncation = 'exact')"
+    if request.experts and not experts:
+        return "this engine does not record the experts of a token (learner.router_replay)"
     if request.version >= 0 and not keeps:
         return f"version {request.version} is wanted, and this engine has no second set of weights"
     if int(prompt.min()) < 0 or int(prompt.max()) >= vocab > 0:  # such a token would end a server

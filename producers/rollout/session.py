@@ -54,6 +54,7 @@ class _Row:
         self.pieces: list[_Piece] = []  # tokens after the prompt
         self.sampled = 0  # tokens up to the last sampled one
         self.turns: list[tuple[int, int]] = []  # (number of the turn, place after the prompt of its last token)
+        self.experts: Any = None  # of all tokens up to the last sampled one, as the last turn's pass chose them
 
     def add(self, piece: _Piece) -> None:
         self.context = np.concatenate([self.context, piece.tokens])
@@ -156,6 +157,7 @@ class Session:
         row.add(_Piece(_ids(delta.token_ids), logprobs, delta.runs, delta.support))
         row.sampled = len(row.context) - row.prompt_tokens
         row.turns.append((self.turns, row.sampled - 1))
+        row.experts = delta.experts
         self.turns += 1
         self._id, self._finish = delta.id, delta.finish or "stop"
 
@@ -188,6 +190,7 @@ class Session:
             joined.runs,
             finish or self._finish,
             support=join_supports(joined.supports),
+            experts=None if joined.rows or len(spoken) > 1 else spoken[0].experts,
         )
         mask = np.concatenate(joined.mask)
         plain = bool(mask.all()) and not joined.rows

@@ -56,6 +56,7 @@ CASE_MODULES = (
     "checkpoint_cases",
     "float16_cases",
     "vision_cases",
+    "routing_cases",
 )
 #: By the number of ranks, jobs by name.
 LAUNCHES: dict[int, dict[str, Job]] = {

@@ -88,6 +88,7 @@ ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "adapter": (("learner.lora.rank=4", "learner.lora.publish=adapter"), {}),
     "exact_truncation": (("sampling.top_p=0.9",), {}),
     "second_weights": (("evaluation.path=rows.jsonl", "evaluation.lane=second_weights"), {}),
+    "router_replay": (("learner.router_replay=true",), {"model_type": "qwen3_moe", "num_experts": 8}),
     "mixture_of_experts": ((), {"model_type": "qwen3_moe", "num_experts": 8}),
     "senses": ((), {"vision_config": {"hidden_size": 8}, "model_type": "qwen2_vl"}),
     "tile_senses": ((), {"vision_config": {"hidden_size": 8}, "model_type": "llava"}),

@@ -11,6 +11,7 @@ from bare_config import BARE
 
 from asyncrl.config import Config, parse
 from asyncrl.config.mode import evaluation_data, evaluation_sampling, is_evaluation_due, present_roles
+from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.evaluation.ids import FIRST, MAX_ROWS, evaluation_group, is_evaluation, row_seed, row_source, split_group
 from asyncrl.launcher.launch import LaunchOptions, roles_here
@@ -18,7 +19,7 @@ from asyncrl.preflight.derived import derive_findings, notes_on, what_starts
 from asyncrl.preflight.files import check_data
 from asyncrl.process_plan.plan import TARGETS, plan
 from producers.data.evaluation_prompts import HeldOutPrompts
-from producers.main import refuse_lane
+from producers.main import refuse_unable
 
 ON = "\n[evaluation]\npath = 'held.jsonl'\n"
 
@@ -95,10 +96,10 @@ def test_a_second_set_of_weights_delays_nothing_and_is_of_the_engine() -> None:
     assert "keeps their weights next to newer ones" in found["evaluations"].arithmetic
     long = made(ON, "evaluation.lane=second_weights", "evaluation.timeout_s=700")
     assert not any("training may wait" in note for note in notes_on(long, ["buffer"], cores=8))
-    refuse_lane(config, able=True)
-    refuse_lane(made(ON), able=False)
+    refuse_unable(config, EngineCapabilities("e", 1, 1, second_weights=True))
+    refuse_unable(made(ON), EngineCapabilities("e", 1, 1))
     with pytest.raises(ConfigError, match=r"producers\.engine = 'hf' keeps no version") as caught:
-        refuse_lane(config, able=False)
+        refuse_unable(config, EngineCapabilities("e", 1, 1))
     assert (caught.value.code, caught.value.where) == ("config.conflict", "evaluation.lane") and caught.value.remedy
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from asyncrl.config.model_facts import count_experts
 from asyncrl.config.rules import Conflict, conflict
 from asyncrl.config.sections.profile import parse_steps
 from asyncrl.config.tree import Config
@@ -26,6 +27,7 @@ def problems(config: Config) -> Iterator[Conflict]:
     yield from megatron_problems(config)
     yield from _lora_problems(config)
     yield from _layout_problems(config)
+    yield from _replay_problems(config)
     yield from _profile_problems(config)
 
 
@@ -65,6 +67,20 @@ def _layout_problems(config: Config) -> Iterator[Conflict]:
             )
 
 
+def _replay_problems(config: Config) -> Iterator[Conflict]:
+    learner, here = config.learner, "learner.router_replay"
+    if not learner.router_replay:
+        return
+    if learner.backend != "fsdp2":
+        yield conflict(here, f"{here} with learner.backend = {learner.backend!r} is not supported: use fsdp2")
+    if learner.mode != "rl":
+        yield conflict(here, f"{here} with learner.mode = {learner.mode!r}: an engine chooses experts in mode rl alone")
+    if learner.compile:
+        yield conflict(here, f"{here} with learner.compile is not supported")
+    if learner.parallel.sequence > 1:
+        yield conflict(here, f"{here} with learner.parallel.sequence is not supported: rows must be whole")
+
+
 def _optimizer_problems(config: Config) -> Iterator[Conflict]:
     """Features that only support weights sharded by FSDP alone."""
     learner = config.learner
@@ -87,6 +103,8 @@ def model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflic
     parallel = config.learner.parallel
     model = model.get("text_config") or model
     yield from _megatron_model_problems(config, model)
+    if config.learner.router_replay and model and not count_experts(model):
+        yield conflict("learner.router_replay", "learner.router_replay: the model is no mixture of experts")
     heads = model.get("num_attention_heads")
     counts = {
         "num_attention_heads": (heads, ("tensor", "sequence")),

@@ -124,6 +124,7 @@ class LearnerConfig(Section, frozen=True):
     offload_idle: bool = False  # also other models, and the optimizer states between updates
     load: Literal["auto", "parts", "whole"] = "auto"  # start weights: each rank its part, or all; auto: by files
     liger: bool = False  # fused norms and activations of liger-kernel, on CUDA devices
+    router_replay: bool = False  # a mixture of experts: log-probs with the experts that the engine chose (R3)
     compile: bool = False  # torch.compile of every decoder layer: minutes at the start, then faster steps
     checkpoint_every: Positive = 20  # steps between checkpoints
     checkpoint_keep: Positive = 2  # newest checkpoints to keep

@@ -21,12 +21,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.config.capabilities import refuse
 from asyncrl.config.mode import sends_adapters
 from asyncrl.runtime.model_folder import model_json
+from asyncrl.runtime.routers import Routers
 from learners.backends.base import (
     DTYPES,
     LossFunction,
@@ -64,7 +66,7 @@ from learners.backends.fsdp2.sharded_module import PLAIN, Rests, Sharded, View
 from learners.backends.hf_folder import write_folder
 from learners.backends.sharded_checkpoint import HostShard, host_shard, load_shards, read_about
 from learners.backends.vision import Vision, freeze_parts
-from learners.batch.micro_batches import MicroBatch, packed_row, padded_rows
+from learners.batch.micro_batches import NO_EXPERTS, MicroBatch, packed_row, padded_rows
 from learners.gang.gang import Gang
 from learners.models.logprobs import TokenNumbers
 
@@ -85,6 +87,8 @@ class FSDP2Backend:
         freeze_parts(hf, config.learner.vision)
         self._view: View = PLAIN if self._lora is None else Leaving(self._lora, merged=True)
         self._policy = make_policy(hf, config)
+        if config.learner.router_replay:
+            self._policy.routers = Routers(hf)
         self._reference: Reference | None = None  # created on first use
         self._units, split = shard(self._policy, config, gang)
         optimizer = build_optimizer(self._policy, self._units, config.learner.optim, config, gang.device)
@@ -162,7 +166,7 @@ class FSDP2Backend:
         """With adapters, their base is the reference."""
         if self._lora is not None:
             with self._lora.disable():
-                return self.forward_logprobs(micro)
+                return self.forward_logprobs([replace(piece, experts=NO_EXPERTS) for piece in micro])
         if self._reference is None:
             self._reference = Reference(self._config, self._gang)
         return self._reference.logprobs(micro)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.engine import GenDelta, GenRequest
+from asyncrl.runtime.routers import Routers
 from producers.engines.hf.cache_interface import Memory, Prompt, pieces
 from producers.engines.hf.sampling import Cut, Drawn, sample
 from producers.engines.hf.slots import TOP_K, SlotTable
@@ -33,14 +34,15 @@ PREFILL_GROUPS = 16  # prompts to prefill in advance
 
 class Prefix:
     """The cache of a prompt without its last token, made after swap `era`; `kept` None: it has one token. `shift`: of
-    the positions after it."""
+    the positions after it; `experts` `[tokens, layers, chosen]`, if they are recorded."""
 
-    __slots__ = ("era", "kept", "shift")
+    __slots__ = ("era", "experts", "kept", "shift")
 
-    def __init__(self, era: int, kept: Any | None, shift: int = 0) -> None:
+    def __init__(self, era: int, kept: Any | None, shift: int = 0, experts: Tensor | None = None) -> None:
         self.era = era
         self.kept = kept
         self.shift = shift
+        self.experts = experts
 
 
 class Waiting:
@@ -57,8 +59,10 @@ class Waiting:
 class Decoder:
     """The state of one engine. Single-threaded."""
 
-    def __init__(self, memory: Memory, table: SlotTable, *, recompute: bool) -> None:
+    def __init__(self, memory: Memory, table: SlotTable, *, recompute: bool, routers: Routers | None = None) -> None:
+        """`routers`: of the model, to record the experts that tokens go through."""
         self.memory = memory
+        self._routers = routers
         self.table = table
         self.version = -1
         self.steps = 0
@@ -111,8 +115,9 @@ class Decoder:
         deltas: list[GenDelta] = []
         if live:
             state = self.table.state[:live]
-            drawn = self._sample(self.memory.forward(self.table), state, live)
-            rows = self.table.record(state, drawn.tokens, drawn.logprobs, drawn.kept)
+            logits, experts = self._forward(self.memory.forward, self.table)
+            drawn = self._sample(logits, state, live)
+            rows = self.table.record(state, drawn.tokens, drawn.logprobs, drawn.kept, experts)
             self.steps += 1
             self.generated_tokens += live
             if due := self.table.rows_due(rows):
@@ -133,6 +138,7 @@ class Decoder:
         self.halted = False
         self._era += 1
         self._eras.append((self.steps, version))
+        self.table.forget_experts()
         if self._recompute and self.table.live:
             self.memory.remake(self.table)
         return time.perf_counter() - started
@@ -146,6 +152,14 @@ class Decoder:
         self.memory.forget()
         self.version, self.steps, self.generated_tokens, self.busy_s = -1, 0, 0, 0.0
         self._eras.clear()
+
+    def _forward(self, run: Callable[[Any], Any], given: Any) -> tuple[Any, Tensor | None]:
+        """The result of a forward pass, and the experts of its tokens if they are recorded."""
+        if self._routers is None:
+            return run(given), None
+        with self._routers.recording() as found:
+            result = run(given)
+        return result, found[0]
 
     def _sample(self, logits: Tensor, state: Tensor, live: int) -> Drawn:
         knobs = self.table.knobs[:live]
@@ -163,8 +177,9 @@ class Decoder:
                 continue
             indices = entry.todo[: self.table.free]
             del entry.todo[: len(indices)]
-            first = self.table.add(entry.request, indices, step=self.steps, shift=entry.prefix.shift)
-            self.memory.seat(first, self.table.lanes[first:], entry.prefix.kept)
+            made = entry.prefix
+            first = self.table.add(entry.request, indices, step=self.steps, shift=made.shift, experts=made.experts)
+            self.memory.seat(first, self.table.lanes[first:], made.kept)
             if not entry.todo:
                 self._waiting.popleft()
 
@@ -174,13 +189,16 @@ class Decoder:
         chosen = stale[:PREFILL_GROUPS]
         chosen = chosen[pieces([len(entry.request.prompt_ids) - 1 for entry in chosen])[0]]
         for entry in chosen:
-            entry.prefix = Prefix(self._era, None)
+            entry.prefix = Prefix(self._era, None, experts=None if self._routers is None else self._routers.nothing())
         several = [entry for entry in chosen if len(entry.request.prompt_ids) > 1]
         if several:
             asked = [entry.request for entry in several]
             prompts = [Prompt(one.prompt_ids[:-1], one.images, one.image_places) for one in asked]
-            for entry, prompt, kept in zip(several, prompts, self.memory.prefill(prompts), strict=True):
-                entry.prefix = Prefix(self._era, kept, self.memory.shift(prompt))
+            found, experts = self._forward(self.memory.prefill, prompts)
+            padded = [None] * len(several) if experts is None else experts.chunk(len(several))
+            for entry, prompt, kept, row in zip(several, prompts, found, padded, strict=True):
+                held = None if row is None else row[: len(prompt.tokens)]
+                entry.prefix = Prefix(self._era, kept, self.memory.shift(prompt), held)
 
     def _release(self, rows: list[int]) -> None:
         lanes = [self.table.lanes[row] for row in rows]

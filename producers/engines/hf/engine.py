@@ -28,6 +28,7 @@ from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.images.model_inputs import ImageInputs, open_inputs
 from asyncrl.runtime.device import Device
 from asyncrl.runtime.fingerprint import model_fingerprint
+from asyncrl.runtime.routers import Routers
 from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.engines.hf.decode_thread import DecodeThread
 from producers.engines.hf.decoder import Decoder
@@ -100,7 +101,12 @@ class HFEngine:
         held_out = config.held_out_slots
         copies = self._weights.second_copy * (2 if held_out else 1)
         built = build(
-            self._model, slots=config.producers.slots, held_out=held_out, extra_bytes=copies, tried=self.tried
+            self._model,
+            slots=config.producers.slots,
+            held_out=held_out,
+            extra_bytes=copies,
+            tried=self.tried,
+            routers=Routers(self._model) if config.learner.router_replay else None,
         )
         if held_out:
             make = partial(build, slots=held_out, tried=(built.kind,))
@@ -146,6 +152,7 @@ class HFEngine:
             in_place=in_place,
             continues=True,
             supports=True,
+            experts=self._config.learner.router_replay,
             images=self._images is not None,
             image_turns=self._images is not None,
             priority=True,
@@ -187,7 +194,8 @@ class HFEngine:
         embedding: Any = self._model.get_input_embeddings()  # type: ignore[union-attr, operator]
         vocab = int(embedding.weight.shape[0])
         sees = self._images is not None
-        able = {"supports": True, "keeps": self._second is not None, "images": sees, "image_turns": sees}
+        able = {"keeps": self._second is not None, "images": sees, "image_turns": sees}
+        able |= {"supports": True, "experts": self._config.learner.router_replay}
         if problem := request_problem(request, self._config, vocab=vocab, taken=taken, version=version, **able):
             raise WorkError("sample.invalid", problem, where=request.id)
 

@@ -25,6 +25,7 @@ from asyncrl.images.model_inputs import ImageInputs
 from asyncrl.runtime.host_facts import free_host_bytes
 from asyncrl.runtime.model_folder import POSITIONS_REMEDY, load_config, model_json, positions_problem
 from asyncrl.runtime.model_folder import load_model as read_model
+from asyncrl.runtime.routers import Routers
 from producers.engines.hf import attention
 from producers.engines.hf.cache_interface import UNFIT, Memory
 from producers.engines.hf.cohort_cache import CohortMemory
@@ -115,9 +116,11 @@ def build_decoder(
     extra_bytes: int = 0,
     tried: Sequence[str] = TRIED,
     images: ImageInputs | None = None,
+    routers: Routers | None = None,
 ) -> Built:
-    """The first decoder that passes the self-check. Memory must have room for K/V of `held_out` more samples (a
-    second decoder's) and for `extra_bytes` of further copies of the weights.
+    """The first decoder that passes the self-check; slots alone with `images`, or with `routers` to record. Memory must
+    have room for K/V of `held_out` more samples (a second decoder's) and for `extra_bytes` of further copies of the
+    weights.
 
     Raises:
         ConfigError: `config.model` if none passes, `config.conflict` if the memory is too small.
@@ -125,14 +128,14 @@ def build_decoder(
     device = next(model.parameters()).device
     max_len = max_prompt + max_new
     why: list[str] = []
-    for kind in tried if images is None else [kind for kind in tried if kind == "slots"]:
+    for kind in tried if images is None and routers is None else [kind for kind in tried if kind == "slots"]:
         make: Any = _cache_memory if kind == "caches" else partial(_slot_memory, images=images)
         try:
             memory, need = make(model, slots=slots, max_len=max_len, device=device, where=where)
             need = need // slots * (slots + held_out)
             check_memory(need, slots=slots, held_out=held_out, max_len=max_len, device=device, extra_bytes=extra_bytes)
             table = SlotTable(slots, max_new_tokens=max_new, device=device)
-            decoder = Decoder(memory, table, recompute=recompute)
+            decoder = Decoder(memory, table, recompute=recompute, routers=routers)
             check_decoder(decoder, model, max_prompt=max_prompt, max_new=max_new, where=where, images=images)
             return Built(decoder, kind, "; ".join(why))
         except ConfigError as error:

@@ -15,7 +15,7 @@ filled by d; row 2 just falls off: a d, moves = ([3], [1]).
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +90,8 @@ class SlotTable:
         self.occupants: dict[int, Occupant] = {}  # by lane
         self._free = list(range(slots))
         self._supports: dict[int, list[npt.NDArray[np.int32]]] = {}  # by lane: kept ids of every token
+        self._prompts: dict[int, Tensor] = {}  # by lane: experts of the prompt's tokens, `[P - 1, layers, chosen]`
+        self._experts: Tensor | None = None  # `[slots, max_new_tokens, layers, chosen]`, of the tokens after it
         self._cuts: set[int] = set()  # lanes that use top-k, top-p or min-p
         self._sent: dict[int, int] = {}  # tokens of a lane that were sent in deltas
 
@@ -114,9 +116,11 @@ class SlotTable:
             return None
         return torch.tensor([lane in self._supports for lane in self.lanes], device=self.state.device)
 
-    def add(self, request: GenRequest, indices: list[int], *, step: int, shift: int = 0) -> int:
+    def add(
+        self, request: GenRequest, indices: list[int], *, step: int, shift: int = 0, experts: Tensor | None = None
+    ) -> int:
         """Put these samples after the live rows; the first row. The prompt without its last token must be in K/V.
-        `shift`: of the positions after the prompt."""
+        `shift`: of the positions after the prompt; `experts` that its tokens in K/V went through."""
         first, count = self.live, len(indices)
         self._widen(len(request.stop_ids))
         prompt = request.prompt_ids
@@ -139,6 +143,8 @@ class SlotTable:
                 self._cuts.add(lane)
             if request.support:
                 self._supports[lane] = []
+            if request.experts and experts is not None:
+                self._prompts[lane] = experts
         self.lanes += lanes
         self.live += count
         return first
@@ -152,15 +158,26 @@ class SlotTable:
         """The random number of each live row for this step, `[live]`; `state` is `self.state[:live]`."""
         return self.uniforms[state[:, LANE], state[:, COUNT]]
 
-    def record(self, state: Tensor, tokens: Tensor, logprobs: Tensor, kept: Tensor | None = None) -> list[int]:
-        """Store this step's tokens `[live]`, log-probs and (`kept` bool `[live, V]`) supports; the rows that finished,
-        ascending.
+    def record(
+        self,
+        state: Tensor,
+        tokens: Tensor,
+        logprobs: Tensor,
+        kept: Tensor | None = None,
+        experts: Tensor | None = None,
+    ) -> list[int]:
+        """Store this step's tokens `[live]`, log-probs, supports (`kept` bool `[live, V]`) and experts `[live, layers,
+        chosen]`; the rows that finished, ascending.
         """
         if self._supports:
             self._record_supports(kept)
         lanes, counts = state[:, LANE], state[:, COUNT]
         self.tokens[lanes, counts] = tokens.int()
         self.logprobs[lanes, counts] = logprobs
+        if experts is not None and self._prompts:
+            if self._experts is None:
+                self._experts = experts.new_zeros((*self.tokens.shape, *experts.shape[1:]))
+            self._experts[lanes, counts] = experts
         state[:, LAST] = tokens
         state[:, POSITION : COUNT + 1] += 1
         self.positions[: self.live] += 1
@@ -186,6 +203,18 @@ class SlotTable:
         counts = np.array([part.size for part in parts], np.int32)
         return Support(counts, np.concatenate([_NOTHING, *parts]))
 
+    def forget_experts(self) -> None:
+        """Of live samples: a newer version makes the rest of them."""
+        self._prompts.clear()
+
+    def _experts_of(self, lane: int, count: int) -> npt.NDArray[Any] | None:
+        prompt = self._prompts.get(lane)
+        if prompt is None or self._experts is None:
+            return None
+        rest = self._experts[lane, :count]
+        found: npt.NDArray[Any] = torch.cat([prompt.to(rest.device), rest]).cpu().numpy()
+        return found
+
     def rows_due(self, ended: list[int]) -> list[int]:
         """Rows whose next delta is due, without those that have ended."""
         rows = np.nonzero(self.positions[: self.live] >= self._due[: self.live])[0].tolist()
@@ -203,7 +232,8 @@ class SlotTable:
             finish = "" if not ended else "stop" if int(tokens[-1]) in request.stop_ids else "length"
             runs = runs_between(eras, start + sent, start + count)
             support = self._support(lane, sent, count)
-            deltas.append(GenDelta(request.id, index, tokens, logprobs, runs, finish, sent, support))
+            experts = self._experts_of(lane, count) if ended else None
+            deltas.append(GenDelta(request.id, index, tokens, logprobs, runs, finish, sent, support, experts))
             if not ended:
                 self._sent[lane] = count
                 self._due[row] += request.delta_tokens
@@ -234,6 +264,7 @@ class SlotTable:
             del self.occupants[lane]
             self._cuts.discard(lane)
             self._supports.pop(lane, None)
+            self._prompts.pop(lane, None)
             self._sent.pop(lane, None)
             self._free.append(lane)
         if holes:
