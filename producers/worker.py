@@ -241,7 +241,8 @@ class Producer:
             await self._play(lease, row, trail, sampling, deliver)
         except EnvironmentFailure as failure:
             print(f"group {lease.group}: {failure.reason}", flush=True)
-            await self._patiently(lambda: self.client.give_back([lease], reason=failure.reason[:REASON_LETTERS]))
+            why = failure.reason[:REASON_LETTERS]
+            await self._patiently(lambda: self.client.give_back([lease], reason=why))
 
     async def _store(self, images: dict[str, bytes]) -> None:
         await self._patiently(lambda: self.client.store_images(images))
@@ -388,10 +389,9 @@ class Producer:
         leases = list(self.work.values())
         for task in self.work:
             task.cancel()
-        if self.work:
-            await asyncio.wait(self.work, timeout=GIVE_BACK_S)
-        self.work.clear()
         if leases:
+            await asyncio.wait(self.work, timeout=GIVE_BACK_S)
+            self.work.clear()
             failpoint("producer.before_give_back")
         if leases and not self.patience.gave_up:
             try:

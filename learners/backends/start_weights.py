@@ -15,36 +15,23 @@ and up of the experts 4..7 and stacks them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from asyncrl.errors import UNREADABLE, AsyncRLError
+from asyncrl.errors import AsyncRLError
 from asyncrl.runtime.model_folder import build_model, load_config, load_generation_config
+from asyncrl.runtime.model_tensors import Source, Unfit, find_sources, tensor_files
 from learners.backends.sharded_checkpoint import Box, local_box
 from learners.models.score_model import new_head, scalar_head
 
 _MARK = "_asyncrl_start"
-ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-class Unfit(Exception):
-    """A model that cannot be read in parts, and why."""
-
-
-class Source(NamedTuple):
-    """Place of a tensor in the files: one name; or `stacked`: the names of each expert, joined along rows."""
-
-    names: tuple[tuple[str, ...], ...]
-    stacked: bool = False
 
 
 class Start:
@@ -138,7 +125,7 @@ def describe_model(path: str, *, scorer: bool, seed: int, trust_remote_code: boo
     _generation(model, path)
     made: dict[str, Tensor] = {}
     with ExitStack() as stack:
-        start = Start(files, sources := _sources(model, files), made)
+        start = Start(files, sources := find_sources(model, files), made)
         stack.callback(start.close)
         if scorer:
             scalar_head(model, path)
@@ -148,19 +135,6 @@ def describe_model(path: str, *, scorer: bool, seed: int, trust_remote_code: boo
         _check(model, start, sources, made)
     setattr(model, _MARK, start)
     return model.eval()
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor name. Raises `Unfit` if they cannot be listed."""
-    try:
-        if (folder / ONE).exists():
-            with safe_open(folder / ONE, framework="pt") as file:
-                return dict.fromkeys(file.keys(), folder / ONE)
-        index = msgspec.json.decode((folder / INDEX).read_bytes(), type=dict[str, Any])
-        places = msgspec.convert(index.get("weight_map"), dict[str, str])
-    except (*UNREADABLE, OSError, SafetensorError) as error:
-        raise Unfit(f"its safetensors files cannot be listed: {error}") from error
-    return {name: folder / file for name, file in places.items()}
 
 
 @torch.no_grad()
@@ -190,49 +164,6 @@ def _generation(model: Any, path: str) -> None:
             model.generation_config = load_generation_config(path)
         except OSError:
             return  # keep the model's own
-
-
-def _sources(model: Any, files: Mapping[str, Path]) -> dict[str, Source]:
-    """Return the place of each tensor, by the names that transformers gives to those of the files."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    state = model.state_dict()
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    found: dict[str, Source] = {}
-    pieces: dict[str, dict[int, dict[int, str]]] = {}  # stacked tensors: expert -> part -> name
-    for name in files:
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        if pattern is None:
-            if target in found:
-                raise Unfit(f"{target} stands in its files twice")
-            found[target] = Source(((name,),))
-        else:
-            expert, part = _piece(name, pattern, converters)
-            pieces.setdefault(target, {}).setdefault(expert, {})[part] = name
-    for target, experts in pieces.items():
-        if sorted(experts) != list(range(len(experts))) or target in found:
-            raise Unfit(f"the experts of {target} have gaps")
-        parts = [experts[number] for number in range(len(experts))]
-        found[target] = Source(tuple(tuple(one[key] for key in sorted(one)) for one in parts), stacked=True)
-    return found
-
-
-def _piece(name: str, pattern: str, converters: Sequence[Any]) -> tuple[int, int]:
-    """Return the expert and the part that a name in the files belongs to."""
-    from transformers.core_model_loading import Concatenate, MergeModulelist
-
-    rule = next(rule for rule in converters if pattern in rule.source_patterns)
-    stacks = [type(step) for step in rule.operations] in ([MergeModulelist], [MergeModulelist, Concatenate])
-    dims = [step.dim for step in rule.operations] if stacks else []
-    if not (stacks and dims in ([0], [0, 1]) and "*" in pattern):
-        raise Unfit(f"{name} is converted when it is read")
-    number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
-    if number is None:
-        raise Unfit(f"{name} is renamed and converted when it is read")
-    return int(number[1]), rule.source_patterns.index(pattern)
 
 
 def _stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

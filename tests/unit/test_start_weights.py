@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from asyncrl.config import parse
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.runtime.device import Device
+from asyncrl.runtime.model_tensors import INDEX, ONE, Unfit
 from learners.backends import start_weights
 from learners.backends.fsdp2.loading import load_model
 from learners.backends.sharded_checkpoint import Box
-from learners.backends.start_weights import Start, Unfit
+from learners.backends.start_weights import Start
 from learners.models.score_model import load_scorer
 from learners.warm_start.tiny_model import make_tiny_qwen3, save_model
 
@@ -52,7 +53,7 @@ def llama(folder: Path) -> None:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(shape).bfloat16().save_pretrained(str(folder), max_shard_size="10KB")
-    assert (folder / start_weights.INDEX).exists()
+    assert (folder / INDEX).exists()
 
 
 def experts(folder: Path) -> None:
@@ -143,7 +144,7 @@ def test_only_the_box_of_a_rank_is_read(tmp_path: Path) -> None:
 
 
 def changed(folder: Path, change: Any) -> None:
-    path = folder / start_weights.ONE
+    path = folder / ONE
     held = load_file(path)
     change(held)
     save_file(held, path, metadata={"format": "pt"})
@@ -167,7 +168,7 @@ def test_files_that_do_not_fit_are_said(tmp_path: Path, change: Any, says: str) 
 @pytest.mark.parametrize("spoil", [b"{", b"\xff", b"[]", b'{"weight_map": 3}', b""])
 def test_a_damaged_list_of_files_is_said(tmp_path: Path, spoil: bytes) -> None:
     llama(tmp_path)
-    (tmp_path / start_weights.INDEX).write_bytes(spoil)
+    (tmp_path / INDEX).write_bytes(spoil)
     with pytest.raises(Unfit, match="cannot be listed"):
         start_weights.describe_model(str(tmp_path), scorer=False, seed=0, **OPTIONS)
 

@@ -28,6 +28,7 @@ from asyncrl.config import Config
 from asyncrl.config.capabilities import refuse
 from asyncrl.config.mode import sends_adapters
 from asyncrl.runtime.model_folder import model_json
+from asyncrl.runtime.model_tensors import stacked_parts
 from asyncrl.runtime.routers import Routers
 from learners.backends.base import (
     DTYPES,
@@ -82,6 +83,7 @@ class FSDP2Backend:
         self._dtype = DTYPES[config.model.dtype][1]
         self._sent_name, self._sent_dtype = DTYPES[published_dtype(config)]
         hf = load_model(config, gang.device, say=_print if gang.lead else str)
+        self._parts = stacked_parts(hf, config.model.path)
         self._vision = Vision.open(config)
         self._lora = Lora(hf, language_layers(hf), config, gang) if config.learner.lora.rank else None
         freeze_parts(hf, config.learner.vision)
@@ -212,21 +214,30 @@ class FSDP2Backend:
     # ------------------------------------------------------------ weights out
 
     def weight_specs(self) -> list[WeightSpec]:
-        """Root unit first, then the layers, each in the order of its modules."""
+        """Root unit first, then the layers, each in the order of its modules. Experts one by one, as in folders."""
         shapes = {name: tuple(p.shape) for name, p in self._policy.named_parameters()}
-        return [
-            WeightSpec(self._view.name(name), self._sent_name, shapes[name])
-            for names in self._sharded.names
-            for name in filter(self._view.name, names)
-        ]
+        found = []
+        for name in (name for names in self._sharded.names for name in filter(self._view.name, names)):
+            sent, shape = self._view.name(name), shapes[name]
+            parts = self._parts.get(sent, {})
+            found += [WeightSpec(one, self._sent_name, (part.rows, *shape[2:])) for one, part in parts.items()]
+            if not parts:
+                found.append(WeightSpec(sent, self._sent_name, shape))
+        return found
 
     def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
         """Yield name and bytes in the order of `weight_specs` on rank 0; nothing on the others."""
         gathering = self._make_gathering()
         found = self._sharded.whole(settle, view=self._view) if gathering is None else gathering.run(settle)
         for name, tensor in found:
-            if self._gang.lead:
-                yield name, tensor_bytes(tensor, self._sent_dtype, lend=settle is not None)
+            if not self._gang.lead:
+                continue
+            data = tensor_bytes(tensor, self._sent_dtype, lend=settle is not None)
+            if name not in self._parts:
+                yield name, data
+                continue
+            parts = self._parts[name]  # one after the other in its memory
+            yield from zip(parts, data.reshape(len(parts), -1), strict=True)
 
     def _make_gathering(self) -> Gathering | None:
         """Return the gathering by parts, if the layout allows it."""

@@ -17,6 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
 from asyncrl.runtime.model_folder import load_model as read_model
 from asyncrl.runtime.model_folder import model_json
+from asyncrl.runtime.model_tensors import Unfit
 from learners.backends import start_weights
 from learners.backends.base import DTYPES
 from learners.backends.fsdp2 import mesh as layout
@@ -81,7 +82,7 @@ def _load_parts(config: Config, path: str, *, scorer: bool, say: Callable[[str],
         return None
     try:
         return start_weights.describe_model(path, scorer=scorer, seed=config.run.seed, **options)
-    except start_weights.Unfit as why:
+    except Unfit as why:
         if how == "parts":
             raise ConfigError("config.model", f"{path}: {why}", where="learner.load = 'parts'") from why
         say(f"learner: every rank reads the whole of {path}: {why}")

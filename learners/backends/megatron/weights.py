@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
+from asyncrl.runtime.model_tensors import Unfit, tensor_files
 from learners.backends.megatron.mapping import Local, Part, Source, slices
 from learners.backends.safetensors_writer import open_tensors
-from learners.backends.start_weights import Unfit, tensor_files
 from weightsync.plan.buckets import volume
 
 

@@ -28,6 +28,7 @@ from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.images.model_inputs import ImageInputs, open_inputs
 from asyncrl.runtime.device import Device
 from asyncrl.runtime.fingerprint import model_fingerprint
+from asyncrl.runtime.model_tensors import stacked_parts
 from asyncrl.runtime.routers import Routers
 from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.engines.hf.decode_thread import DecodeThread
@@ -88,7 +89,8 @@ class HFEngine:
         config = self._config
         device = Device.find(config.producers.device).torch_device
         self._model = load_model(config, device=device, max_len=self._max_len)
-        self._weights = ModelWeights(self._model, in_place=config.weightsync.in_place)
+        parts = stacked_parts(self._model, config.model.path)
+        self._weights = ModelWeights(self._model, in_place=config.weightsync.in_place, parts=parts)
         self._images = open_inputs(config)
         build = partial(
             build_decoder,

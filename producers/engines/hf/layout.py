@@ -1,18 +1,19 @@
 """The tensors of a version in the memory of a model: layout by bucket, spare room, bytes and digests.
 
-Guarantees: tensors carry Hugging Face names; every parameter of the model must be in the manifest (a tied one once,
+Guarantees: tensors carry the names of a folder; every parameter of the model must be in the manifest (a tied one once,
 under any of its names) with its shape, else `sync.plan`; a dtype that the model cannot hold without loss is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from asyncrl.errors import AsyncRLError
+from asyncrl.runtime.model_tensors import Part
 from asyncrl.wire import Buffer, Manifest, Tensor
 from weightsync.copy_digest import copy_digest, digest_all
 from weightsync.plan.buckets import group_by_bucket
@@ -61,6 +62,39 @@ class Room:
         """Keep it for the next `take`."""
         if tensor.is_contiguous():
             self._spare[name] = tensor
+
+
+class Named:
+    """The tensors of a model by the names that versions have: parameters, or parts of one that holds all experts."""
+
+    def __init__(self, model: torch.nn.Module, parts: Mapping[str, Mapping[str, Part]]) -> None:
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.parts = {name: part for several in parts.values() for name, part in several.items()}
+        self._names = [one for name, _ in model.named_parameters() for one in parts.get(name, (name,))]
+
+    def once(self) -> list[str]:
+        """All names, of a tied parameter the first."""
+        return self._names
+
+    def owner(self, name: str) -> str:
+        """The parameter that a tensor is, or is a part of."""
+        return self.parts[name].name if name in self.parts else name
+
+    def find(self, name: str) -> torch.Tensor | None:
+        """The value of that name; None without one, and for a parameter that comes in parts."""
+        if name in self.parts:
+            return self.view(name, self.parameters[self.owner(name)].data)
+        known = self.parameters.get(name)
+        return None if known is None else known.data
+
+    def view(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """The part of that name in a value of its parameter."""
+        found: torch.Tensor = self.parts[name].of(whole) if name in self.parts else whole
+        return found
+
+    def memory(self, name: str) -> tuple[int, str]:
+        """Equal for the names of a tied parameter alone."""
+        return id(self.parameters[self.owner(name)]), name if name in self.parts else ""
 
 
 class Layout:
@@ -127,12 +161,11 @@ class Update(Protocol):
         """Make it the model's."""
 
 
-def check_layout(model: torch.nn.Module, tensors: Sequence[Tensor]) -> None:
-    """Raise `sync.plan` if these tensors are not the parameters of the model."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+def check_layout(named: Named, tensors: Sequence[Tensor]) -> None:
+    """Raise `sync.plan` if these tensors are not those of the model."""
     given = set()
     for tensor in tensors:
-        parameter = parameters.get(tensor.name)
+        parameter = named.find(tensor.name)
         if parameter is None:
             raise AsyncRLError("sync.plan", f"this model has no parameter {tensor.name!r}")
         if tuple(parameter.shape) != tuple(tensor.shape):
@@ -144,8 +177,8 @@ def check_layout(model: torch.nn.Module, tensors: Sequence[Tensor]) -> None:
                 f"{tensor.name}: sent as {tensor.dtype}, which {held} does not hold without loss",
                 remedy='set producers.dtype = "auto", or both ends to the same dtype',
             )
-        given.add(id(parameter))
-    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in given]
+        given.add(named.memory(tensor.name))
+    missing = [name for name in named.once() if named.memory(name) not in given]
     if missing:
         raise AsyncRLError("sync.plan", f"the manifest lacks {len(missing)} parameters, first {missing[0]!r}")
 

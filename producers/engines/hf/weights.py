@@ -23,14 +23,16 @@ import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from asyncrl.errors import AsyncRLError, WorkError
+from asyncrl.runtime.model_tensors import Part
 from asyncrl.wire import Buffer, Manifest, Tensor
-from producers.engines.hf.layout import DTYPES, Layout, Room, Update, check_layout, is_plain
+from producers.engines.hf.layout import DTYPES, Layout, Named, Room, Update, check_layout, is_plain
 from producers.engines.hf.lora import AdapterUpdate
 
 
@@ -39,7 +41,7 @@ class FullUpdate:
 
     def __init__(
         self,
-        parameters: Mapping[str, torch.nn.Parameter],
+        named: Named,
         manifest: Manifest,
         tensors: Sequence[Tensor],
         *,
@@ -51,21 +53,26 @@ class FullUpdate:
         self.missing = set(range(len(self.layout.buckets)))
         self.storages: tuple[torch.Tensor, ...] = ()  # by bucket, if the values are views into them
         self._lent = False
-        self._parameters = parameters
+        self._parameters = named.parameters
         self._room = room
         self._in_place = in_place
-        self._values: dict[str, torch.Tensor] = {}
-        if not in_place and all(is_plain(parameters[tensor.name].data, DTYPES[tensor.dtype]) for tensor in tensors):
+        self._values: dict[str, torch.Tensor] = {}  # by name of a tensor
+        self._wholes: dict[str, torch.Tensor] = {}  # by name of a parameter
+        whole = all(
+            tensor.name not in named.parts and is_plain(named.parameters[tensor.name].data, DTYPES[tensor.dtype])
+            for tensor in tensors
+        )
+        if whole and not in_place:
             self.storages = room.take_buckets(manifest.bucket_bytes)
         for tensor in tensors:
-            now = parameters[tensor.name].data
+            owner = named.owner(tensor.name)
+            now = named.parameters[owner].data
             if self.storages:
                 part = self.storages[tensor.bucket][tensor.offset : tensor.offset + tensor.nbytes]
-                self._values[tensor.name] = part.view(now.dtype).view(now.shape)
-            elif in_place:
-                self._values[tensor.name] = now
-            else:
-                self._values[tensor.name] = room.take(tensor.name, now.shape, now.dtype, now.device)
+                self._wholes[owner] = part.view(now.dtype).view(now.shape)
+            elif owner not in self._wholes:
+                self._wholes[owner] = now if in_place else room.take(owner, now.shape, now.dtype, now.device)
+            self._values[tensor.name] = named.view(tensor.name, self._wholes[owner])
 
     def room(self, number: int) -> memoryview | None:
         """Memory for the bytes of a bucket; None if they have to be copied or converted."""
@@ -89,7 +96,7 @@ class FullUpdate:
     def exchange(self) -> None:
         if self._in_place:
             return
-        for name, value in self._values.items():
+        for name, value in self._wholes.items():
             parameter = self._parameters[name]
             old, parameter.data = parameter.data, value
             if not self.storages:
@@ -101,17 +108,25 @@ class FullUpdate:
             if not self._lent:
                 self._room.give_buckets(self.storages)
         elif not self._in_place:
-            for name, value in self._values.items():
+            for name, value in self._wholes.items():
                 self._room.give(name, value)
 
 
 class ModelWeights:
     """`apply` and `digest` may be called from any thread, one at a time."""
 
-    def __init__(self, model: torch.nn.Module, *, in_place: bool = False) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        in_place: bool = False,
+        parts: Mapping[str, Mapping[str, Part]] = MappingProxyType({}),
+    ) -> None:
+        """`parts`: names of tensors that versions have in place of a parameter (`asyncrl.runtime.model_tensors`)."""
         self._model = model
         self._in_place = in_place
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._named = Named(model, parts)
+        self._parameters = self._named.parameters
         self._device = next(model.parameters()).device
         self._stream: Any = None
         self._room = Room()
@@ -130,8 +145,8 @@ class ModelWeights:
         if manifest.encoding == "adapter" and not self._in_place:
             self._update = AdapterUpdate(self, manifest, tensors)
         elif manifest.encoding == "full":
-            check_layout(self._model, tensors)
-            self._update = FullUpdate(self._parameters, manifest, tensors, room=self._room, in_place=self._in_place)
+            check_layout(self._named, tensors)
+            self._update = FullUpdate(self._named, manifest, tensors, room=self._room, in_place=self._in_place)
             if self._in_place:  # the parameters are of no version now
                 self.layout, self.base = None, ""
         else:
@@ -204,11 +219,11 @@ class ModelWeights:
             return source.layout.read(number, into, source.tensor_for)
 
     def tensor_for(self, name: str) -> torch.Tensor:
-        return self._parameters[name].data
+        return self._named.view(name, self._parameters[self._named.owner(name)].data)
 
     def base_value(self, name: str) -> torch.Tensor:
-        """The parameter's value without an adapter."""
-        return self.kept[name] if name in self.kept else self._parameters[name].data
+        """The value of that name without an adapter."""
+        return self.kept[name] if name in self.kept else self.tensor_for(name)
 
     def parameter(self, name: str) -> torch.nn.Parameter | None:
         """The parameter of that name."""
