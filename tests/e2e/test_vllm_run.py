@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import warm
+from e2e_run import ROOT
 from exact_run import SETTINGS, assert_exact
 
 from asyncrl.config import parse
@@ -34,3 +37,32 @@ def test_a_run_on_vllm_is_exact(run: Any, figure: Callable[[str], None]) -> None
     done = run.launch("producers.engine=vllm", "weightsync.timeout_s=120", *SETTINGS, *OWN, timeout=580)
     found = assert_exact(run, done)
     figure(f"vllm: {found.versions} versions, engine and learner at lag 0 differ by at most {found.largest:.1g} nats")
+
+
+MIXTURE = """
+import sys
+from learners.warm_start.tiny_model import make_tokenizer
+from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+import torch
+tokenizer = make_tokenizer(sys.argv[1])
+torch.manual_seed(0)
+config = Qwen3MoeConfig(
+    vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=8, num_experts_per_tok=2,
+    norm_topk_prob=True, tie_word_embeddings=False, max_position_embeddings=512,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)
+model = Qwen3MoeForCausalLM(config).float()
+model.generation_config = GenerationConfig(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+model.save_pretrained(sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_a_mixture_of_experts_gets_its_weights_on_vllm(run: Any, figure: Callable[[str], None]) -> None:
+    """Versions have the names of folders, experts one by one: vLLM knows no others."""
+    folder = run.folder / "moe"
+    warm.run([sys.executable, "-c", MIXTURE, str(folder)], cwd=ROOT, check=True, timeout=120)
+    settings = ["producers.engine=vllm", "weightsync.timeout_s=120", f"model.path={folder}", *SETTINGS, *OWN]
+    found = assert_exact(run, run.launch(*settings, timeout=580))
+    figure(f"vllm, 8 experts: engine and learner at lag 0 differ by at most {found.largest:.1g} nats")

@@ -162,6 +162,7 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         began = time.perf_counter()
         finalize_layerwise_reload(self.model, self.model_config)
         self._renew_tied_head()
+        self._pack_experts()
         self._arrived.mapping = None
         self._arrived.seconds["finish"] = time.perf_counter() - began
         self._arrived.seconds["all"] = time.perf_counter() - self._arrived.started
@@ -180,6 +181,17 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             if places and head.weight.data_ptr() not in places:
                 raise RuntimeError("the output layer is tied to the embedding, but no longer shares its weight")
             head.quant_method.process_weights_after_loading(head)
+
+    def _pack_experts(self) -> None:
+        """Pack the experts of every layer again: on a CPU vLLM does so at the first load alone, and would read the
+        plain matrices of a later one as packed ones."""
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+        if self.device.type != "cpu":
+            return
+        for layer in self.model.modules():
+            if isinstance(layer, RoutedExperts) and (kernel := getattr(layer.quant_method, "moe_kernel", None)):
+                kernel.fused_experts.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         group, self._group = self._group, None
