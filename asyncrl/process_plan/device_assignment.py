@@ -1,14 +1,16 @@
 """Assigns the accelerators of a host to the processes of `asyncrl launch`. Pure, except `find_devices`.
 
 A rank of the learner takes the device with its number (the learner sees all devices, since its ranks communicate). A
-producer or evaluator sees only its own devices, by the environment variable of the device type, so processes of its
-engine keep to it as well. Guarantees:
+producer, evaluator, or worker of a judge or teacher with a model of its own sees only its own devices, by the
+environment variable of the device type, so processes of its engine keep to them as well. Guarantees:
 1. devices are shared only if there are too few; a note reports it;
-2. explicit settings win: `producers.device = "cpu"` or `"cuda:1"` is left unchanged, and numbers are relative to the
-   devices that a scheduler made visible (`CUDA_VISIBLE_DEVICES`);
-3. torch is not imported: devices are files of the host.
+2. an engine of several devices (tensor or pipeline parallel) gets that many neighbours, and shares none of them;
+3. explicit settings win: `"cpu"` and `"cuda:1"` are left unchanged, a named device counts as taken, and numbers are
+   relative to the devices that a scheduler made visible (`CUDA_VISIBLE_DEVICES`);
+4. torch is not imported: devices are files of the host.
 
-Example: 4 devices, 2 ranks, 3 producers: ranks 0 and 1, producers 2, 3 and 2 again.
+Example: 4 devices, 2 ranks, 3 producers: ranks 0 and 1, producers 2, 3 and 2 again. With
+`producers.engine_args.tensor_parallel_size = 2` one producer has devices 2 and 3, and a second one is refused.
 """
 
 from __future__ import annotations
@@ -16,84 +18,176 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from asyncrl.runtime.device import TABLE, device_nodes
+from asyncrl.config.judges import list_judges
+from asyncrl.process_plan.interpreters import SERVED
+from asyncrl.runtime.device import TABLE, device_nodes, rocm_devices
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
+    from asyncrl.config.judges import Judge
 
 Conflict = tuple[str, str, tuple[str, ...]]
+Numbers = tuple[int, ...]  # of the devices of one process
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
+ROCM = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # the first one that is set counts
 
 
 class Devices(NamedTuple):
-    """The devices of a host that this process may use: their type, and their names in that type's variable."""
+    """The devices of a host that this process may use: their type, their names in the variable that selects them, and
+    that variable (empty: the type's own).
+    """
 
     kind: str = "cpu"
     ids: tuple[str, ...] = ()
+    variable: str = ""
+
+    @property
+    def visible_env(self) -> str:
+        return self.variable or TABLE[self.kind].visible_env
 
 
 class Placed(NamedTuple):
-    """Device numbers of the learner's ranks, and of each producer and evaluator of this launcher."""
+    """Device numbers of the learner's ranks; of each producer, evaluator, and worker of judges (`process_plan.plan`
+    has their order) of this launcher.
+    """
 
-    learner: tuple[int, ...] = ()
-    producers: tuple[int, ...] = ()
-    evaluators: tuple[int, ...] = ()
+    learner: Numbers = ()
+    producers: tuple[Numbers, ...] = ()
+    evaluators: tuple[Numbers, ...] = ()
+    judges: tuple[Numbers, ...] = ()
 
-    def numbers_for(self, role: str) -> tuple[int, ...]:
-        """Those of a role whose processes have one device each."""
-        return {"producer": self.producers, "evaluator": self.evaluators}.get(role, ())
+    def numbers_for(self, role: str) -> tuple[Numbers, ...]:
+        """Those of a role whose processes have devices of their own."""
+        own = {"producer": self.producers, "evaluator": self.evaluators, "reward": self.judges}
+        return own.get(role, ())
 
     @property
     def shared(self) -> bool:
         """Whether two processes share a device."""
-        taken = [*self.learner, *self.producers, *self.evaluators]
+        several = (*self.producers, *self.evaluators, *self.judges)
+        taken = [*self.learner, *(number for numbers in several for number in numbers)]
         return len(set(taken)) < len(taken)
 
 
-def find_devices(*, environment: Mapping[str, str] | None = None, folder: Path = Path("/dev")) -> Devices:
+def find_devices(
+    *,
+    environment: Mapping[str, str] | None = None,
+    folder: Path = Path("/dev"),
+    rocm: Path = Path("/sys/class/kfd/kfd/topology/nodes"),
+) -> Devices:
     """The accelerators of this host; those in its environment variable, if it is set."""
     env = os.environ if environment is None else environment
     for kind, here in device_nodes(folder).items():
-        given = env.get(TABLE[kind].visible_env)
-        if here and given is not None:
-            return Devices(kind, tuple(word.strip() for word in given.split(",") if word.strip()))
         if here:
-            return Devices(kind, tuple(str(number) for number in range(len(here))))
+            return _visible(kind, len(here), TABLE[kind].visible_env, env)
+    if count := rocm_devices(folder, rocm):  # torch calls them cuda
+        return _visible("cuda", count, next((name for name in ROCM if name in env), ROCM[0]), env)
     return Devices()
 
 
-def assign_devices(config: Config, roles: Sequence[str], devices: Devices) -> Placed:
-    """Assign devices. Empty without an accelerator, or if devices are not assigned."""
+def _visible(kind: str, count: int, variable: str, env: Mapping[str, str]) -> Devices:
+    given = env.get(variable)
+    if given is None:
+        return Devices(kind, tuple(map(str, range(count))), variable)
+    ids: list[str] = []
+    for word in filter(None, (word.strip() for word in given.split(","))):
+        if word == "-1":  # this one and all behind it are hidden
+            break
+        ids.append(word)
+    return Devices(kind, tuple(ids), variable)
+
+
+def devices_each(engine: str, engine_args: Mapping[str, Any]) -> int:
+    """Devices of one process with this engine; 0: it uses none."""
+    if engine in (*SERVED, "dataset"):
+        return 0
+    if engine != "vllm":
+        return 1
+    found = 1
+    for name in PARALLEL:
+        given = engine_args.get(name, engine_args.get(name.replace("_", "-"), 1))
+        found *= given if isinstance(given, int) and given > 0 else 1
+    return found
+
+
+def assign_devices(
+    config: Config, roles: Sequence[str], devices: Devices, *, judges: Sequence[str] | None = None
+) -> Placed:
+    """Assign devices. Empty without an accelerator, or if devices are not assigned. `judges`: of reward workers; None:
+    all of them.
+    """
     count = len(devices.ids)
     if not count or config.cluster.devices == "share":
         return Placed()
-    ranks = config.learner.ranks if "learner" in roles and _given_out(config.learner.device, devices) else 0
-    learner = tuple(rank % count for rank in range(ranks))
-    if not _given_out(config.producers.device, devices):
-        return Placed(learner)
-    free = [number for number in range(count) if number not in learner] or list(range(count))
+    learner: Numbers = ()
+    if "learner" in roles:
+        ranks = config.learner.ranks if _given_out(config.learner.device, devices) else 0
+        learner = tuple(rank % count for rank in range(ranks)) or _named(config.learner.device, devices)
+    wanted = _wanted(config, roles, judges)
+    named = {number for setting, _ in wanted for number in _named(setting, devices)}
+    free = [number for number in range(count) if number not in {*learner, *named}] or list(range(count))
+    place, given = 0, []
+    for setting, each in wanted:
+        numbers = _named(setting, devices) if each else ()
+        if each and _given_out(setting, devices):
+            place = 0 if place + each > len(free) else place
+            numbers = tuple(free[place : place + each])
+            place += each
+        given.append(numbers)
     producers = config.producers.count if "producer" in roles else 0
-    evaluators = config.evaluation.evaluator_count if "evaluator" in roles else 0
-    given = tuple(free[number % len(free)] for number in range(producers + evaluators))
-    return Placed(learner, given[:producers], given[producers:])
+    evaluators = producers + (config.evaluation.evaluator_count if "evaluator" in roles else 0)
+    parts = (given[:producers], given[producers:evaluators], given[evaluators:])
+    return Placed(learner, *(tuple(part) if any(part) else () for part in parts))
+
+
+def _wanted(config: Config, roles: Sequence[str], judges: Sequence[str] | None) -> list[tuple[str, int]]:
+    """The `device` setting of each process, and how many it uses: producers, evaluators, workers of judges."""
+    own = config.producers
+    engines = own.count if "producer" in roles else 0
+    engines += config.evaluation.evaluator_count if "evaluator" in roles else 0
+    found = [(own.device, devices_each(own.engine, own.engine_args))] * engines
+    for judge in list_judges(config) if "reward" in roles else ():
+        if judges is None or judge.name in judges:
+            found += [(judge.table.device, _judge_devices(judge))] * judge.count
+    return found
+
+
+def _judge_devices(judge: Judge) -> int:
+    table = judge.table
+    return {"classifier": 1, "generative": devices_each(table.engine, {})}.get(table.kind, 0)
 
 
 def _given_out(setting: str, devices: Devices) -> bool:
     return setting in ("auto", devices.kind)
 
 
-def device_environment(number: int, given: Sequence[int], devices: Devices) -> dict[str, str]:
+def _named(setting: str, devices: Devices) -> Numbers:
+    """The device that a setting such as `cuda:1` names, if this process sees it."""
+    kind, _, number = setting.partition(":")
+    named = kind == devices.kind and number.isdigit() and int(number) < len(devices.ids)
+    return (int(number),) if named else ()
+
+
+def device_environment(number: int, given: Sequence[Numbers], devices: Devices) -> dict[str, str]:
     """Environment variables of process `number` of a role that was `given` these devices."""
-    if number >= len(given):
+    if number >= len(given) or not given[number]:
         return {}
-    return {TABLE[devices.kind].visible_env: devices.ids[given[number]]}
+    return {devices.visible_env: ",".join(devices.ids[one] for one in given[number])}
+
+
+def keeps_number(setting: str, engine: str) -> bool:
+    """Whether a process finds a device such as `cuda:1` itself, among all that it sees. vLLM would take the first."""
+    return ":" in setting and engine != "vllm"
 
 
 def problems(config: Config, roles: Sequence[str], devices: Devices) -> Iterator[Conflict]:
     """Too few devices for the configuration."""
     found_ = assign_devices(config, roles, devices)
-    count = len(devices.ids)
+    count, own = len(devices.ids), config.producers
+    each = devices_each(own.engine, own.engine_args)
+    engines = [numbers for numbers in (*found_.producers, *found_.evaluators) if numbers]
     if found_.learner and config.learner.ranks > count:
         yield (
             "config.conflict",
@@ -101,20 +195,44 @@ def problems(config: Config, roles: Sequence[str], devices: Devices) -> Iterator
             "devices: every rank needs one",
             ("learner", "ranks"),
         )
+    elif each > 1 and engines and _overlap(each, engines, found_.learner):
+        yield (
+            "config.conflict",
+            f"{len(engines)} engines of {each} devices each (producers.engine_args: tensor_parallel_size * "
+            f"pipeline_parallel_size) and {len(found_.learner)} ranks on {count} {devices.kind} devices",
+            ("producers", "engine_args"),
+        )
     elif config.cluster.devices == "own" and found_.shared:
         yield (
             "config.conflict",
             f"cluster.devices = 'own': {len(found_.learner)} ranks and {len(found_.producers)} "
-            f"producers{' and evaluators' * bool(found_.evaluators)} on {count} {devices.kind} devices",
+            f"producers{' and evaluators' * bool(found_.evaluators)}{' and judges' * bool(found_.judges)} on "
+            f"{count} {devices.kind} devices",
+            ("cluster", "devices"),
+        )
+    if each > 1 and own.count > 1 and count and "producer" in roles and config.cluster.devices == "share":
+        yield (
+            "config.conflict",
+            f"cluster.devices = 'share': {own.count} engines of {each} devices each would all take the first {each}",
             ("cluster", "devices"),
         )
 
 
+def _overlap(each: int, engines: Sequence[Numbers], learner: Numbers) -> bool:
+    taken = [*learner, *(number for numbers in engines for number in numbers)]
+    return len(set(taken)) < len(taken) or any(len(numbers) < each for numbers in engines)
+
+
 def format_assignment(placed_: Placed, devices: Devices) -> str:
-    """`learner: cuda 0, 1; producers: cuda 2, 3`, in the numbers of the host; empty without devices."""
-    parts = [
-        f"{name}: {devices.kind} {', '.join(devices.ids[number] for number in numbers)}"
-        for name, numbers in zip(placed_._fields, placed_, strict=True)
-        if numbers
-    ]
+    """`learner: cuda 0, 1; producers: cuda 2, 3`, in the numbers of the host; `2+3` are of one process. Empty without
+    devices.
+    """
+
+    def shown(numbers: Numbers) -> str:
+        return "+".join(devices.ids[number] for number in numbers) or "none"
+
+    parts = [f"learner: {devices.kind} {', '.join(map(shown, zip(placed_.learner)))}"] if placed_.learner else []
+    for name in ("producers", "evaluators", "judges"):
+        if each := getattr(placed_, name):
+            parts.append(f"{name}: {devices.kind} {', '.join(map(shown, each))}")
     return "; ".join(parts)

@@ -27,7 +27,13 @@ from asyncrl.config.sections.reward import DEFAULT
 from asyncrl.config.sections.tracker import tracker_label
 from asyncrl.errors import ConfigError
 from asyncrl.net.addresses import LOOPBACK
-from asyncrl.process_plan.device_assignment import Devices, assign_devices, device_environment
+from asyncrl.process_plan.device_assignment import (
+    Devices,
+    Placed,
+    assign_devices,
+    device_environment,
+    keeps_number,
+)
 from asyncrl.process_plan.interpreters import ENGINE_TOKEN, SERVED
 from asyncrl.runtime.role import MAY_RENAME
 from asyncrl.runtime.run_dir import endpoint
@@ -103,11 +109,11 @@ def plan(
 ) -> list[ProcessPlan]:
     """The processes of these roles, in the order of their start. `devices`: the accelerators of this host."""
     how = joining or Joining()
-    places = assign_devices(config, roles, devices)
+    places = assign_devices(config, roles, devices, judges=how.judges)
     plans = []
     for role in (role for role in TARGETS["all"] if role in roles):
         for number, (name, judge) in enumerate(_members(role, config, how)):
-            own = device_environment(number, places.numbers_for(role), devices)
+            own = _own_devices(role, number, config, judge=judge, places=places, devices=devices)
             own |= {MAY_RENAME: "1"} if role in WORKERS else {}
             own |= ONE_RANK if role == "learner" and not is_gang(role, config) else {}
             interpreter = config.producers.python if role in ENGINES and config.producers.python else python
@@ -129,6 +135,17 @@ def plan(
     if "learner" in roles:
         plans += onlookers(config, config_path=config_path, python=python, python_path=python_path)
     return plans
+
+
+def _own_devices(
+    role: str, number: int, config: Config, *, judge: str, places: Placed, devices: Devices
+) -> dict[str, str]:
+    """Environment variables with the devices of a process."""
+    found = find_judge(config, judge) if role == "reward" else None
+    table = config.producers if found is None else found.table
+    if keeps_number(table.device, table.engine):
+        return {}
+    return device_environment(number, places.numbers_for(role), devices)
 
 
 def onlookers(

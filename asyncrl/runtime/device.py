@@ -53,6 +53,17 @@ def device_nodes(folder: Path = Path("/dev")) -> dict[str, list[str]]:
     return {kind: [name for name in names if re.fullmatch(nodes, name)] for kind, nodes in types.items()}
 
 
+def rocm_devices(folder: Path = Path("/dev"), nodes: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> int:
+    """Number of AMD GPUs: nodes of the kernel's compute driver with SIMD units (those without are CPUs)."""
+    if not (folder / "kfd").exists():
+        return 0
+    try:
+        texts = [(node / "properties").read_text() for node in nodes.iterdir()]
+    except OSError:
+        return 0
+    return sum(bool(re.search(r"^simd_count [1-9]", text, re.MULTILINE)) for text in texts)
+
+
 class Device:
     """One device of this process: `type` (cpu, cuda, npu) and `index`."""
 

@@ -228,7 +228,6 @@ def _like(old: Tensor, local: Tensor) -> Tensor:
     """Return a tensor (or parameter) in the layout of another, with this local part."""
     new = local
     if isinstance(old, DTensor):
-        new = DTensor.from_local(
-            local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
-        )
+        # Not `from_local`, which moves it to the mesh's device: with cpu_offload it stays in host memory.
+        new = DTensor(local, old._spec, requires_grad=False)
     return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new

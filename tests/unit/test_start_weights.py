@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from asyncrl.config import parse
@@ -199,3 +202,14 @@ def test_what_cannot_be_read_in_parts_is_read_whole_and_said_or_refused(tmp_path
         load("parts")
     assert caught.value.code == "config.model"
     assert not load("whole").lm_head.weight.is_meta and len(said) == 1
+
+
+def test_a_part_stays_where_it_was_read() -> None:
+    """With cpu_offload parts are in host memory although the mesh is of another device."""
+    mesh = DeviceMesh("meta", [0], _init_backend=False, _rank=0)
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size([4, 2]), (2, 1), torch.float32))
+    old = nn.Parameter(DTensor(torch.empty(4, 2, device="meta"), spec, requires_grad=False))
+    with torch.no_grad():
+        new = start_weights._like(old, torch.ones(4, 2))
+    assert isinstance(new, nn.Parameter) and isinstance(new.data, DTensor) and new.requires_grad
+    assert new.data.to_local().device.type == "cpu" and new.data.to_local().sum() == 8

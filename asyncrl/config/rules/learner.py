@@ -51,6 +51,12 @@ def _layout_problems(config: Config) -> Iterator[Conflict]:
             "learner.cpu_offload with learner.parallel.tensor or .expert: weights that are split stay on the device",
         )
     yield from _optimizer_problems(config)
+    if ":" in learner.device and learner.ranks > 1:
+        yield conflict(
+            "learner.device",
+            f"learner.device = {learner.device!r} with learner.ranks = {learner.ranks}: "
+            "every rank would take that one device; use auto, or the type alone",
+        )
     each = sizes["tensor"] * sizes["sequence"] * sizes["pipeline"]
     if learner.ranks % each:
         yield conflict(

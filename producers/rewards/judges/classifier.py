@@ -46,7 +46,8 @@ class LocalModel:
     def __init__(self, settings: JudgeSettings) -> None:
         self.table = settings.table
         self._settings = settings
-        self._device = torch.device("cpu")
+        self._place = Device("cpu")
+        self._device = self._place.torch_device
         self._model: Any = None
 
     async def start(self) -> None:
@@ -60,7 +61,8 @@ class LocalModel:
 
     def _load_model(self, kind: Kind, what: str) -> Any:
         """Load the model; its configuration."""
-        self._device = Device.find(self.table.device).torch_device
+        self._place = Device.find(self.table.device)
+        self._device = self._place.torch_device
         try:
             model = load_model(
                 self.table.model,
@@ -81,8 +83,7 @@ class LocalModel:
             problem = make_problem(error)
             if len(rows) == 1 or problem.reason != "memory":
                 return [problem] * len(rows)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._place.empty_cache()
         half = len(rows) // 2
         return [*self._halve(forward, rows[:half]), *self._halve(forward, rows[half:])]
 
