@@ -229,5 +229,5 @@ def _like(old: Tensor, local: Tensor) -> Tensor:
     new = local
     if isinstance(old, DTensor):
         # Not `from_local`, which moves it to the mesh's device: with cpu_offload it stays in host memory.
-        new = DTensor(local, old._spec, requires_grad=False)
+        new = DTensor(local, old._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new

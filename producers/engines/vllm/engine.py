@@ -11,7 +11,7 @@ Guarantees:
    submitted again at a commit; with `kv_at_swap = "recompute"` the cache is emptied and K/V of samples under way is
    computed again;
 5. log-probs are those of the full softmax after temperature, if the workers' sampler can record them
-   (`weight_transfer.FullSoftmax`); else a request with other settings is refused;
+   (`samplers`); else a request with other settings is refused;
 6. a death of vLLM, and any failure from the beginning of a commit on, is `engine.broken` in all current and later
    calls. The engine's processes end with this one, also if it is killed (`plugin`). `attest` compares vLLM's own
    checksums of its parameters with those after the commit; on a CPU vLLM packs linear layers, which the checksums do

@@ -26,10 +26,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.v1.sample.sampler import Sampler
 
 from asyncrl.wire import Tensor
 from producers.engines.vllm.plugin import register
+from producers.engines.vllm.samplers import record_full_softmax
 from weightsync.copy_digest import digest_all
 from weightsync.plan.buckets import bucket_starts, group_by_bucket
 from weightsync.plan.digest import version_digest
@@ -199,24 +199,6 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             group.close()
 
 
-class FullSoftmax(Sampler):  # type: ignore[misc]
-    """vLLM's sampler with raw log-probs after the temperature: of the full softmax, also if top-p and top-k restrict
-    the drawn tokens."""
-
-    _temperature: torch.Tensor | None = None
-
-    def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **more: Any) -> Any:
-        self._temperature = sampling_metadata.temperature
-        return super().forward(logits, sampling_metadata, *args, **more)
-
-    def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Log-softmax after temperature, float32, of logits `[B, V]`."""
-        logits = logits.to(torch.float32)
-        if self._temperature is not None:
-            logits = logits / self._temperature.to(torch.float32).unsqueeze(1)
-        return logits.log_softmax(dim=-1)
-
-
 class HeldWeights:
     """Additional calls of a worker for `collective_rpc` (`worker_extension_cls`)."""
 
@@ -231,11 +213,7 @@ class HeldWeights:
 
     def asyncrl_full_softmax(self) -> bool:
         """Make this worker's sampler record log-probs of the full softmax after temperature; False if it cannot."""
-        sampler: Any = getattr(self.model_runner, "sampler", None)
-        if type(sampler) is Sampler:
-            sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"
-            sampler.__class__ = FullSoftmax
-        return isinstance(sampler, FullSoftmax)
+        return record_full_softmax(getattr(self.model_runner, "sampler", None))
 
     def asyncrl_model(self) -> dict[str, Any]:
         """Scalar fields of the model's configuration; its dtype and the device of this worker."""
