@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +28,15 @@ from asyncrl.runtime.device import collective_backend
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Instruction, RoundReply
 from weightsync.transports.base import TransportError, TransportUnusable, Version, blob_sizes
-from weightsync.transports.process_groups import Place, dist, group_maker, listening_store
+from weightsync.transports.process_groups import (
+    Place,
+    abort,
+    dist,
+    finish,
+    group_maker,
+    leave,
+    listening_store,
+)
 from weightsync.transports.worker_thread import Worker
 
 JOIN_SHARE = 0.25  # of the deadline: for members to appear
@@ -112,13 +119,16 @@ class _Sending:
         for blob in filter(len, blobs):
             tensor = self._place.send(blob)
             if under_way is not None:
-                under_way.wait(timeout)
+                self._finish(under_way)
             if time.monotonic() > self._deadline:
                 raise TransportError(f"not sent within {self._deadline_s:g} s")
             failpoint("weightsync.send_blob")
             under_way = self._group.broadcast(tensor, 0)
         if under_way is not None:
-            under_way.wait(timeout)
+            self._finish(under_way)
+
+    def _finish(self, work: Any) -> None:
+        finish(work, self._group, within_s=self._deadline_s * OPERATION_SHARE, on_device=self._place.staged)
 
     def _gather(self, store: Any, ranks: list[int]) -> list[int]:
         """The ranks that came in time."""
@@ -131,16 +141,11 @@ class _Sending:
 
     def abort(self) -> None:
         """Interrupt the running operation, if the backend can."""
-        _abort(self._group)
+        abort(self._group)
 
     def end(self) -> None:
+        leave(self._group)
         self._group = None
-
-
-def _abort(group: Any) -> None:
-    if group is not None:
-        with suppress(RuntimeError):  # not every backend can
-            group.abort()
 
 
 class CollectiveInbox:
@@ -213,7 +218,7 @@ class CollectiveInbox:
         if group is None:
             raise TransportError("the group is closed")
         tensor = self._place.room(view)
-        group.broadcast(tensor, 0).wait(_seconds(self._operation_s))
+        finish(group.broadcast(tensor, 0), group, within_s=self._operation_s, on_device=self._place.staged)
         self._place.fetch(tensor, view)
 
     def close(self) -> None:
@@ -221,8 +226,9 @@ class CollectiveInbox:
         worker, self._worker = self._worker, None
         if worker is not None:
             if self._failed:
-                _abort(self._group)
+                abort(self._group)
             worker.close(self._leave, within_s=END_S)
 
     def _leave(self) -> None:
+        leave(self._group)
         self._group = None

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import socket
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +25,8 @@ from asyncrl.runtime.device import collective_device, device_module
 #: Names of torch.distributed that type checkers do not know.
 dist: Any = torch.distributed
 GroupMaker = Callable[[Any, int, int, timedelta], Any]
+WATCHDOG = timedelta(days=1)
+POLL_S = 0.0005
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -30,7 +34,11 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    return dist.ProcessGroupNCCL(store, rank, size, timeout)
+    """`finish` keeps the limit: at this one torch's watchdog would end the process, and with it the learner."""
+    del timeout
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = WATCHDOG
+    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def _hccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -51,6 +59,34 @@ def group_maker(backend: str) -> GroupMaker:
     if backend == "hccl":
         registered_maker("hccl")
     return GROUPS[backend]
+
+
+def finish(work: Any, group: Any, *, within_s: float, on_device: bool) -> None:
+    """Wait for an operation of a group. On a device it is asked again and again: waiting there has no limit. Raises
+    RuntimeError if it fails, or after `within_s`; then the group is aborted.
+    """
+    until = time.monotonic() + within_s
+    while on_device and not work.is_completed():
+        if time.monotonic() > until:
+            abort(group)
+            raise RuntimeError(f"no end of the operation within {within_s:g} s")
+        time.sleep(POLL_S)
+    work.wait(timedelta(seconds=max(until - time.monotonic(), 0.05)))
+
+
+def abort(group: Any) -> None:
+    """Interrupt the operations of a group, if the backend can."""
+    if group is not None:
+        with suppress(RuntimeError):  # not every backend can
+            group.abort()
+
+
+def leave(group: Any) -> None:
+    """End a group. Its destructor alone may wait for other threads while it holds the interpreter's lock."""
+    end = getattr(group, "shutdown", None)
+    if end is not None:
+        with suppress(RuntimeError):  # a peer is gone, or the backend has no such call
+            end()
 
 
 def listening_store(host: str, *, timeout: timedelta, where: str) -> Any:
