@@ -505,3 +505,22 @@ def test_an_acknowledgement_with_an_error_is_one() -> None:
     assert sim.rounds.state.members["a"].failures == 0 and sim.rounds.state.members["a"].complaint.startswith(
         "cannot pass"
     )
+
+
+def test_the_limit_of_a_round_grows_with_the_weights() -> None:
+    """A version of 141 GB is not given up after the time of a small one."""
+    sim = Sim()
+    large = plan_buckets([TensorSpec("a", "BF16", (70 << 30,)), TensorSpec("b", "BF16", (1 << 29,))], bucket_bytes=1)
+    digests = ("a", "b")
+    manifest = Manifest(1, large.digest, large.bucket_bytes, digests, version_digest(digests))
+    sim.hello()
+    sim.rounds.publish(Publish("learner", 1, manifest, {"local": "/dev/shm/v1"}, large.tensors), now=sim.now)
+    assert sim.poll("a") is not None
+    member = sim.rounds.state.members["a"]
+    assert member.part is not None and member.part.deadline == sim.now + 30 + 141
+    sim.now += 170
+    sim.rounds.transfers.expire(sim.now)
+    assert member.part is not None
+    sim.now += 1
+    sim.rounds.transfers.expire(sim.now)
+    assert member.part is None and member.error == "no answer within 171 s"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from asyncrl.wire import Instruction
 from weightsync.coordinator.records import Member, Part, Round, Route, SyncState, Target
 from weightsync.coordinator.routing import UNUSABLE_S
+from weightsync.plan.limits import limit_for
 from weightsync.transports.base import UNUSABLE
 
 FIRST_PAUSE_S = 0.2  # before a member that failed tries again; doubles
@@ -69,7 +70,7 @@ class Transfers:
     # ------------------------------------------------------------ parts
 
     def begin(self, member: Member, round_: Round, route: Route, now: float) -> Part:
-        part = Part(member.name, round_, route, now + self.state.config.timeout_s)
+        part = Part(member.name, round_, route, now + self._limit_s(round_))
         member.part = round_.parts[member.name] = part
         round_.state = "transferring"
         round_.until = min(round_.until, part.deadline)
@@ -106,7 +107,10 @@ class Transfers:
         """Fail the parts that are past their deadline."""
         for member in self.state.members.values():
             if member.part is not None and now >= member.part.deadline:
-                self.fail(member, f"no answer within {self.state.config.timeout_s:g} s", now)
+                self.fail(member, f"no answer within {self._limit_s(member.part.round):g} s", now)
+
+    def _limit_s(self, round_: Round) -> float:
+        return limit_for(self.state.config.timeout_s, sum(round_.target.manifest.bucket_bytes))
 
     # ------------------------------------------------------------ instructions
 

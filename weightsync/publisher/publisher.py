@@ -40,6 +40,7 @@ from weightsync.copy_digest import cores
 from weightsync.encoding import ADAPTER, FULL
 from weightsync.plan.buckets import Plan
 from weightsync.plan.digest import version_digest
+from weightsync.plan.limits import limit_for
 from weightsync.plan.signature import sign
 from weightsync.publisher.delta_chain import DeltaChain, Staged
 from weightsync.publisher.offers import Offers
@@ -289,7 +290,8 @@ class Publisher:
             if blobs is None:
                 return "failed: the version was superseded"
             try:
-                self._outboxes.send(reply, blobs, deadline_s=self._config.timeout_s)
+                limit_s = limit_for(self._config.timeout_s, sum(map(len, blobs)))
+                self._outboxes.send(reply, blobs, deadline_s=limit_s)
             except TransportError as error:
                 return f"failed: {error.message}"
         return "sent"

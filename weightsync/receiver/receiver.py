@@ -40,6 +40,7 @@ from asyncrl.net.keys import Keys
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Instruction, Manifest, MemberPoll, Tensor
 from weightsync.plan.buckets import check_layout
+from weightsync.plan.limits import limit_for
 from weightsync.plan.signature import is_genuine
 from weightsync.receiver.attestation import EVERY_S, Attestor
 from weightsync.receiver.hold import POLL_S as HOLD_POLL_S
@@ -361,9 +362,10 @@ class Receiver:
         # Not cancelled at the deadline: half a commit leaves a model of two versions.
         commit = asyncio.ensure_future(self._engine.commit_update())
         commit.add_done_callback(_retrieve)
-        done, _ = await asyncio.wait({commit}, timeout=self._commit_s)
+        limit_s = limit_for(self._commit_s, sum(manifest.bucket_bytes))
+        done, _ = await asyncio.wait({commit}, timeout=limit_s)
         if not done:
-            raise WorkError("engine.broken", f"no commit of version {manifest.version} within {self._commit_s:g} s")
+            raise WorkError("engine.broken", f"no commit of version {manifest.version} within {limit_s:g} s")
         digest = commit.result()
         failpoint("weightsync.after_commit")
         self._check_digest(manifest, digest)

@@ -25,8 +25,9 @@ from producers.engines.model_files import weights_dtype
 from producers.engines.request_checks import request_problem
 from producers.engines.staged_weights import StagedVersion
 from producers.engines.vllm.checksums import Checksums
+from weightsync.plan.limits import limit_for
 
-SWAP_LIMIT_S = 120.0  # a commit that takes longer than this is a broken engine
+SWAP_LIMIT_S = 120.0  # a commit that takes longer than this, and the time of its bytes, is a broken engine
 CALL_LIMIT_S = 60.0
 #: Safetensors names, by the dtypes that hold all their values.
 HOLDS = {"float32": {"F32", "BF16", "F16"}, "bfloat16": {"BF16"}, "float16": {"F16"}}
@@ -187,7 +188,7 @@ class VLLMBase(served.ServedBase):
         started = time.perf_counter()
         self._checksums.forget()
         try:
-            async with asyncio.timeout(SWAP_LIMIT_S):
+            async with asyncio.timeout(swap_limit_s(staged)):
                 digest = await self._swap(staged, label)
         except BaseException as error:  # also a cancellation: the workers may be between two versions
             raise self._fail(f"the commit of version {staged.manifest.version} failed", error) from error
@@ -208,6 +209,11 @@ class VLLMBase(served.ServedBase):
         self._alive()
         current = self._staged.current
         return "" if current is None else await self._checksums.attest(current.manifest.digest)
+
+
+def swap_limit_s(staged: StagedVersion) -> float:
+    """Longest commit of a version."""
+    return limit_for(SWAP_LIMIT_S, sum(staged.manifest.bucket_bytes))
 
 
 def one_digest(workers: Sequence[dict[str, Any]]) -> str:

@@ -30,10 +30,10 @@ from producers.engines.staged_weights import StagedVersion, StagedWeights
 from producers.engines.vllm.args import logprobs_problem
 from producers.engines.vllm.base import (
     CALL_LIMIT_S,
-    SWAP_LIMIT_S,
     Sample,
     VLLMBase,
     one_digest,
+    swap_limit_s,
     update_info,
 )
 from producers.engines.vllm.server_facts import ServerFacts, inspect, rpc
@@ -289,8 +289,8 @@ class VLLMHTTPEngine(VLLMBase):
         info = {"update_info": update_info(staged, path="" if self._group is not None else str(staged.path))}
         sending = asyncio.ensure_future(self._send(staged))
         try:
-            # bounded: both have a limit of their own, and SWAP_LIMIT_S ends the commit
-            await asyncio.gather(sending, self._post("/update_weights", info, timeout_s=SWAP_LIMIT_S))
+            # bounded: both have a limit of their own, and that of the commit ends it
+            await asyncio.gather(sending, self._post("/update_weights", info, timeout_s=swap_limit_s(staged)))
         finally:
             sending.cancel()
         await self._post("/finish_weight_update", {"weight_version": label})
