@@ -21,6 +21,7 @@ import msgspec
 from asyncrl.config import Config, mode
 from asyncrl.config.judges import list_judges
 from asyncrl.config.sections import algorithm_catalogue as algorithms
+from asyncrl.process_plan.device_assignment import devices_each
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Feed-forward parts of two matrices instead of three.
@@ -244,7 +245,7 @@ def _learner(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMem
 def _states(config: Config, shape: Shape) -> list[Part]:
     """Weights, gradients and optimizer of the policy, on one rank."""
     learner = config.learner
-    shards = max(1, learner.ranks // learner.parallel.replicate)
+    shards = _shards(config)
     every, trained = shape.parameters, _trained_parameters(config, shape)
     of = f"/ {shards} shard{'s' * (shards != 1)}"
     moment = MOMENTS[learner.optim.name]
@@ -255,6 +256,11 @@ def _states(config: Config, shape: Shape) -> list[Part]:
             "optimizer", int(moment * trained / shards), f"{_count(trained)} x {moment:g} B ({learner.optim.name}) {of}"
         ),
     ]
+
+
+def _shards(config: Config) -> int:
+    """Ranks that share one copy of the weights, on all hosts."""
+    return max(1, config.learner.ranks * config.cluster.learner_hosts // config.learner.parallel.replicate)
 
 
 def _trained_parameters(config: Config, shape: Shape) -> int:
@@ -268,7 +274,7 @@ def _trained_parameters(config: Config, shape: Shape) -> int:
 def _companion_parts(config: Config, shape: Shape) -> list[Part]:
     """Further models: critic, process reward model, frozen reference."""
     learner, every = config.learner, shape.parameters
-    shards = max(1, learner.ranks // learner.parallel.replicate)
+    shards = _shards(config)
     parts = []
     known = algorithms.entry("advantage", learner.algorithm.advantage)
     needs = set(known.needs) if known is not None and learner.mode == "rl" else set()
@@ -305,26 +311,32 @@ def _step_memory(config: Config, shape: Shape) -> list[Part]:
     kept = min(KEPT_SOFTMAX_BYTES, 4 * tokens * shape.vocabulary)
     of_chunk = f"3 x {chunk} tokens x {shape.vocabulary} x 4 B, and {format_bytes(kept)} of softmaxes kept"
     parts = [Part("activations", size, how), Part("logits chunk", logits + kept, of_chunk)]
-    if learner.ranks > 1:
+    if _shards(config) > 1:
         parts.append(
             Part("gathered layers", 2 * shape.largest_layer * width, f"2 x {_count(shape.largest_layer)} x {width} B")
         )
+        if not mode.streams(config):
+            tensor = max(shape.vocabulary * shape.hidden, *(2 * part // 3 for part in shape.feed_forward))
+            parts.append(Part("published tensors", 3 * tensor * width, f"3 x {_count(tensor)} x {width} B, on rank 0"))
     return parts
 
 
 def _engines(config: Config, shape: Shape, role: str, count: int, *, accelerator: bool) -> list[RoleMemory]:
     producers = config.producers
     dtype = config.model.dtype if producers.dtype == "auto" else producers.dtype
-    width = BYTES[dtype]
+    width, each = BYTES[dtype], max(1, devices_each(producers.engine, producers.engine_args))
+    staged = producers.engine == "vllm"  # the version to come is a file in host memory
+    of = f" / {each} devices" if each > 1 else ""
     longest = config.data.max_prompt_tokens + config.longest_response
     token = shape.layers * shape.cached * width
     weights = shape.parameters * width
-    full = f"slots {producers.slots} x {longest} tokens x {token} B, where every sample is longest"
+    full = f"slots {producers.slots} x {longest} tokens x {token} B{of}, where every sample is longest"
+    full += "; vLLM takes what is free" if staged else ""
     parts = [
-        Part("weights", weights, f"{_count(shape.parameters)} x {width} B"),
-        Part("K/V", producers.slots * longest * token, full),
+        Part("weights", weights // each, f"{_count(shape.parameters)} x {width} B{of}"),
+        Part("K/V", producers.slots * longest * token // each, full),
     ]
-    if not config.weightsync.in_place:
+    if not config.weightsync.in_place and not staged:
         parts.insert(1, Part("weights to come", weights, "a second copy while weights change (weightsync.in_place)"))
     if role == "producer" and (held_out := config.held_out_slots):
         parts += [
@@ -336,9 +348,11 @@ def _engines(config: Config, shape: Shape, role: str, count: int, *, accelerator
             ),
         ]
     host = [_process(torch=True)]
+    if staged:
+        host.append(Part("weights to come", 2 * weights, f"2 x {_count(shape.parameters)} x {width} B, in /dev/shm"))
     if accelerator and producers.device != "cpu":
         return [
-            RoleMemory(role, "device", count, tuple(parts)),
+            RoleMemory(role, "device", count * each, tuple(parts)),
             RoleMemory(role, "host", count, tuple(host)),
         ]
     return [RoleMemory(role, "host", count, (*host, *parts))]

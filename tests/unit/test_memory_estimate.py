@@ -182,3 +182,22 @@ def test_a_reference_that_is_renewed_lies_in_the_checkpoints() -> None:
         for every in (0, 4)
     ]
     assert sizes[1] == pytest.approx(sizes[0] * 16 / 12)
+
+
+def test_an_engine_of_several_devices_splits_its_weights_and_stages_them_on_the_host() -> None:
+    of_two = {"producers.engine": "vllm", "producers.engine_args.tensor_parallel_size": 2, "producers.count": 3}
+    alone, split = (parts(made(**settings), "producer", "device", QWEN_05B) for settings in ({}, of_two))
+    assert split["weights"] * 2 == alone["weights"] and split["K/V"] * 2 == alone["K/V"]
+    assert "weights to come" in alone and "weights to come" not in split, "a file in host memory"
+    assert parts(made(**of_two), "producer", "host", QWEN_05B)["weights to come"] == 2 * alone["weights"]
+    counts = {
+        (one.role, one.place): one.count for one in estimate(made(**of_two), QWEN_05B, TARGETS["all"], accelerator=True)
+    }
+    assert counts["producer", "device"] == 6 and counts["producer", "host"] == 3
+
+
+def test_ranks_of_all_hosts_share_the_states() -> None:
+    one, two = (made(**{"learner.ranks": 8, "cluster.learner_hosts": hosts}) for hosts in (1, 2))
+    states = [parts(config, "learner", "device", QWEN_05B) for config in (one, two)]
+    assert states[1]["optimizer"] * 2 == states[0]["optimizer"]
+    assert states[0]["published tensors"] == 3 * 151936 * 896 * 2, "the embedding, in bfloat16"
