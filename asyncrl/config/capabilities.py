@@ -125,6 +125,13 @@ def _find_beside_vision(config: Config, model: Model) -> str:
     return next((f"{one}, and a vision-language model" for one in found if one), "")
 
 
+def _find_moving_tower(config: Config, model: Model) -> str:
+    trained = [name for name in ("tower", "projector") if _get(config, f"learner.vision.{name}")]
+    if not list_senses(model) or config.learner.lora.rank or not trained:
+        return ""
+    return " and ".join(f"learner.vision.{name} = true" for name in trained)
+
+
 def _is_plain(model: Model) -> bool:
     """A dense decoder of token ids."""
     return bool(model.get("model_type")) and not (count_experts(model) or list_senses(model) or _encodes(model))
@@ -179,6 +186,9 @@ FEATURES: dict[str, Feature] = {
         lambda c, _: f"{c.sampling.cut} with sampling.truncation = 'exact'" if c.sampling.wants_support else "",
     ),
     "second_weights": _value("evaluation.lane", "second_weights"),
+    "moving_tower": Feature(
+        "a vision-language model whose vision tower or projector trains", "learner.vision", _find_moving_tower
+    ),
     # of a model folder
     "mixture_of_experts": _model(
         "a mixture of experts", lambda m: f"mixture of experts ({count_experts(m)})" if count_experts(m) else ""
@@ -211,8 +221,8 @@ FEATURES: dict[str, Feature] = {
 }  # fmt: skip
 SENSES = ("senses", "tile_senses", "other_senses")
 #: Features that a learner or an engine is asked for.
-OF_ENGINES = ("adapter", "exact_truncation", "second_weights", *SENSES, "encoder_decoder")
-OF_LEARNERS = tuple(name for name in FEATURES if name not in OF_ENGINES[:3])
+OF_ENGINES = ("adapter", "exact_truncation", "second_weights", "moving_tower", *SENSES, "encoder_decoder")
+OF_LEARNERS = tuple(name for name in FEATURES if name not in OF_ENGINES[:4])
 
 # ---------------------------------------------------------------- refusals
 
@@ -220,6 +230,10 @@ FSDP2 = "use fsdp2"
 TEXT_ALONE = ("trains on token ids alone", "use a language model without other inputs")
 NO_IMAGES = ("gets no images of such a model", "set producers.engine = 'hf', or use a language model")
 NO_FAMILY = ("has no inputs for it", f"use a language model, or one of {', '.join(VISION_MODELS)}")
+KEEPS_FEATURES = (
+    "keeps the features of an image when weights change",
+    "set learner.vision.tower = false and learner.vision.projector = false, or use another engine",
+)
 ENCODES = ("trains decoders alone", "use a decoder")
 HEAD = ("computes log-probs from the head itself", "use a model without it")
 NO_SUPPORT = (
@@ -274,7 +288,8 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
             "adapter": ("takes whole weights alone", "set learner.lora.publish = 'auto'"),
             "exact_truncation": NO_SUPPORT,
             "second_weights": NO_SECOND,
-            **dict.fromkeys(SENSES[1:] if name == "vllm" else SENSES, NO_IMAGES),
+            **dict.fromkeys(SENSES[1:], NO_IMAGES),
+            **({"moving_tower": KEEPS_FEATURES} if name == "sglang" else {}),
         }
         for name in TAKE_WHOLE
     },

@@ -11,7 +11,6 @@ Example: pattern `Score: (\\d+)` in "Score: 3 ... no, Score: 7" gives 7: the las
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import math
 import re
@@ -21,6 +20,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config.sections.reward import FIELD, JudgeConfig
+from asyncrl.images.decoding import data_uri
 from asyncrl.images.digests import IMAGES, image_digests
 from producers.rewards.outcome import Problem, Verdict
 from producers.rewards.sample import RewardSample
@@ -72,17 +72,6 @@ def _content(template: str, sample: RewardSample) -> list[dict[str, Any]]:
         parts += pictures if number else []
         parts += [{"type": "text", "text": render(piece, sample)}] if piece else []
     return parts
-
-
-def data_uri(image: bytes) -> str:
-    """An encoded image as a data URI.
-
-    >>> data_uri(b"GIF89a")
-    'data:image/gif;base64,R0lGODlh'
-    """
-    kinds = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
-    kind = next((name for start, name in kinds.items() if image.startswith(start)), "png")
-    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
 
 
 def open_references(sample: RewardSample, images: Mapping[str, bytes]) -> RewardSample:
