@@ -125,13 +125,6 @@ def _find_beside_vision(config: Config, model: Model) -> str:
     return next((f"{one}, and a vision-language model" for one in found if one), "")
 
 
-def _find_moving_tower(config: Config, model: Model) -> str:
-    trained = [name for name in ("tower", "projector") if _get(config, f"learner.vision.{name}")]
-    if not list_senses(model) or config.learner.lora.rank or not trained:
-        return ""
-    return " and ".join(f"learner.vision.{name} = true" for name in trained)
-
-
 def _is_plain(model: Model) -> bool:
     """A dense decoder of token ids."""
     return bool(model.get("model_type")) and not (count_experts(model) or list_senses(model) or _encodes(model))
@@ -187,7 +180,9 @@ FEATURES: dict[str, Feature] = {
     ),
     "second_weights": _value("evaluation.lane", "second_weights"),
     "moving_tower": Feature(
-        "a vision-language model whose vision tower or projector trains", "learner.vision", _find_moving_tower
+        "a vision-language model whose vision tower or projector trains", "learner.vision",
+        lambda c, m: "learner.vision.tower or learner.vision.projector = true"
+        if list_senses(m) and c.learner.trains_vision else "",
     ),
     # of a model folder
     "mixture_of_experts": _model(
@@ -230,10 +225,7 @@ FSDP2 = "use fsdp2"
 TEXT_ALONE = ("trains on token ids alone", "use a language model without other inputs")
 NO_IMAGES = ("gets no images of such a model", "set producers.engine = 'hf', or use a language model")
 NO_FAMILY = ("has no inputs for it", f"use a language model, or one of {', '.join(VISION_MODELS)}")
-KEEPS_FEATURES = (
-    "keeps the features of an image when weights change",
-    "set learner.vision.tower = false and learner.vision.projector = false, or use another engine",
-)
+KEEPS_FEATURES = ("keeps the features of an image when weights change", "set both to false, or use another engine")
 ENCODES = ("trains decoders alone", "use a decoder")
 HEAD = ("computes log-probs from the head itself", "use a model without it")
 NO_SUPPORT = (
