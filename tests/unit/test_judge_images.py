@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from vision_models import plain_logprobs, png, vision_folder
 from asyncrl.config import parse
 from asyncrl.config.model_facts import VISION_MODELS
 from asyncrl.config.sections.reward import JudgeConfig
+from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.images.digests import image_digest
 from asyncrl.images.model_inputs import ImageInputs
+from asyncrl.plugins import find
 from asyncrl.preflight.code import check_models
 from asyncrl.runtime.model_folder import load_model
 from producers.data.tokenizer import Tokenizer
@@ -93,13 +96,6 @@ class Plain:
         ]
         return [float(one[0]) for one in told]
 
-    def greedy(self, ids: list[int], images: tuple[bytes, ...], count: int) -> list[int]:
-        found: list[int] = []
-        vocabulary = list(range(self.model.get_output_embeddings().weight.shape[0]))
-        while len(found) < count and not (found and found[-1] in self.tokenizer.eos_ids):
-            found.append(int(np.argmax(self.logprobs([*ids, *found], images, vocabulary))))
-        return found
-
 
 SHOWN = (TWO, (), TWO[:1], TWO[1:])
 
@@ -122,14 +118,25 @@ def test_yes_and_no_are_those_of_a_forward_with_the_images(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])  # whose files have other names than their parameters
 def test_a_judge_writes_what_it_sees(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generative, "number_in", lambda _table, text: Verdict(0.0, {}, text))
+    found: list[tuple[GenRequest, GenDelta]] = []
+    make = find("asyncrl.engines", "hf")
+
+    class Watched(make):  # type: ignore[misc, valid-type]
+        async def generate(self, request: GenRequest) -> AsyncIterator[GenDelta]:
+            async for delta in super().generate(request):
+                found.append((request, delta))
+                yield delta
+
+    monkeypatch.setattr(generative, "find", lambda *_: Watched)
     plain = Plain(family)
-    for images, outcome in zip(
-        SHOWN[:2], run(Written(settings(family)), [sample(images) for images in SHOWN[:2]]), strict=True
-    ):
-        assert isinstance(outcome, Verdict), outcome
-        wanted = plain.greedy(plain.question(images), images, 6)
-        assert outcome.answer == plain.tokenizer.decode(wanted)
+    run(Written(settings(family, temperature=1.0)), [sample(images) for images in SHOWN])
+    assert sorted(len(request.images) for request, _ in found) == [0, 1, 1, 2]
+    for request, delta in found:
+        ids, said = request.prompt_ids.tolist(), delta.token_ids.tolist()
+        assert ids == plain.question(request.images)
+        sampled = [False] * len(ids) + [True] * len(said)
+        expected = plain_logprobs(plain.model, plain.inputs, [*ids, *said], request.images, sampled)
+        assert np.abs(expected - delta.logprobs).max() < LIMIT
 
 
 def test_a_judge_fails_a_sample_whose_images_it_cannot_see() -> None:

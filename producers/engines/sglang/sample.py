@@ -48,7 +48,7 @@ class Sample(served.Sample):
         """The prompt of the next turn."""
         return [*self.request.prompt_ids.tolist(), *self.tokens]
 
-    def ask(self, *, salt: str, inputs: ImageInputs | None) -> dict[str, Any]:
+    def ask(self, *, salt: str, inputs: ImageInputs | None = None) -> dict[str, Any]:
         """The body of the next turn. All sampling settings are set: others would come from the server's defaults.
         `inputs`: of a vision-language model. Raises `sample.invalid` if a sampled token is a placeholder of images."""
         self.turns += 1

@@ -122,7 +122,9 @@ async def check_prefixes(client: HttpClient, found: ServerFacts, *, vocab: int) 
         )
 
 
-def check_request(request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int, images: bool) -> None:
+def check_request(
+    request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int, images: bool = False
+) -> None:
     """Raise `sample.invalid` for an unsupported request; `taken`: its id is in use, `images`: the model sees them."""
     problem = request_problem(request, config, vocab=vocab, taken=taken, version=version, images=images)
     if not problem and request.top_k == 1 and request.temperature != 1:

@@ -83,9 +83,8 @@ class LocalModel:
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError("config.model", f"no {what}: {error}", where=self.table.model) from None
         if kind == "language" and takes_images(self.table.model):
-            most = self._settings.max_image_pixels
-            code = self.table.trust_remote_code
-            self._inputs = ImageInputs(self.table.model, max_pixels=most, trust_remote_code=code)
+            table, most = self.table, self._settings.max_image_pixels
+            self._inputs = ImageInputs(table.model, max_pixels=most, trust_remote_code=table.trust_remote_code)
         self._model = model.to(self._device).requires_grad_(False).eval()
         return model.config
 
