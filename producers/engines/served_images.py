@@ -27,16 +27,16 @@ def image_url(image: bytes) -> str:
     return data_uri(encode_png(open_image(image)))
 
 
-def encode_images(inputs: ImageInputs | None, request: GenRequest) -> None:
+def encode_images(inputs: ImageInputs, request: GenRequest) -> None:
     """Do the slow part of a request, which takes milliseconds for each new image. Any thread.
 
     Raises:
         WorkError: `sample.invalid`: an image cannot be read.
     """
     try:
-        for image in request.images if inputs is not None else ():
+        for image in request.images:
             image_url(image)
-            inputs.pixels(image)  # type: ignore[union-attr]
+            inputs.pixels(image)
     except ImageProblem as problem:
         raise WorkError("sample.invalid", problem.reason, where=request.id) from None
 

@@ -221,7 +221,7 @@ class SGLangEngine(ServedBase):
     async def _follow(self, sample: Sample) -> None:
         """Turn after turn to the sample's end; an error ends its request, or the engine."""
         try:
-            if sample.request.images:
+            if sample.request.images and self._images is not None:
                 await asyncio.to_thread(encode_images, self._images, sample.request)
             while True:
                 async with self._gate.place(sample.request.priority):

@@ -208,7 +208,7 @@ class VLLMHTTPEngine(VLLMBase):
         assert self._client is not None
         request = sample.request
         try:
-            if request.images:
+            if request.images and self._images is not None:
                 await asyncio.to_thread(encode_images, self._images, request)
             events = self._client.stream("/inference/v1/generate", self._body(sample), idle_s=self._idle_s)
             async with aclosing(events):  # type: ignore[type-var]
