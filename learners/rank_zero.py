@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,28 +25,31 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config import Config
+from asyncrl.config.capabilities import BACKENDS
 from asyncrl.config.judges import teacher_of
 from asyncrl.config.mode import publishes, streams
 from asyncrl.config.model_facts import experts_shape
 from asyncrl.errors import AsyncRLError, StateLost, Unavailable
+from asyncrl.images.model_inputs import open_inputs
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.model_folder import model_json
 from asyncrl.runtime.role import Stop
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import NotYet
 from learners.batch.archive import Archive
-from learners.batch.assembly import unusable
+from learners.batch.assembly import image_problem, unusable
 from learners.evaluations import LastEvaluations
 from learners.heartbeat import Heart
 from learners.ledger_account import Account, EpochMark
 from learners.step_records import StepRecords
 
 if TYPE_CHECKING:
-    from asyncrl.wire.batch_arrays import ClaimedBatch
+    from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData
     from buffers.client.learner import LearnerClient
     from weightsync.publisher.publisher import Publisher
 
 POLL_S = 2.0
+CHECKS = 4  # groups that are checked in parallel
 REPORT_EVERY_S = 10.0
 
 Weights = Iterable[tuple[str, npt.NDArray[np.uint8]]]
@@ -92,6 +96,8 @@ class Services:
         self._heart = heart
         self._vocabulary = vocabulary  # 0: unknown
         self._routing = experts_shape(model_json(config.model.path) if config.learner.router_replay else {})
+        self._looks = config.learner.backend in BACKENDS  # those of other packages may see in their own way
+        self._images = open_inputs(config) if self._looks else None
         self._history = ""  # head of the history's chain, as told with the newest commit
         self.fetch_s = 0.0  # time to read and check the payloads of the newest batch
         self._publishes = not streams(config)
@@ -215,12 +221,17 @@ class Services:
         if self._archive is not None:
             self._archive.put(batch, epoch=self.mark.epoch, history=self._history)
         limit = self._config.learner.micro_batch_tokens
-        bad = dict(batch.invalid)
-        for group in batch.groups:
+
+        def check(group: GroupData) -> str:
             teacher = teacher_of(self._config, str(group.row.get("data_source") or ""))
             why = unusable(group, max_tokens=limit, vocabulary=self._vocabulary, teacher=teacher, routing=self._routing)
-            if why:
-                bad[group.group] = why
+            return why or (image_problem(group, batch.images, self._images) if self._looks else "")
+
+        bad = dict(batch.invalid)
+        with ThreadPoolExecutor(CHECKS) as pool:  # images are decoded
+            for group, why in zip(batch.groups, pool.map(check, batch.groups), strict=True):
+                if why:
+                    bad[group.group] = why
         for number, why in bad.items():
             self.quarantine(batch.step, number, why)
         return msgspec.structs.replace(batch, groups=tuple(g for g in batch.groups if g.group not in bad))

@@ -145,14 +145,12 @@ FEATURES: dict[str, Feature] = {
     "reward_model": _value("learner.mode", "reward_model"),
     "iteration": Feature(
         "`learner.preference.iteration`", "learner.preference.iteration",
-        lambda c, _: f"learner.preference.iteration = {n}" if (n := c.learner.preference.iteration) else "",
-    ),
+        lambda c, _: f"learner.preference.iteration = {n}" if (n := c.learner.preference.iteration) else ""),
     "critic": _needs_model("critic", "critic model"),
     "process": _needs_model("process", "process model"),
     "lora": Feature(
         "`learner.lora.rank`", "learner.lora.rank",
-        lambda c, _: f"learner.lora.rank = {c.learner.lora.rank}" if c.learner.lora.rank else "",
-    ),
+        lambda c, _: f"learner.lora.rank = {n}" if (n := c.learner.lora.rank) else ""),
     **{name: _split(name) for name in ("replicate", "tensor", "sequence", "pipeline", "expert")},
     "cpu_offload": _switch("learner.cpu_offload"),
     "reference_offload": _switch("learner.reference_offload"),
@@ -180,10 +178,14 @@ FEATURES: dict[str, Feature] = {
     ),
     "second_weights": _value("evaluation.lane", "second_weights"),
     "router_replay": _switch("learner.router_replay"),
+    "moving_tower": Feature(
+        "a vision-language model whose vision tower or projector trains", "learner.vision",
+        lambda c, m: "learner.vision.tower or learner.vision.projector = true"
+        if list_senses(m) and c.learner.trains_vision else "",
+    ),
     # of a model folder
     "mixture_of_experts": _model(
-        "a mixture of experts", lambda m: f"mixture of experts ({count_experts(m)})" if count_experts(m) else ""
-    ),
+        "a mixture of experts", lambda m: f"mixture of experts ({n})" if (n := count_experts(m)) else ""),
     "senses": _model(f"vision-language models {', '.join(MROPE_MODELS)}", lambda m: find_senses(m, MROPE_MODELS)),
     "tile_senses": _model(f"vision-language models {', '.join(TILE_MODELS)}", lambda m: find_senses(m, TILE_MODELS)),
     "other_senses": _model("another vision-language model, or audio", find_senses),
@@ -212,8 +214,9 @@ FEATURES: dict[str, Feature] = {
 }  # fmt: skip
 SENSES = ("senses", "tile_senses", "other_senses")
 #: Features that a learner or an engine is asked for.
-OF_ENGINES = ("adapter", "exact_truncation", "second_weights", "router_replay", *SENSES, "encoder_decoder")
-OF_LEARNERS = tuple(name for name in FEATURES if name not in OF_ENGINES[:4])
+ENGINES_ALONE = ("adapter", "exact_truncation", "second_weights", "router_replay", "moving_tower")
+OF_ENGINES = (*ENGINES_ALONE, *SENSES, "encoder_decoder")
+OF_LEARNERS = tuple(name for name in FEATURES if name not in ENGINES_ALONE)
 
 # ---------------------------------------------------------------- refusals
 
@@ -221,6 +224,7 @@ FSDP2 = "use fsdp2"
 TEXT_ALONE = ("trains on token ids alone", "use a language model without other inputs")
 NO_IMAGES = ("gets no images of such a model", "set producers.engine = 'hf', or use a language model")
 NO_FAMILY = ("has no inputs for it", f"use a language model, or one of {', '.join(VISION_MODELS)}")
+KEEPS_FEATURES = ("keeps the features of an image when weights change", "set both to false, or use another engine")
 ENCODES = ("trains decoders alone", "use a decoder")
 HEAD = ("computes log-probs from the head itself", "use a model without it")
 NO_SUPPORT = (
@@ -277,7 +281,8 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
             "exact_truncation": NO_SUPPORT,
             "second_weights": NO_SECOND,
             "router_replay": NO_CHOICES,
-            **dict.fromkeys(SENSES[1:] if name == "vllm" else SENSES, NO_IMAGES),
+            **dict.fromkeys(SENSES[1:], NO_IMAGES),
+            **({"moving_tower": KEEPS_FEATURES} if name == "sglang" else {}),
         }
         for name in TAKE_WHOLE
     },

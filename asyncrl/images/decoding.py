@@ -10,6 +10,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -76,6 +77,17 @@ def encode_png(image: Any) -> bytes:
     except Exception as error:  # it may be read lazily from a damaged file
         raise ImageProblem(f"it cannot be read: {_describe(error)}") from None
     return buffer.getvalue()
+
+
+def data_uri(image: bytes) -> str:
+    """An encoded image as a data URI.
+
+    >>> data_uri(b"GIF89a")
+    'data:image/gif;base64,R0lGODlh'
+    """
+    kinds = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
+    kind = next((name for start, name in kinds.items() if image.startswith(start)), "png")
+    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
 
 
 def require_pillow() -> Any:

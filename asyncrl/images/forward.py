@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.images.model_inputs import Pixels
+from asyncrl.images.model_inputs import ImageInputs, Pixels
 
 
 class Seen(NamedTuple):
@@ -48,6 +48,23 @@ def see_images(images: Sequence[Pixels], stray: npt.NDArray[np.bool_], token: in
     held = torch.from_numpy(stray).to(device) if stray.any() else None
     tokens = [one.tokens for one in different]
     return Seen(join_images(different, device), held, token, tokens, [place[id(one)] for one in images])
+
+
+def see_rows(
+    inputs: ImageInputs, rows: Sequence[tuple[Any, ...]], width: int, device: torch.device
+) -> tuple[Tensor, Seen]:
+    """Positions `[3, R, width]` (plain ones `[R, width]`) and images of rows padded on the right; `rows`: arguments of
+    `ImageInputs.row`, which may raise ValueError."""
+    positions = np.tile(np.arange(width), (3, len(rows), 1))
+    stray = np.zeros((len(rows), width), bool)
+    images: list[Pixels] = []
+    for number, one in enumerate(rows):
+        row = inputs.row(*one)
+        positions[:, number, : len(row.stray)] = row.positions
+        stray[number, : len(row.stray)] = row.stray
+        images += row.images
+    seen = see_images(images, stray, inputs.token, device)
+    return torch.from_numpy(positions if inputs.mrope else positions[-1]).to(device), seen
 
 
 def body_arguments(body: Any, seen: Seen | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config, dump
-from asyncrl.config.model_facts import list_senses
+from asyncrl.config.model_facts import VISION_MODELS, list_senses
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, error_for, near_miss
 from asyncrl.plugins import is_place, known_plugins
@@ -248,6 +248,9 @@ def check_models(config: Config) -> Iterator[AsyncRLError]:
             folder = Path(table.model)
             if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
                 yield ConfigError("config.model", f"{table.model!r} has no config.json or no weights", where=where)
+            elif table.sees_images and not list_senses(model_json(folder)):
+                what = f"its prompt has {{images}}, and {table.model!r} reads text alone"
+                yield ConfigError("config.model", what, where=where)
         if table.api_key_file and not Path(table.api_key_file).is_file():
             yield ConfigError("config.file", f"api_key_file {table.api_key_file!r} is missing", where=where)
     for teacher in config.teacher:
@@ -256,6 +259,9 @@ def check_models(config: Config) -> Iterator[AsyncRLError]:
         if isinstance(vocabulary, int) and top_k > vocabulary:
             what = f"learner.distillation.top_k = {top_k}, and the vocabulary has {vocabulary} tokens"
             yield ConfigError("config.conflict", what, where="learner.distillation.top_k")
+        if teacher.url and list_senses(model_json(config.model.path)):
+            what = "a teacher behind a server reads text alone, and model.path has a vision tower"
+            yield ConfigError("config.model", what, where=where, remedy="name a folder of the same family")
         if not teacher.url and (problem := _teacher_problem(Path(teacher.model), Path(config.model.path))):
             yield ConfigError("config.model", f"{teacher.model!r}: {problem}", where=where)
         if teacher.api_key_file and not Path(teacher.api_key_file).is_file():
@@ -267,8 +273,13 @@ def _teacher_problem(folder: Path, policy: Path) -> str:
     found = model_json(folder)
     if not found or not list(folder.glob("*.safetensors")):
         return "it has no config.json or no weights"
-    if list_senses(model_json(policy)) or list_senses(found):
-        return "teachers read text alone, and one of the models has a vision tower"
+    both = (model_json(policy), found)
+    seeing = [one.get("model_type") for one in both if list_senses(one)]
+    if seeing and (len(seeing) == 1 or seeing[0] != seeing[1] or seeing[0] not in VISION_MODELS):
+        kinds = " and ".join(str(one.get("model_type")) for one in both)
+        return (
+            f"it is to see the images of the policy, and the two are of the types {kinds}: they must be of one family"
+        )
     pairs = [tokenizer_entries(path) for path in (folder, policy)]
     if all(pairs) and pairs[0] != pairs[1]:
         return "its tokenizer has other tokens than that of model.path: they must share a vocabulary"

@@ -19,12 +19,14 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.images.decoding import ImageProblem
 from asyncrl.images.digests import image_digests
 from asyncrl.versions import lag, oldest_version
 from learners.batch import estimates
 from learners.batch.micro_batches import Minibatch, Sample, StepBatch, balance, pack, packed_row, pad, padded_rows
 
 if TYPE_CHECKING:
+    from asyncrl.images.model_inputs import ImageInputs
     from asyncrl.wire import Support
     from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData
 
@@ -89,6 +91,33 @@ def _misrouted(chosen: Array | None, routing: tuple[int, int, int]) -> str:
     return "" if 0 <= int(chosen.min()) <= int(chosen.max()) < experts else f"has one outside 0..{experts - 1}"
 
 
+def image_problem(group: GroupData, images: Mapping[str, bytes], inputs: ImageInputs | None) -> str:
+    """Return why the images of a group cannot be trained with its tokens; empty if they can. `images`: those of the
+    batch by digest; `inputs`: None for a language model."""
+    shown = image_digests(group.row)
+    if inputs is None:
+        named = bool(shown) or any(sample.images for sample in group.samples)
+        return "image: the group has images, and the model reads text alone" if named else ""
+    for cut in estimates.iter_cuts(group.samples):
+        sample = group.samples[cut.sample]
+        first = cut.start - cut.prompt
+        prompt = sample.response[first : cut.start] if cut.prompt else group.prompt_ids
+        own = [(place - cut.start + prompt.size, digest) for place, digest in _later_images(sample, cut)]
+        digests = [*(() if cut.prompt else shown), *(digest for _, digest in own)]
+        ids = np.concatenate((prompt, sample.response[cut.start : cut.stop]))
+        try:
+            inputs.row(ids, [images[digest] for digest in digests], [place for place, _ in own])
+        except (ValueError, ImageProblem) as error:
+            return f"image: sample {sample.index}: {error}"
+    return ""
+
+
+def _later_images(sample: Any, cut: estimates.Cut) -> list[tuple[int, str]]:
+    """Return the images among the tokens of a sequence of this sample, by their place in its response."""
+    first = cut.start - cut.prompt
+    return [(place, digest) for place, digest in getattr(sample, "images", ()) if first <= place < cut.stop]
+
+
 def group_lag(group: GroupData, version: int) -> int:
     """Return the training version minus the oldest version of any token of the group."""
     oldest = oldest_version(run for sample in group.samples for run in sample.runs)
@@ -137,8 +166,7 @@ def assemble(
 
 def _see(sequence: Sample, cut: estimates.Cut, sample: Any, shown: Sequence[tuple[bytes, ...]], batch: Any) -> Sample:
     """Return the sequence with its images: those of the group's prompt (`shown`, by sample) and of its own tokens."""
-    first = cut.start - cut.prompt
-    later = [(place, digest) for place, digest in getattr(sample, "images", ()) if first <= place < cut.stop]
+    later = _later_images(sample, cut)
     images = () if cut.prompt else shown[cut.sample]
     offset = sequence.prompt_tokens - cut.start
     return replace(

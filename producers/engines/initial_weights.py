@@ -10,6 +10,8 @@ from typing import Any
 
 from asyncrl.engine import Engine
 from asyncrl.errors import ConfigError
+from asyncrl.images.rows import takes_images
+from asyncrl.runtime.model_folder import load_model
 from asyncrl.wire import Manifest
 from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
 from weightsync.plan.digest import bucket_digest, version_digest
@@ -47,6 +49,11 @@ def _tensors(folder: Path, dtype: str) -> dict[str, Any]:
 
     wanted = getattr(torch, dtype)
     found: dict[str, Any] = {}
+    if takes_images(folder):  # engines know such a model by transformers' names, which differ from those of its files
+        try:
+            return dict(load_model(folder, "language", trust_remote_code=False, dtype=wanted).named_parameters())
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError("config.model", str(error), where=str(folder)) from None
     try:
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as opened:  # type: ignore[no-untyped-call]
@@ -65,6 +72,6 @@ def _buckets(plan: Plan, tensors: dict[str, Any]) -> list[bytearray]:
 
     buckets = [bytearray(size) for size in plan.bucket_bytes]
     for tensor in plan.tensors:
-        raw = tensors[tensor.name].contiguous().flatten().view(torch.uint8).numpy()
+        raw = tensors[tensor.name].detach().contiguous().flatten().view(torch.uint8).numpy()
         buckets[tensor.bucket][tensor.offset : tensor.offset + tensor.nbytes] = raw.tobytes()
     return buckets

@@ -78,6 +78,17 @@ def published_name(name: str) -> str:
     return name if body == name or body.startswith(("visual.", "language_model.")) else f"model.language_model.{body}"
 
 
+def folder_name(name: str) -> str:
+    """The inverse of `published_name`: SGLang loads vision-language models by these names.
+
+    >>> folder_name("model.visual.merger.ln_q.weight"), folder_name("model.language_model.norm.weight")
+    ('visual.merger.ln_q.weight', 'model.norm.weight')
+    """
+    if name.startswith("model.visual."):
+        return name.removeprefix("model.")
+    return name.replace("model.language_model.", "model.", 1) if name.startswith("model.language_model.") else name
+
+
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by name of a safetensors file: 8 bytes with the length of a JSON object, then that object."""
     with file.open("rb") as stream:

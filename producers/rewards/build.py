@@ -6,6 +6,7 @@ import os
 
 from asyncrl.config import Config
 from asyncrl.config.judges import Judge
+from asyncrl.images.rows import takes_images
 from producers.rewards.outcome import JudgeSettings, TeacherSettings
 from producers.rewards.pipe import FunctionSpec, SandboxSpec
 from producers.rewards.scorer import Scorer
@@ -42,7 +43,13 @@ def judge_settings(config: Config, judge: Judge) -> JudgeSettings:
     """The settings for a judge that is a model."""
     dtype = config.model.dtype if judge.table.dtype == "auto" else judge.table.dtype
     return JudgeSettings(
-        judge.table, judge.timeout_s, config.model.path, dtype, config.data.prompt_key, teacher_settings(config, judge)
+        judge.table,
+        judge.timeout_s,
+        config.model.path,
+        dtype,
+        config.data.prompt_key,
+        teacher_settings(config, judge),
+        config.data.max_image_pixels,
     )
 
 
@@ -51,4 +58,5 @@ def teacher_settings(config: Config, judge: Judge) -> TeacherSettings | None:
     if judge.teacher is None:
         return None
     asked = config.learner.distillation.asked_top_k
-    return TeacherSettings(judge.teacher.api, config.sampling.temperature, asked, judge.data_sources)
+    sees = not judge.teacher.url and takes_images(judge.teacher.model)
+    return TeacherSettings(judge.teacher.api, config.sampling.temperature, asked, judge.data_sources, sees)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -49,6 +49,7 @@ class TeacherSettings(msgspec.Struct, frozen=True):
     temperature: float
     top_k: int = 0
     data_sources: tuple[str, ...] = ()
+    sees: bool = False  # its model sees images, as that of the run
 
 
 class JudgeSettings(msgspec.Struct, frozen=True):
@@ -60,11 +61,22 @@ class JudgeSettings(msgspec.Struct, frozen=True):
     dtype: str  # of the model
     prompt_key: str
     teacher: TeacherSettings | None = None  # None: it gives rewards
+    max_image_pixels: int = 0  # of the run
 
     @property
     def sees_images(self) -> bool:
         """Whether it looks at the images of a sample."""
-        return self.teacher is None and self.table.sees_images
+        return self.table.sees_images if self.teacher is None else self.teacher.sees
+
+
+class HasIds(Protocol):
+    """A row of a forward pass."""
+
+    @property
+    def ids(self) -> list[int]: ...
+
+
+Row = TypeVar("Row", bound=HasIds)
 
 
 class Model(Protocol):
@@ -125,20 +137,20 @@ async def score_batches(
     samples: Sequence[RewardSample],
     done: Report,
     *,
-    encode: Callable[[RewardSample], list[int]],
-    forward: Callable[[list[list[int]]], list[Outcome]],
+    encode: Callable[[RewardSample], Row],
+    forward: Callable[[list[Row]], list[Outcome]],
     rows: int,
 ) -> None:
     """Score samples by forward passes of up to `rows` rows of similar length, on a thread. `done` as in `Model`."""
-    found: list[tuple[int, list[int]]] = []
+    found: list[tuple[int, Row]] = []
     for place, sample in enumerate(samples):
         try:
             found.append((place, encode(sample)))
         except (Problem, AsyncRLError) as error:  # a template may refuse a conversation
             done(place, make_problem(error))
-    found.sort(key=lambda row: len(row[1]))
+    found.sort(key=lambda row: len(row[1].ids))
     for first in range(0, len(found), rows):
         batch = found[first : first + rows]
-        outcomes = await asyncio.to_thread(forward, [ids for _, ids in batch])
+        outcomes = await asyncio.to_thread(forward, [row for _, row in batch])
         for (place, _), outcome in zip(batch, outcomes, strict=True):
             done(place, outcome)

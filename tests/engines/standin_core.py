@@ -3,13 +3,15 @@
 Started by `standin_sglang.py` and `standin_vllm.py`, each a process of its own. It adds what servers have and the hf
 engine has not: weights by name under labels, requests that are held while the server is paused, retracted (their K/V
 is made again) or given up with what they have, and a prefix cache that can be stale: who asks a prompt again, under
-the same salt, after the weights have changed and the cache was not emptied, gets log-probs that are off by `STALE`.
+the same salt, after the weights have changed and the cache was not emptied, gets log-probs that are off by `STALE`. So
+does who asks about an image whose features were made under other weights and have the same name.
 Random numbers of a sample go by its seed and the place in the sequence, as those of servers in deterministic mode.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import os
 import signal
@@ -25,8 +27,11 @@ from safetensors.torch import load_file
 
 from asyncrl.config import parse
 from asyncrl.engine import GenRequest
+from asyncrl.images.model_inputs import ImageInputs
+from asyncrl.images.rows import takes_images
 from asyncrl.wire import Manifest
 from producers.engines.hf.engine import HFEngine
+from producers.engines.model_files import published_name
 from weightsync.plan.buckets import TensorSpec, plan_buckets
 from weightsync.plan.digest import digest_tensors
 
@@ -58,6 +63,8 @@ class Ask(NamedTuple):
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
     salt: str = ""
+    images: tuple[bytes, ...] = ()
+    features: tuple[str, ...] = ()  # names of what the vision tower makes of the images
 
 
 class Job:
@@ -99,6 +106,8 @@ class Core:
         self._folder = folder
         self._held: dict[str, torch.Tensor] = {}
         self._prefixes: dict[str, dict[tuple[int, ...], int]] = {}
+        self._features: dict[str, int] = {}  # when they were made; they outlive new weights
+        self.inputs = ImageInputs(folder) if takes_images(folder) else None
         self.engine = HFEngine(
             parse(f"""
 [model]
@@ -123,7 +132,8 @@ function = "unused:unused"
         await self.engine.start()
         self._slow_down()
         for file in sorted(self._folder.glob("*.safetensors")):
-            self._held.update(load_file(file))
+            held = load_file(file)
+            self._held.update({published_name(k): v for k, v in held.items()} if self.inputs else held)
         await self.swap("default")
 
     def _slow_down(self) -> None:
@@ -141,6 +151,7 @@ function = "unused:unused"
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Take a tensor for the next `swap`."""
+        name = published_name(name) if self.inputs else name
         known = self._held.get(name)
         if known is None or known.shape != tensor.shape:
             raise Bad(400, f"Failed to load {name}: {tuple(tensor.shape)}")
@@ -219,6 +230,7 @@ function = "unused:unused"
             stop_ids=ask.stop_ids,
             begun=len(ids) - 1,
             delta_tokens=1,
+            images=ask.images,
         )
         async for delta in self.engine.generate(wanted):
             job.tokens += delta.token_ids.tolist()
@@ -229,13 +241,26 @@ function = "unused:unused"
 
     def _meet_prefix(self, job: Job) -> None:
         """What a prefix cache would do with this prompt."""
+        for name in job.ask.features:
+            job.stale |= self._features.setdefault(name, self.updates) != self.updates
         known = self._prefixes.setdefault(job.ask.salt, {})
         era = known.get(job.ask.ids)
         if era is None:
             known[job.ask.ids] = self.updates
         elif not job.turns:
             job.cached = len(job.ask.ids) - 1
-            job.stale = era != self.updates
+            job.stale |= era != self.updates
+
+    def expand(self, ids: list[int], urls: Sequence[str]) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+        """The prompt as the model gets it, and its images, which are PNGs in data URIs."""
+        head = "data:image/png;base64,"
+        if self.inputs is None or not all(url.startswith(head) for url in urls):
+            raise Bad(400, "this stand-in takes PNGs as data URIs, if its model sees")
+        images = tuple(base64.b64decode(url.removeprefix(head), validate=True) for url in urls)
+        try:
+            return tuple(self.inputs.expand(ids, images).tolist()), images
+        except ValueError as error:
+            raise Bad(400, f"An exception occurred while loading multimodal data: {error}") from None
 
     def flush(self) -> None:
         """Empty the prefix cache."""

@@ -124,7 +124,12 @@ class VLLM:
 
     def ask(self, body: dict[str, Any]) -> Ask:
         chosen = body.get("sampling_params") or {}
-        ids = tuple(body["token_ids"])
+        ids, images, features = tuple(body["token_ids"]), (), ()
+        if parts := body.get("content_parts"):
+            if any(part["type"] != "image_url" for part in parts):
+                raise Bad(400, f"content_parts: {parts}"[:200])
+            ids, images = self.core.expand(list(ids), [part["url"] for part in parts])
+            features = tuple(part["uuid"] for part in parts)
         if not ids or min(ids) < 0:
             raise Bad(400, "token_ids must not be empty or negative")
         stops = list(chosen.get("stop_token_ids") or ())
@@ -140,6 +145,8 @@ class VLLM:
             seed=chosen.get("seed") or 0,
             stop_ids=tuple(stops),
             salt=body.get("cache_salt") or "",
+            images=images,
+            features=features,
         )
 
     def choice(self, job: Job, sent: int) -> dict[str, Any]:
@@ -180,6 +187,8 @@ class VLLM:
         sent, job = 0, first
         while True:
             chunk = {"request_id": ask.name, "choices": [self.choice(job, sent)]}
+            if ask.images and not sent:
+                chunk["prompt_token_ids"] = list(ask.ids)
             sent = len(job.tokens)
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             if job.finish:
@@ -325,6 +334,7 @@ class VLLM:
             return web.json_response({"results": ["True"]})
         if method == "asyncrl_model":
             shape = json.loads((Path(self.args.model_path) / "config.json").read_text())
+            shape = shape.get("text_config", shape)
             plain = {key: value for key, value in shape.items() if isinstance(value, int | str)}
             return web.json_response({"results": [{"shape": plain, "dtype": "float32", "device": "cpu"}]})
         if method == "asyncrl_token" and self.args.no_files:

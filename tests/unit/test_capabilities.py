@@ -55,6 +55,7 @@ device = "cpu"
 [[reward]]
 function = "my_rewards:good"
 """
+FROZEN = ("learner.vision.tower=false", "learner.vision.projector=false")
 #: Feature -> settings that ask for it, and fields of config.json.
 ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "float16": (("model.dtype=float16",), {}),
@@ -90,9 +91,10 @@ ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "second_weights": (("evaluation.path=rows.jsonl", "evaluation.lane=second_weights"), {}),
     "router_replay": (("learner.router_replay=true",), {"model_type": "qwen3_moe", "num_experts": 8}),
     "mixture_of_experts": ((), {"model_type": "qwen3_moe", "num_experts": 8}),
-    "senses": ((), {"vision_config": {"hidden_size": 8}, "model_type": "qwen2_vl"}),
-    "tile_senses": ((), {"vision_config": {"hidden_size": 8}, "model_type": "llava"}),
-    "other_senses": ((), {"vision_config": {"hidden_size": 8}}),
+    "senses": (FROZEN, {"vision_config": {"hidden_size": 8}, "model_type": "qwen2_vl"}),
+    "tile_senses": (FROZEN, {"vision_config": {"hidden_size": 8}, "model_type": "llava"}),
+    "other_senses": (FROZEN, {"vision_config": {"hidden_size": 8}}),
+    "moving_tower": (("learner.vision.tower=false",), {"vision_config": {"hidden_size": 8}, "model_type": "qwen2_vl"}),
     "vision_layout": (("learner.compile=true",), {"vision_config": {"hidden_size": 8}, "model_type": "qwen2_vl"}),
     "encoder_decoder": ((), {"is_encoder_decoder": True}),
     "architecture": ((), {"model_type": "olmo2"}),

@@ -27,7 +27,7 @@ from asyncrl.images.rows import normalise_row
 from asyncrl.runtime.model_folder import load_model
 from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData, SampleData
 from learners.backends.fsdp2.backend import FSDP2Backend
-from learners.batch.assembly import assemble
+from learners.batch.assembly import assemble, image_problem
 from learners.batch.micro_batches import decode_share, encode_share
 from learners.gang.gang import Gang
 from producers.data.prompts import encode_prompt
@@ -212,6 +212,7 @@ def test_log_probs_of_all_turns_are_those_of_transformers(
             assert np.abs(wanted - item.sample.logprobs[mine][sampled[mine]]).max() < LIMIT
     batch = batch_of(done, {"images": [image_digest(FIRST)]}, prompt, images)
     assert set(digests_in(batch)) == set(images)
+    assert image_problem(batch.groups[0], images, inputs) == ""
     made = assemble(batch, algorithm=config.learner.algorithm, ranks=1, max_tokens=1500, packing=packing == "true")
     [share] = decode_share(encode_share(made.shares[0]))
     backend = FSDP2Backend(config, gang)

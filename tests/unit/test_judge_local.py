@@ -15,7 +15,7 @@ from asyncrl.config.sections.reward import JudgeConfig
 from asyncrl.demo.tasks import CHARACTERS
 from asyncrl.errors import ConfigError
 from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
-from producers.rewards.judges.classifier import Classifier
+from producers.rewards.judges.classifier import Classifier, Text
 from producers.rewards.judges.generative import Written, YesNo, engine_config
 from producers.rewards.outcome import JudgeSettings, Model, Outcome, Problem, Verdict
 from producers.rewards.sample import RewardSample
@@ -124,8 +124,8 @@ def test_what_is_too_long_or_not_finite_or_out_of_memory_is_a_failure(
 
     forward = Classifier._forward
 
-    def small(self: Classifier, rows: list[list[int]]) -> list[Outcome]:
-        if len(rows) > 1 or len(rows[0]) > 30:
+    def small(self: Classifier, rows: list[Text]) -> list[Outcome]:
+        if len(rows) > 1 or len(rows[0].ids) > 30:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(self, rows)
 

@@ -284,7 +284,7 @@ def test_pictures_stand_in_the_question(tmp_path: Path) -> None:
         kind, _, coded = part["image_url"]["url"].partition(";base64,")
         assert kind == "data:image/png" and base64.b64decode(coded) == data
     assert table.sees_images and not JudgeConfig("g", kind="url", prompt="{response}").sees_images
-    assert not JudgeConfig("g", kind="generative", prompt="{images} {response}").sees_images
+    assert not JudgeConfig("g", kind="classifier", prompt="{images}").sees_images
     with pytest.raises(Problem, match="missing"):
         judge_messages(table, open_references(asked, {}))
 

@@ -100,8 +100,6 @@ def table_problems(table: JudgeConfig) -> Iterator[Problem]:
 def _answer_problems(table: JudgeConfig) -> Iterator[Problem]:
     if "response" not in template_fields(table.prompt):
         yield "prompt", "it needs {response}; {prompt}, {ground_truth} and names of columns may stand there too"
-    if table.kind == "generative" and "images" in template_fields(table.prompt):
-        yield "prompt", "a judge on this host reads text alone: {images} is for kind = 'url'"
     try:
         groups = re.compile(table.pattern).groups
     except re.error as error:

@@ -146,3 +146,8 @@ class LearnerConfig(Section, frozen=True):
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @property
+    def trains_vision(self) -> bool:
+        """Whether the vision tower of a model that has one, or its projector, changes."""
+        return not self.lora.rank and (self.vision.tower or self.vision.projector)

@@ -98,7 +98,7 @@ class JudgeConfig(Section, frozen=True):
     model: str = ""  # folder of the model; kind = url: its name on the server
     trust_remote_code: bool = False  # run code that is part of its model folder
     url: str = ""  # kind = url: an OpenAI-compatible server, such as http://127.0.0.1:8000/v1
-    prompt: str = ""  # question with {prompt} {response} {ground_truth} {column}, url: {images}; generative and url
+    prompt: str = ""  # question with {prompt} {response} {ground_truth} {images} {column}; generative and url
     system: str = ""  # system message
     answer: Literal["pattern", "yes_no"] = "pattern"  # a number in its text, or the probability of yes against no
     pattern: str = r"(-?\d+(?:\.\d+)?)"  # regular expression; the first group of its last match is the number
@@ -129,7 +129,7 @@ class JudgeConfig(Section, frozen=True):
     @property
     def sees_images(self) -> bool:
         """Whether its question shows the images of a sample."""
-        return self.kind == "url" and "images" in template_fields(self.prompt)
+        return self.kind in ("generative", "url") and "images" in template_fields(self.prompt)
 
 
 FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")

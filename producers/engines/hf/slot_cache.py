@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.images.forward import Seen, body_arguments, see_images, stray_placeholders
-from asyncrl.images.model_inputs import ImageInputs, Pixels
+from asyncrl.images.forward import body_arguments, see_rows, stray_placeholders
+from asyncrl.images.model_inputs import ImageInputs
 from producers.engines.hf.attention import Band, plan
 from producers.engines.hf.cache_interface import UNFIT, Prompt, Tokens, call_options, pieces
 from producers.engines.hf.kv_cache import KV, CaptureCache, KVStore, SlotCache
@@ -166,26 +166,12 @@ class SlotMemory:
         ids = torch.from_numpy(padded).to(self._device)
         positions, seen = places[None].expand(len(padded), -1), None
         if self._images is not None and any(prompt.images for prompt in prompts):
-            positions, seen = self._see(prompts, padded.shape[1])
+            positions, seen = see_rows(self._images, prompts, padded.shape[1], self._device)
             ids = seen.mask(ids)
         with stray_placeholders(self.model, seen):
             mask = self._mask(len(places), None)
             self._call(ids, positions, mask, cache, **body_arguments(self.model, seen))
         return cache.layers
-
-    def _see(self, prompts: Sequence[Prompt], width: int) -> tuple[Tensor, Seen]:
-        """Positions `[3, N, width]` (plain ones `[N, width]`) and images of a prefill."""
-        assert self._images is not None
-        positions = np.tile(np.arange(width), (3, len(prompts), 1))
-        stray = np.zeros((len(prompts), width), bool)
-        images: list[Pixels] = []
-        for number, prompt in enumerate(prompts):
-            row = self._images.row(*prompt)
-            positions[:, number, : len(prompt.tokens)] = row.positions
-            stray[number, : len(prompt.tokens)] = row.stray
-            images += row.images
-        seen = see_images(images, stray, self._images.token, self._device)
-        return torch.from_numpy(positions if self._images.mrope else positions[-1]).to(self._device), seen
 
     def _mask(self, visible: int, positions: Tensor | None) -> Any:
         """`[live, 1, 1, visible]` for a step; `[1, 1, T, T]` for a prefill (`positions` None); by type of layer if

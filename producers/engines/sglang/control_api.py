@@ -21,6 +21,7 @@ import msgspec
 from asyncrl.errors import UNREADABLE, AsyncRLError
 from asyncrl.wire import Tensor
 from producers.engines.http import HttpClient, Refused, broken_error
+from producers.engines.model_files import folder_name
 
 CALL_S = 30.0
 LOOK_S = 0.5
@@ -214,7 +215,7 @@ class SGLangServer:
     ) -> None:
         """Its workers take these tensors, back to back in one broadcast, sent by `sending`."""
         body = {
-            "names": [tensor.name for tensor in tensors],
+            "names": [folder_name(tensor.name) for tensor in tensors],
             "dtypes": [DTYPE_NAMES[tensor.dtype] for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
             "group_name": group,

@@ -32,12 +32,14 @@ from typing import TypeVar
 from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest, PauseMode
 from asyncrl.errors import AsyncRLError, WorkError
+from asyncrl.images.model_inputs import ImageInputs, open_inputs
 from asyncrl.process_plan.interpreters import ENGINE_TOKEN
 from asyncrl.versions import expand
 from producers.engines.group_sender import GroupSender
 from producers.engines.http import HttpClient
 from producers.engines.request_gate import RequestGate
 from producers.engines.served import Outbox, ServedBase, next_delta
+from producers.engines.served_images import check_prompt, encode_images
 from producers.engines.sglang.control_api import ServerFacts, SGLangServer, together
 from producers.engines.sglang.responses import read_piece
 from producers.engines.sglang.sample import Sample
@@ -61,6 +63,7 @@ class SGLangEngine(ServedBase):
         self._server: SGLangServer | None = None
         self._group: GroupSender | None = None
         self._found: ServerFacts | None = None
+        self._images: ImageInputs | None = None
         self._owner = uuid.uuid4().hex[:8]  # of the labels
         self._label = ""  # the server's name of its weights
         self._swaps = 0  # begun
@@ -77,6 +80,7 @@ class SGLangEngine(ServedBase):
         """Wait for the server, check it, join a group with it; the version is -1 until the first commit."""
         config = self._config
         url = server_url(config)
+        self._images = open_inputs(config)
         self._client = HttpClient(url, token=os.environ.get(ENGINE_TOKEN, ""))
         server = self._server = SGLangServer(self._client, swap_s=self._limit_s)
         await server.ready(within_s=config.run.hang_timeout_s)
@@ -145,6 +149,7 @@ class SGLangEngine(ServedBase):
             priority=True,
             seeded=found.enable_deterministic_inference,
             continues=found.enable_deterministic_inference,
+            images=self._images is not None,
         )
 
     async def _watch(self) -> None:
@@ -196,7 +201,8 @@ class SGLangEngine(ServedBase):
         """
         self._alive()
         taken, version = request.id in self._samples, self._version
-        check_request(request, self._config, vocab=self._facts.vocab, taken=taken, version=version)
+        sees = self._images is not None
+        check_request(request, self._config, vocab=self._facts.vocab, taken=taken, version=version, images=sees)
         outbox: Outbox = asyncio.Queue()
         samples = self._samples[request.id] = [Sample(request, index, outbox) for index in request.indices]
         for sample in samples:
@@ -215,6 +221,8 @@ class SGLangEngine(ServedBase):
     async def _follow(self, sample: Sample) -> None:
         """Turn after turn to the sample's end; an error ends its request, or the engine."""
         try:
+            if sample.request.images and self._images is not None:
+                await asyncio.to_thread(encode_images, self._images, sample.request)
             while True:
                 async with self._gate.place(sample.request.priority):
                     if self._gate.inside == 1:
@@ -240,11 +248,13 @@ class SGLangEngine(ServedBase):
         """Request the rest of a sample; the server's reason for its end."""
         assert self._client is not None
         swaps, version, before, taken = self._swaps, self._version, len(sample.tokens), 0
-        body = sample.ask(salt=self._label)
+        ids, body = sample.ids, sample.ask(salt=self._label, inputs=self._images)
         events = self._client.stream("/generate", body, idle_s=self._config.run.hang_timeout_s)
         async with aclosing(events):  # type: ignore[type-var]
             async for event in events:
                 piece = read_piece(event, taken, where=sample.name)
+                if sample.request.images and piece.tokens and not taken:
+                    check_prompt(piece.prompt, ids, where=sample.name)
                 sample.take(piece.tokens, piece.logprobs)
                 taken += len(piece.tokens)
                 self._generated += len(piece.tokens)

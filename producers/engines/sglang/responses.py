@@ -50,6 +50,7 @@ class Answer(msgspec.Struct):
 
     output_ids: list[int]
     meta_info: Meta
+    prompt_token_ids: list[int] | None = None
 
 
 class Refusal(msgspec.Struct):
@@ -67,6 +68,7 @@ class Piece(msgspec.Struct):
     finish: str
     spans: list[tuple[str, int, int]] | None
     why: str = ""
+    prompt: list[int] | None = None  # its ids, if they were asked for
 
 
 def read_piece(event: Any, taken: int, *, where: str) -> Piece:
@@ -100,6 +102,7 @@ def read_piece(event: Any, taken: int, *, where: str) -> Piece:
         finish.type if finish is not None else "",
         None if spans is None else [(span.version, span.start, span.end) for span in spans],
         finish.message if finish is not None else "",
+        answer.prompt_token_ids,
     )
 
 

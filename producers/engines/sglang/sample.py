@@ -16,7 +16,9 @@ import hashlib
 from typing import Any
 
 from asyncrl.engine import GenRequest
+from asyncrl.images.model_inputs import ImageInputs
 from producers.engines import served
+from producers.engines.served_images import collapse, image_url
 
 EVENTS = 16  # of a sample without deltas: a stream repeats all tokens in every event
 LEAST_INTERVAL = 8  # tokens between two of them
@@ -41,14 +43,24 @@ class Sample(served.Sample):
         """Tokens still to come at most."""
         return self.request.max_new_tokens - len(self.tokens)
 
-    def ask(self, *, salt: str) -> dict[str, Any]:
-        """The body of the next turn. All sampling settings are set: others would come from the server's defaults."""
+    @property
+    def ids(self) -> list[int]:
+        """The prompt of the next turn."""
+        return [*self.request.prompt_ids.tolist(), *self.tokens]
+
+    def ask(self, *, salt: str, inputs: ImageInputs | None = None) -> dict[str, Any]:
+        """The body of the next turn. All sampling settings are set: others would come from the server's defaults.
+        `inputs`: of a vision-language model. Raises `sample.invalid` if a sampled token is a placeholder of images."""
         self.turns += 1
-        request = self.request
+        request, ids, more = self.request, self.ids, {}
+        if request.images and inputs is not None:
+            ids = collapse(inputs, request, self.tokens, where=self.name)
+            more = {"image_data": [image_url(image) for image in request.images], "return_prompt_token_ids": True}
         every = request.delta_tokens or max(LEAST_INTERVAL, self.remaining // EVENTS)
         return {
+            **more,
             "rid": self.name,
-            "input_ids": [*request.prompt_ids.tolist(), *self.tokens],
+            "input_ids": ids,
             "stream": True,
             "return_logprob": True,
             "logprob_start_len": -1,

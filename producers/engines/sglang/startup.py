@@ -122,9 +122,11 @@ async def check_prefixes(client: HttpClient, found: ServerFacts, *, vocab: int) 
         )
 
 
-def check_request(request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int) -> None:
-    """Raise `sample.invalid` for an unsupported request; `taken`: its id is in use."""
-    problem = request_problem(request, config, vocab=vocab, taken=taken, version=version)
+def check_request(
+    request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int, images: bool = False
+) -> None:
+    """Raise `sample.invalid` for an unsupported request; `taken`: its id is in use, `images`: the model sees them."""
+    problem = request_problem(request, config, vocab=vocab, taken=taken, version=version, images=images)
     if not problem and request.top_k == 1 and request.temperature != 1:
         problem = f"top_k = 1 at temperature {request.temperature:g}: SGLang's log-probs are of temperature 1 then"
     if problem:

@@ -27,6 +27,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, PauseMode
 from asyncrl.errors import ConfigError, WorkError
+from asyncrl.images.decoding import ImageProblem
 from asyncrl.images.model_inputs import open_inputs
 from asyncrl.runtime.host_facts import free_host_bytes
 from producers.engines.served import sample_seed
@@ -161,7 +162,7 @@ class VLLMEngine(VLLMBase):
                     if first and list(output.prompt_token_ids or ()) != request.prompt_ids.tolist():
                         raise ValueError("it makes other tokens of the images than the learner")
                     self._take_output(sample, output.outputs[0])
-        except (VLLMClientError, ValueError) as error:
+        except (VLLMClientError, ValueError, ImageProblem) as error:
             sample.outbox.put_nowait(
                 WorkError("sample.invalid", f"vLLM refuses the request: {error}", where=request.id)
             )

@@ -23,9 +23,11 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, PauseMode
 from asyncrl.errors import AsyncRLError, ConfigError, WorkError
+from asyncrl.images.model_inputs import open_inputs
 from producers.engines.group_sender import GroupSender
 from producers.engines.http import HttpClient, Refused
 from producers.engines.served import sample_seed
+from producers.engines.served_images import check_prompt, collapse, content_parts, encode_images
 from producers.engines.staged_weights import StagedVersion, StagedWeights
 from producers.engines.vllm.args import logprobs_problem
 from producers.engines.vllm.base import (
@@ -64,6 +66,7 @@ class VLLMHTTPEngine(VLLMBase):
 
     async def start(self) -> None:
         """Inspect the server; the version is -1 until the first update is committed."""
+        self._images = open_inputs(self._config)
         self._client = HttpClient(self._config.producers.url[0])
         await self._wait_reachable()
         server = self._server = await inspect(self._client, self._config)
@@ -167,6 +170,7 @@ class VLLMHTTPEngine(VLLMBase):
             max_tokens=self._max_len,
             kv_tokens=self._server.kv_tokens,
             priority=self._server.priority,
+            images=self._images is not None,
         )
 
     def _dead(self) -> str:
@@ -202,10 +206,15 @@ class VLLMHTTPEngine(VLLMBase):
 
     async def _decode(self, sample: Sample) -> None:
         assert self._client is not None
+        request = sample.request
         try:
+            if request.images and self._images is not None:
+                await asyncio.to_thread(encode_images, self._images, request)
             events = self._client.stream("/inference/v1/generate", self._body(sample), idle_s=self._idle_s)
             async with aclosing(events):  # type: ignore[type-var]
                 async for event in events:
+                    if request.images and not sample.tokens and "error" not in event:
+                        check_prompt(event.get("prompt_token_ids"), request.prompt_ids.tolist(), where=sample.name)
                     self._take_output(sample, event)
             if not sample.ended:
                 self._fail(f"{sample.name}: the server ended the stream before the sample")
@@ -214,7 +223,10 @@ class VLLMHTTPEngine(VLLMBase):
                 WorkError("sample.invalid", f"the server refuses the request: {error.text}", where=sample.name)
             )
         except WorkError as error:
-            self._fail(error.message)
+            if error.code == "sample.invalid":
+                sample.outbox.put_nowait(error)
+            else:
+                self._fail(error.message)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             self._fail(f"{sample.name}: not a vLLM answer", error)
 
@@ -223,10 +235,14 @@ class VLLMHTTPEngine(VLLMBase):
         return self._config.run.hang_timeout_s  # a waiting sample is silent until it gets a place
 
     def _body(self, sample: Sample) -> dict[str, Any]:
-        request = sample.request
+        request, ids, more = sample.request, sample.request.prompt_ids.tolist(), {}
+        if request.images and self._images is not None:
+            ids = collapse(self._images, request, (), where=sample.name)
+            more = {"content_parts": content_parts(request, self._labels.current), "return_token_ids": True}
         return {
+            **more,
             "request_id": sample.name,
-            "token_ids": request.prompt_ids.tolist(),
+            "token_ids": ids,
             "stream": True,
             "cache_salt": self._labels.current,
             "priority": request.priority if self._server.priority else 0,  # type: ignore[union-attr]

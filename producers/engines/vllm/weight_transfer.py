@@ -83,6 +83,7 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._arrived = _Arrived()
+        self._tied: list[Any] = []  # output layers that share an embedding's weight
         self._group: Any = None
         self._timeout_s = 60.0
 
@@ -117,6 +118,8 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._arrived = _Arrived(started=time.perf_counter())
+        places, heads = self._find_heads()
+        self._tied = [head for head in heads if head.weight.data_ptr() in places]
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
@@ -170,15 +173,9 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
     def _renew_tied_head(self) -> None:
         """Process a tied output layer again: layerwise reload processes only the embedding, and the output layer would
         keep its copy of the old weight (packed on a CPU: old logits under a new label)."""
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-        if not getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
-            return
-        layers = [layer for layer in self.model.modules() if isinstance(layer, VocabParallelEmbedding)]
-        heads = [layer for layer in layers if isinstance(layer, ParallelLMHead)]
-        places = {layer.weight.data_ptr() for layer in layers if not isinstance(layer, ParallelLMHead)}
-        for head in heads:
-            if places and head.weight.data_ptr() not in places:
+        places, _ = self._find_heads()
+        for head in self._tied:
+            if head.weight.data_ptr() not in places:
                 raise RuntimeError("the output layer is tied to the embedding, but no longer shares its weight")
             head.quant_method.process_weights_after_loading(head)
 
@@ -192,6 +189,15 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         for layer in self.model.modules():
             if isinstance(layer, RoutedExperts) and (kernel := getattr(layer.quant_method, "moe_kernel", None)):
                 kernel.fused_experts.process_weights_after_loading(layer)
+
+    def _find_heads(self) -> tuple[set[int], list[Any]]:
+        """Addresses of the embeddings' weights, and the output layers. The configuration does not say which are tied:
+        of a vision-language model its text part may have no `tie_word_embeddings`."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+        layers = [layer for layer in self.model.modules() if isinstance(layer, VocabParallelEmbedding)]
+        heads = [layer for layer in layers if isinstance(layer, ParallelLMHead)]
+        return {layer.weight.data_ptr() for layer in layers if not isinstance(layer, ParallelLMHead)}, heads
 
     def shutdown(self) -> None:
         group, self._group = self._group, None

@@ -13,12 +13,16 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 
 from asyncrl.errors import ConfigError
+from asyncrl.images.forward import body_arguments, see_rows, stray_placeholders
+from asyncrl.images.model_inputs import ImageInputs
+from asyncrl.images.rows import takes_images
 from asyncrl.runtime.device import Device
 from asyncrl.runtime.model_folder import Kind, load_model
 from producers.data.tokenizer import Tokenizer
@@ -40,6 +44,13 @@ R = TypeVar("R")
 HEAD_BYTES = 1 << 20  # of every file of weights, at both ends, in the digest
 
 
+class Text(NamedTuple):
+    """A row of a forward pass: token ids, and the encoded images of its first placeholders."""
+
+    ids: list[int]
+    images: tuple[bytes, ...] = ()
+
+
 class LocalModel:
     """A judge whose model of transformers makes forward passes here. Subclasses load it in `_load`."""
 
@@ -49,6 +60,7 @@ class LocalModel:
         self._place = Device("cpu")
         self._device = self._place.torch_device
         self._model: Any = None
+        self._inputs: ImageInputs | None = None  # of a vision-language model
 
     async def start(self) -> None:
         """Load the model onto its device."""
@@ -72,6 +84,9 @@ class LocalModel:
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError("config.model", f"no {what}: {error}", where=self.table.model) from None
+        if kind == "language" and takes_images(self.table.model):
+            table, most = self.table, self._settings.max_image_pixels
+            self._inputs = ImageInputs(table.model, max_pixels=most, trust_remote_code=table.trust_remote_code)
         self._model = model.to(self._device).requires_grad_(False).eval()
         return model.config
 
@@ -86,6 +101,18 @@ class LocalModel:
         self._place.empty_cache()
         half = len(rows) // 2
         return [*self._halve(forward, rows[:half]), *self._halve(forward, rows[half:])]
+
+    def _states(self, rows: Sequence[Text]) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """States `[R, W, H]` before the head and ids `[R, W]` of rows padded on the right, and the place of each row's
+        last token. Raises ValueError if the placeholders of a row are not those of its images."""
+        given, last = self._pad([row.ids for row in rows])
+        body, ids, seen = self._model.base_model, given["input_ids"], None
+        if self._inputs is not None:
+            pairs = [(np.asarray(row.ids, np.int32), row.images) for row in rows]
+            given["position_ids"], seen = see_rows(self._inputs, pairs, ids.shape[1], self._device)
+            given["input_ids"] = seen.mask(ids)
+        with stray_placeholders(body, seen):
+            return body(**given, **body_arguments(body, seen)).last_hidden_state, ids, last
 
     def _pad(self, rows: list[list[int]]) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         """Rows padded on the right as arguments of the model, and the place of each row's last token."""
@@ -132,7 +159,7 @@ class Classifier(LocalModel):
         """Score all samples, in batches of similar length."""
         await score_batches(samples, done, encode=self._ids, forward=self._scores, rows=self.table.concurrency)
 
-    def _ids(self, sample: RewardSample) -> list[int]:
+    def _ids(self, sample: RewardSample) -> Text:
         assert self._tokenizer is not None
         if self._as == "ids":
             ids = [*sample.prompt_ids, *sample.response_ids]
@@ -145,16 +172,16 @@ class Classifier(LocalModel):
             ids = [*self._tokenizer.encode(sample.prompt), *self._tokenizer.encode_answer(sample.response)]
         if not 0 < len(ids) <= self._most:
             raise Problem("too_long", f"{len(ids)} tokens, the judge takes {self._most} (judge.max_tokens)")
-        return ids
+        return Text(ids)
 
-    def _scores(self, rows: list[list[int]]) -> list[Outcome]:
+    def _scores(self, rows: list[Text]) -> list[Outcome]:
         return self._halve(self._forward, rows)
 
     @torch.inference_mode()
-    def _forward(self, rows: list[list[int]]) -> list[Outcome]:
+    def _forward(self, rows: list[Text]) -> list[Outcome]:
         """One forward pass over rows padded on the right. The score is read at each row's last token by hand: a
         model that looks for it by the padding's id would miss one that ends with that id."""
-        given, last = self._pad(rows)
+        given, last = self._pad([row.ids for row in rows])
         head = getattr(self._model, "score", None)
         if head is not None:
             logits = head(self._model.base_model(**given).last_hidden_state[last]).float()

@@ -21,11 +21,13 @@ import torch
 from asyncrl import config as configuration
 from asyncrl.engine import Engine, GenRequest
 from asyncrl.errors import ConfigError
+from asyncrl.images.decoding import ImageProblem
+from asyncrl.images.model_inputs import open_inputs
 from asyncrl.plugins import find
 from producers.data.tokenizer import Tokenizer
 from producers.engines.initial_weights import commit_folder
-from producers.rewards.judges.classifier import LocalModel, folder_digest
-from producers.rewards.judges.templates import judge_messages, number_in, question_digest, yes_share
+from producers.rewards.judges.classifier import LocalModel, Text, folder_digest
+from producers.rewards.judges.templates import judge_messages, number_in, question_digest, sample_images, yes_share
 from producers.rewards.outcome import (
     JudgeSettings,
     Outcome,
@@ -51,7 +53,11 @@ def engine_config(settings: JudgeSettings) -> configuration.Config:
         raise ConfigError("config.conflict", what, where=f"judge {table.name!r}")
     plain = {
         "model": {"path": table.model, "dtype": settings.dtype, "trust_remote_code": table.trust_remote_code},
-        "data": {"source": "judge:rows", "max_prompt_tokens": prompt},
+        "data": {
+            "source": "judge:rows",
+            "max_prompt_tokens": prompt,
+            "max_image_pixels": settings.max_image_pixels,
+        },
         "sampling": {"max_new_tokens": table.max_new_tokens, "temperature": table.temperature or 1.0},
         "producers": {"engine": table.engine, "slots": table.concurrency, "device": table.device},
         "reward": [{"function": "judge:score"}],
@@ -60,22 +66,34 @@ def engine_config(settings: JudgeSettings) -> configuration.Config:
 
 
 class Questions:
-    """The questions of a judge as token ids."""
+    """The questions of a judge as token ids, with images if it sees them."""
 
     def __init__(self, settings: JudgeSettings) -> None:
+        self._inputs = open_inputs(engine_config(settings)) if settings.table.sees_images else None
         self.tokenizer = Tokenizer(settings.table.model, trust_remote_code=settings.table.trust_remote_code)
         self._table = settings.table
+        if self._inputs is not None and not self.tokenizer.has_template():
+            what = "judge.prompt has {images}, and its tokenizer has no chat template"
+            raise ConfigError("config.tokenizer", what, where=self._table.model)
 
-    def encode(self, sample: RewardSample, *, limit: int) -> list[int]:
-        """Token ids of the question, as a chat if the tokenizer has a template. Raises Problem `too_long`."""
+    def encode(self, sample: RewardSample, *, limit: int) -> Text:
+        """The question, as a chat if the tokenizer has a template. Raises Problem: it is `too_long`, or an image of the
+        sample is missing or damaged."""
         messages = judge_messages(self._table, sample)
+        images: tuple[bytes, ...] = ()
         if self.tokenizer.has_template():
             ids = self.tokenizer.encode_chat(messages)
         else:
             ids = self.tokenizer.encode("\n".join(message["content"] for message in messages))
+        if self._inputs is not None:
+            images = sample_images(sample)
+            try:
+                ids = self._inputs.expand(ids, images).tolist()
+            except (ValueError, ImageProblem) as error:  # other placeholders than images: the response may have one
+                raise Problem("raised", f"images: {error}") from None
         if not 0 < len(ids) <= limit:
             raise Problem("too_long", f"{len(ids)} tokens, the judge takes {limit} (judge.max_tokens)")
-        return ids
+        return Text(ids, images)
 
     def version(self) -> str:
         """Digest of the model's files and of the question."""
@@ -120,13 +138,14 @@ class Written:
         number = next(self._numbers)
         request = GenRequest(
             f"judge-{number}",
-            np.asarray(prompt, np.int32),
+            np.asarray(prompt.ids, np.int32),
             (0,),
             number,
             self.table.max_new_tokens,
             temperature=self.table.temperature or 1.0,
             top_k=1 if greedy else 0,
             stop_ids=self._questions.tokenizer.eos_ids,
+            images=prompt.images,
         )
         ids: list[int] = []
         try:
@@ -171,12 +190,12 @@ class YesNo(LocalModel):
     async def score(self, samples: Sequence[RewardSample], done: Report) -> None:
         """Score all samples, `concurrency` rows in a forward pass."""
 
-        def encode(sample: RewardSample) -> list[int]:
+        def encode(sample: RewardSample) -> Text:
             return self._questions.encode(sample, limit=self.table.max_tokens)
 
         await score_batches(samples, done, encode=encode, forward=self._forward, rows=self.table.concurrency)
 
-    def _forward(self, rows: list[list[int]]) -> list[Outcome]:
+    def _forward(self, rows: list[Text]) -> list[Outcome]:
         try:
             logprobs = self._logprobs(rows)
         except Exception as error:  # any error of torch is a failure of these samples
@@ -198,8 +217,7 @@ class YesNo(LocalModel):
         return {word: by_word[word] for word in seen.values()}
 
     @torch.inference_mode()
-    def _logprobs(self, rows: list[list[int]]) -> torch.Tensor:
-        """Log-probs `[rows, vocabulary]` after the last token of each row, padded on the right."""
-        given, last = self._pad(rows)
-        hidden = self._model.base_model(**given).last_hidden_state[last]
-        return torch.log_softmax(self._model.get_output_embeddings()(hidden).float(), -1).cpu()
+    def _logprobs(self, rows: list[Text]) -> torch.Tensor:
+        """Log-probs `[rows, vocabulary]` after the last token of each row."""
+        states, _, last = self._states(rows)
+        return torch.log_softmax(self._model.get_output_embeddings()(states[last]).float(), -1).cpu()

@@ -4,7 +4,8 @@ The model is a folder on this host, which makes forward passes of transformers, 
 any OpenAI-compatible address whose completions `echo` a prompt with log-probs. Guarantees:
 1. it gets the exact tokens of the sample, never its text encoded again, and an answer about other tokens is refused;
 2. log-probs are of `softmax(logits / temperature)`, with the temperature of the run, like those of the policy;
-3. every sequence of a session is read with its own prompt; tokens of such prompts get 0;
+3. every sequence of a session is read with its own prompt; tokens of such prompts get 0. A folder of a vision-language
+   model reads the images of the prompt;
 4. a sample longer than `max_tokens`, or than the model's positions, is `too_long`; nothing is cut;
 5. only rows of its data sources get an answer.
 """
@@ -22,9 +23,11 @@ import torch
 
 from asyncrl.config.model_facts import HEAD_CAP, HEAD_SCALES, find_head_scale
 from asyncrl.errors import ConfigError
+from asyncrl.images.decoding import ImageProblem
 from asyncrl.runtime.model_folder import find_positions, model_json
-from producers.rewards.judges.classifier import LocalModel, folder_digest
+from producers.rewards.judges.classifier import LocalModel, Text, folder_digest
 from producers.rewards.judges.remote import Remote
+from producers.rewards.judges.templates import sample_images
 from producers.rewards.outcome import (
     JudgeSettings,
     Model,
@@ -42,11 +45,13 @@ Array = npt.NDArray[Any]
 
 
 class Part(NamedTuple):
-    """One sequence of a sample: its tokens, how many of them are its prompt, and its answer's place in the response."""
+    """One sequence of a sample: its tokens, how many of them are its prompt, its answer's place in the response, and
+    the encoded images of its prompt."""
 
     tokens: list[int]
     prompt: int
     start: int
+    images: tuple[bytes, ...] = ()
 
     @property
     def answer(self) -> list[int]:
@@ -116,7 +121,9 @@ class LocalTeacher(LocalModel):
         self._teacher = teacher
         self._most = self.table.max_tokens
         self._cap: float | None = None
-        self._vocabulary = int(model_json(settings.policy).get("vocab_size") or 0) or None  # a teacher may pad further
+        policy = model_json(settings.policy)
+        known = (policy.get("text_config") or policy).get("vocab_size")
+        self._vocabulary = int(known or 0) or None  # a teacher may pad further
 
     def _load(self) -> None:
         config = self._load_model("language", "language model").get_text_config()
@@ -136,7 +143,7 @@ class LocalTeacher(LocalModel):
         left: dict[int, int] = {}
         for place, sample in enumerate(samples):
             try:
-                parts = check_sample(sample, self._teacher, self._most)
+                parts = self._add_images(sample, check_sample(sample, self._teacher, self._most))
             except Problem as problem:
                 done(place, problem)
                 continue
@@ -158,14 +165,28 @@ class LocalTeacher(LocalModel):
                 if not left[place]:
                     done(place, join(samples[place], told.pop(place), self._teacher.top_k))
 
+    def _add_images(self, sample: RewardSample, parts: list[Part]) -> list[Part]:
+        """The sequences with the images of the prompt. Raises Problem for a sample that is not read with its images."""
+        images = sample_images(sample)
+        if not images or self._inputs is None:
+            return parts
+        if sample.images or len(parts) > 1:
+            raise Problem("raised", "a teacher reads images of the prompt of a single context, this sample has more")
+        try:
+            row = self._inputs.row(np.asarray(parts[0].tokens, np.int32), images)
+            if row.stray[: parts[0].prompt].any():
+                raise ValueError("fewer tokens of the images than the policy has")
+        except (ValueError, ImageProblem) as error:
+            raise Problem("raised", f"images: {error}") from None
+        return [parts[0]._replace(images=images)]
+
     @torch.inference_mode()
     def _forward(self, parts: list[Part]) -> list[Told]:
         """One forward pass over rows padded on the right; logits of at most `CHUNK` tokens exist at once."""
-        given, _ = self._pad([part.tokens for part in parts])
-        states = self._model.base_model(**given).last_hidden_state
+        states, ids, _ = self._states([Text(part.tokens, part.images) for part in parts])
         found = []
         for row, part in enumerate(parts):
-            targets = given["input_ids"][row, part.prompt : len(part.tokens)]
+            targets = ids[row, part.prompt : len(part.tokens)]
             answer = states[row, part.prompt - 1 : len(part.tokens) - 1]
             pieces = [
                 self._read(*pair) for pair in zip(torch.split(answer, CHUNK), torch.split(targets, CHUNK), strict=True)

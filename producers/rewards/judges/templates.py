@@ -3,7 +3,7 @@
 Guarantees:
 1. `{prompt}`, `{response}`, `{ground_truth}`, `{columns}` (the row as JSON) and names of columns are replaced; other
    braces are text, and so are braces in a response. `{images}` stands for the pictures of the prompt and those that an
-   environment showed later, for a judge behind a URL;
+   environment showed later;
 2. an answer without a number, or with one outside of the range, is `unparsed`; it is never 0.
 
 Example: pattern `Score: (\\d+)` in "Score: 3 ... no, Score: 7" gives 7: the last match counts.
@@ -11,7 +11,6 @@ Example: pattern `Score: (\\d+)` in "Score: 3 ... no, Score: 7" gives 7: the las
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import math
 import re
@@ -21,6 +20,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config.sections.reward import FIELD, JudgeConfig
+from asyncrl.images.decoding import data_uri
 from asyncrl.images.digests import IMAGES, image_digests
 from producers.rewards.outcome import Problem, Verdict
 from producers.rewards.sample import RewardSample
@@ -57,32 +57,32 @@ def column_text(value: object) -> str:
 def judge_messages(table: JudgeConfig, sample: RewardSample) -> list[dict[str, Any]]:
     """The question as chat messages. Images of the sample are encoded bytes here (`open_references`)."""
     system = [{"role": "system", "content": table.system}] if table.system else []
-    content: Any = _content(table.prompt, sample) if table.sees_images else render(table.prompt, sample)
+    by_url = table.kind == "url"
+    shows, template = table.sees_images, table.prompt
+    content: Any = _content(template, sample, by_url=by_url) if shows else render(template, sample)
     return [*system, {"role": "user", "content": content}]
 
 
-def _content(template: str, sample: RewardSample) -> list[dict[str, Any]]:
-    """The parts of a message with pictures. Raises Problem if one is missing: its sample is never judged without."""
+def sample_images(sample: RewardSample) -> tuple[bytes, ...]:
+    """The encoded images of a sample, those of later turns at the end. Raises Problem if one is missing: its sample is
+    never judged without."""
     shown = (*(sample.row.get(IMAGES) or ()), *sample.images)
     if missing := next((image for image in shown if isinstance(image, str)), ""):
         raise Problem("raised", f"image {missing[:8]} is missing")
-    pictures = [{"type": "image_url", "image_url": {"url": data_uri(image)}} for image in shown]
+    return shown
+
+
+def _content(template: str, sample: RewardSample, *, by_url: bool) -> list[dict[str, Any]]:
+    """The parts of a message with pictures; a template of a model on this host gets places alone."""
+    shown = sample_images(sample)
+    pictures: list[dict[str, Any]] = [{"type": "image"} for _ in shown]
+    if by_url:
+        pictures = [{"type": "image_url", "image_url": {"url": data_uri(image)}} for image in shown]
     parts: list[dict[str, Any]] = []
     for number, piece in enumerate(template.split("{images}")):
         parts += pictures if number else []
         parts += [{"type": "text", "text": render(piece, sample)}] if piece else []
     return parts
-
-
-def data_uri(image: bytes) -> str:
-    """An encoded image as a data URI.
-
-    >>> data_uri(b"GIF89a")
-    'data:image/gif;base64,R0lGODlh'
-    """
-    kinds = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
-    kind = next((name for start, name in kinds.items() if image.startswith(start)), "png")
-    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
 
 
 def open_references(sample: RewardSample, images: Mapping[str, bytes]) -> RewardSample:

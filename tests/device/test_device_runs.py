@@ -1,0 +1,71 @@
+"""Whole runs on a simulated NPU: two ranks, two producers, placement, transports, memory, kill -9."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from device_run import DeviceRun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+HALF = "model.dtype=bfloat16"
+LAYOUTS = {
+    "local": (),
+    "collective in bfloat16": ("weightsync.transport=collective", HALF),
+    "in place, idle states away": (
+        "weightsync.in_place=true", "learner.offload_idle=true", "learner.gradient_checkpointing=true",
+        "learner.algorithm.kl.where=loss",
+    ),
+    "states on the host": ("learner.cpu_offload=true",),
+}  # fmt: skip
+
+
+def complete(run: DeviceRun, done: Any, *, steps: int = 5) -> list[dict[str, Any]]:
+    """The learner's lines of metrics, after the promises of the run."""
+    assert done.returncode == 0, done.stdout + run.logs()
+    audit = run.audit()
+    assert (audit["exit"], audit["lost"], audit["doubled"], audit["trained"]) == (0, 0, 0, 4 * steps), audit
+    assert run.living() == []
+    lines = run.lines("metrics/learner.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    return lines
+
+
+@pytest.mark.long_except("local", "collective in bfloat16")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_on_devices_is_exact(npu_run: DeviceRun, layout: str, figure: Callable[[str], None]) -> None:
+    lines = complete(npu_run, npu_run.train(*LAYOUTS[layout]))
+    if HALF not in LAYOUTS[layout]:
+        assert lines[0]["lag/0/logprob_gap_mean"] < 1e-5, "engine and learner agree under the same weights"
+    learners, producers = npu_run.reports("learners.main"), npu_run.reports("producers.main")
+    assert len(learners) == 2 and len(producers) == 2
+    for one in (*learners, *producers):
+        assert one["operators"] > 20, "the work was done on the device"
+    assert [sum(peak > 0 for peak in one["peak"]) for one in learners] == [1, 1], "each rank has a device of its own"
+    if "collective" in layout:
+        assert all(one["collectives"].get("broadcast", 0) > 0 for one in producers), "by hccl"
+    copies = learners[0]["copies"]
+    figure(f"{layout}: rank copies {copies['to_host']} tensors to the host, {copies['blocking']} of them blocking")
+
+
+@pytest.mark.long
+def test_four_ranks_in_two_copies(npu_run: DeviceRun) -> None:
+    npu_run.devices = 6
+    complete(npu_run, npu_run.train("learner.ranks=4", "learner.parallel.replicate=2"))
+
+
+@pytest.mark.long
+def test_processes_on_devices_are_killed_and_go_on(npu_run: DeviceRun) -> None:
+    words = ["learner.device=npu", "producers.device=npu", "learner.ranks=2", "learner.steps=12", "learner.restarts=3"]
+    settings = [word for one in (*words, "weightsync.transport=collective") for word in ("--set", one)]
+    main = npu_run.start("launch", "all", str(npu_run.config), *settings)
+    npu_run.wait("step 4", lambda: max(npu_run.steps(), default=0) >= 4)
+    os.kill(npu_run.pid("producer"), 9)
+    npu_run.wait("step 7", lambda: max(npu_run.steps(), default=0) >= 7)
+    os.kill(npu_run.pid("learner"), 9)
+    out, _ = main.communicate(timeout=200)
+    assert main.returncode == 0, out + npu_run.logs()
+    audit = npu_run.audit()
+    assert (audit["exit"], audit["lost"], audit["doubled"], audit["trained"]) == (0, 0, 0, 48), audit
