@@ -87,7 +87,7 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
 def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     """Connect to the buffer and weight sync, and start the heartbeat thread."""
     from asyncrl.config.mode import streams
-    from asyncrl.runtime.fingerprint import model_fingerprint
+    from asyncrl.runtime.model_folder import model_fingerprint
     from asyncrl.runtime.run_dir import endpoint, sibling_address
     from buffers.client.learner import LearnerClient
     from learners.heartbeat import Heart, Patience

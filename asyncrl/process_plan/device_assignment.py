@@ -124,13 +124,13 @@ def assign_devices(
     learner: Numbers = ()
     if "learner" in roles:
         ranks = config.learner.ranks if _given_out(config.learner.device, devices) else 0
-        learner = tuple(rank % count for rank in range(ranks)) or _named(config.learner.device, devices)
-    wanted = _wanted(config, roles, judges)
-    named = {number for setting, _ in wanted for number in _named(setting, devices)}
+        learner = tuple(rank % count for rank in range(ranks)) or _find_named(config.learner.device, devices)
+    wanted = _list_settings(config, roles, judges)
+    named = {number for setting, _ in wanted for number in _find_named(setting, devices)}
     free = [number for number in range(count) if number not in {*learner, *named}] or list(range(count))
     place, given = 0, []
     for setting, each in wanted:
-        numbers = _named(setting, devices) if each else ()
+        numbers = _find_named(setting, devices) if each else ()
         if each and _given_out(setting, devices):
             place = 0 if place + each > len(free) else place
             numbers = tuple(free[place : place + each])
@@ -142,7 +142,7 @@ def assign_devices(
     return Placed(learner, *(tuple(part) if any(part) else () for part in parts))
 
 
-def _wanted(config: Config, roles: Sequence[str], judges: Sequence[str] | None) -> list[tuple[str, int]]:
+def _list_settings(config: Config, roles: Sequence[str], judges: Sequence[str] | None) -> list[tuple[str, int]]:
     """The `device` setting of each process, and how many it uses: producers, evaluators, workers of judges."""
     own = config.producers
     engines = own.count if "producer" in roles else 0
@@ -163,7 +163,7 @@ def _given_out(setting: str, devices: Devices) -> bool:
     return setting in ("auto", devices.kind)
 
 
-def _named(setting: str, devices: Devices) -> Numbers:
+def _find_named(setting: str, devices: Devices) -> Numbers:
     """The device that a setting such as `cuda:1` names, if this process sees it."""
     kind, _, number = setting.partition(":")
     named = kind == devices.kind and number.isdigit() and int(number) < len(devices.ids)
@@ -228,11 +228,11 @@ def format_assignment(placed_: Placed, devices: Devices) -> str:
     devices.
     """
 
-    def shown(numbers: Numbers) -> str:
+    def label(numbers: Numbers) -> str:
         return "+".join(devices.ids[number] for number in numbers) or "none"
 
-    parts = [f"learner: {devices.kind} {', '.join(map(shown, zip(placed_.learner)))}"] if placed_.learner else []
+    parts = [f"learner: {devices.kind} {', '.join(map(label, zip(placed_.learner)))}"] if placed_.learner else []
     for name in ("producers", "evaluators", "judges"):
         if each := getattr(placed_, name):
-            parts.append(f"{name}: {devices.kind} {', '.join(map(shown, each))}")
+            parts.append(f"{name}: {devices.kind} {', '.join(map(label, each))}")
     return "; ".join(parts)

@@ -12,16 +12,24 @@ needed. Example: a folder with `model_type = "llama"` and an `auto_map` loads as
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from asyncrl.errors import UNREADABLE, ConfigError
 
 #: A language model, or a sequence classifier: a body with a head of scores.
 Kind = Literal["language", "classifier"]
+#: Fields of `config.json` that tools rewrite without changing the model.
+IGNORED = frozenset(
+    {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "_attn_implementation"}
+)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
 
 
 def model_json(folder: str | Path) -> dict[str, Any]:
@@ -31,6 +39,31 @@ def model_json(folder: str | Path) -> dict[str, Any]:
     except (OSError, *UNREADABLE):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def model_fingerprint(path: str | Path, *, dtype: str) -> str:
+    """Digest of a model folder that both ends of a run must agree on before they exchange tokens or weights.
+
+    It covers the model's shape (`config.json` without fields that change no tensor), the tokenizer with its chat
+    template, and the run's dtype (`model.dtype`); weights have digests of their own. 32 hex digits, the same on every
+    host and Python version.
+
+    Raises:
+        ConfigError: `config.model`: there is no readable config.json.
+    """
+    folder = Path(path)
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes())
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigError("config.model", f"config.json: {error}", where=str(folder)) from None
+    shape = {key: value for key, value in config.items() if key not in IGNORED}
+    digest = hashlib.blake2b(msgspec.json.encode(shape, order="deterministic"), digest_size=16)
+    digest.update(dtype.encode())
+    for name in TOKENIZER_FILES:
+        file = folder / name
+        if file.exists():
+            digest.update(name.encode() + b"\0" + hashlib.blake2b(file.read_bytes(), digest_size=16).digest())
+    return digest.hexdigest()
 
 
 #: What to do about too few positions.

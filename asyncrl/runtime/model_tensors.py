@@ -42,7 +42,7 @@ class Part(NamedTuple):
     start: int
     rows: int
 
-    def of(self, whole: Any) -> Any:
+    def view(self, whole: Any) -> Any:
         """Its view of the parameter `[experts, rows, columns]`, a tensor or an array."""
         return whole[self.expert, self.start : self.start + self.rows]
 

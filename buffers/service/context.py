@@ -13,7 +13,7 @@ from asyncrl.errors import AsyncRLError, HandshakeError
 from asyncrl.metrics.length_bias import LengthWatch
 from asyncrl.net.peers import Peers
 from asyncrl.net.responder import Call
-from asyncrl.runtime.fingerprint import model_fingerprint
+from asyncrl.runtime.model_folder import model_fingerprint
 from asyncrl.wire import Buffer, Message
 from buffers.evaluation.evaluations import Evaluations
 from buffers.groups.machine import GroupMachine

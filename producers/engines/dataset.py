@@ -30,7 +30,7 @@ from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenReques
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.images.model_inputs import ImageInputs
 from asyncrl.runtime.data_files import data_files
-from asyncrl.runtime.fingerprint import model_fingerprint
+from asyncrl.runtime.model_folder import model_fingerprint
 from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.data.prompts import BadPrompt, Row, encode_prompt
 from producers.data.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import AsyncRLError, WorkError
-from asyncrl.runtime.fingerprint import model_fingerprint
+from asyncrl.runtime.model_folder import model_fingerprint
 from asyncrl.versions import runs_of
 from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.engines.model_files import check_tensors, read_facts

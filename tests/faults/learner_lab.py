@@ -32,7 +32,7 @@ from asyncrl.engine import GenDelta
 from asyncrl.errors import Unavailable
 from asyncrl.metrics import read_lines
 from asyncrl.monitor.control import ServiceClient
-from asyncrl.runtime.fingerprint import model_fingerprint
+from asyncrl.runtime.model_folder import model_fingerprint
 from asyncrl.runtime.run_dir import RunDir, endpoint
 from buffers.client.producer import ProducerClient
 

@@ -23,7 +23,7 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.errors import StateLost, Unavailable
 from asyncrl.runtime import role
-from asyncrl.runtime.fingerprint import model_fingerprint
+from asyncrl.runtime.model_folder import model_fingerprint
 from asyncrl.runtime.run_dir import RunDir, endpoint, write_atomic
 from asyncrl.wire.batch_arrays import ClaimedBatch
 from buffers.client.learner import LearnerClient

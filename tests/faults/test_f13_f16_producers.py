@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from plant import Plant
 
-from asyncrl.runtime.fingerprint import model_fingerprint
+from asyncrl.runtime.model_folder import model_fingerprint
 from buffers.client.producer import ProducerClient
 
 pytestmark = pytest.mark.timeout(300)

@@ -20,7 +20,7 @@ from asyncrl.audit.prove import audit_file
 from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError
 from asyncrl.metrics import read_lines
-from asyncrl.runtime.fingerprint import model_fingerprint
+from asyncrl.runtime.model_folder import model_fingerprint
 from asyncrl.runtime.run_dir import endpoint
 from buffers.client.producer import ProducerClient
 from weightsync.plan.digest import digest_tensors

@@ -17,7 +17,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest
-from asyncrl.runtime.fingerprint import model_fingerprint
+from asyncrl.runtime.model_folder import model_fingerprint
 from asyncrl.wire import Buffer, Manifest, Tensor
 from weightsync.plan.buckets import group_by_bucket
 from weightsync.plan.digest import bucket_digest, version_digest

@@ -6,7 +6,7 @@ SLOW = 1 << 30  # bytes per second of a slow path: host memory under load, 10 Gb
 
 
 def limit_for(seconds: float, nbytes: int) -> float:
-    """The limit of an operation on so many bytes; `seconds` for none.
+    """The limit of an operation on these bytes; `seconds` for none.
 
     >>> limit_for(30.0, 1 << 20), limit_for(30.0, 141 << 30)
     (30.0, 171.0)

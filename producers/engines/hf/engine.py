@@ -27,7 +27,7 @@ from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenReques
 from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.images.model_inputs import ImageInputs, open_inputs
 from asyncrl.runtime.device import Device
-from asyncrl.runtime.fingerprint import model_fingerprint
+from asyncrl.runtime.model_folder import model_fingerprint
 from asyncrl.runtime.model_tensors import stacked_parts
 from asyncrl.runtime.routers import Routers
 from asyncrl.wire import Buffer, Manifest, Tensor

@@ -89,7 +89,7 @@ class Named:
 
     def view(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """The part of that name in a value of its parameter."""
-        found: torch.Tensor = self.parts[name].of(whole) if name in self.parts else whole
+        found: torch.Tensor = self.parts[name].view(whole) if name in self.parts else whole
         return found
 
     def memory(self, name: str) -> tuple[int, str]:
