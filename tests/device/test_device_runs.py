@@ -39,7 +39,7 @@ def test_a_run_on_devices_is_exact(npu_run: DeviceRun, layout: str, figure: Call
     lines = complete(npu_run, npu_run.train(*LAYOUTS[layout]))
     if HALF not in LAYOUTS[layout]:
         assert lines[0]["lag/0/logprob_gap_mean"] < 1e-5, "engine and learner agree under the same weights"
-    learners, producers = npu_run.reports("learners.main"), npu_run.reports("producers.main")
+    learners, producers = npu_run.reports("learners/main.py"), npu_run.reports("producers/main.py")
     assert len(learners) == 2 and len(producers) == 2
     for one in (*learners, *producers):
         assert one["operators"] > 20, "the work was done on the device"
