@@ -175,6 +175,11 @@ class Device:
         event.record()
         return event
 
+    def wait_for(self, mark: Any) -> None:
+        """Wait until the device has passed a mark."""
+        if self.type != "cpu":
+            mark.synchronize()
+
     def seconds_between(self, start: Any, end: Any) -> float:
         """Seconds from one mark to a later one; waits until the device has passed both."""
         if self.type == "cpu":

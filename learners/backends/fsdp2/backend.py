@@ -14,6 +14,7 @@ with R ranks then needs R copies in memory at the start. Rows, matrices or exper
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ from learners.backends.fsdp2.loss_scale import LOSS_SCALE, LossScale
 from learners.backends.fsdp2.reference import PREFIX, Reference
 from learners.backends.fsdp2.sharded_module import PLAIN, Rests, Sharded, View
 from learners.backends.hf_folder import write_folder
+from learners.backends.pinned_copies import PinnedCopies
 from learners.backends.sharded_checkpoint import HostShard, host_shard, load_shards, read_about
 from learners.backends.vision import Vision, freeze_parts
 from learners.batch.micro_batches import NO_EXPERTS, MicroBatch, packed_row, padded_rows
@@ -92,6 +94,7 @@ class FSDP2Backend:
         if config.learner.router_replay:
             self._policy.routers = Routers(hf)
         self._reference: Reference | None = None  # created on first use
+        self._pinned: PinnedCopies | None = None  # the same
         self._units, split = shard(self._policy, config, gang)
         optimizer = build_optimizer(self._policy, self._units, config.learner.optim, config, gang.device)
         self._sharded = Sharded(
@@ -229,15 +232,26 @@ class FSDP2Backend:
         """Yield name and bytes in the order of `weight_specs` on rank 0; nothing on the others."""
         gathering = self._make_gathering()
         found = self._sharded.whole(settle, view=self._view) if gathering is None else gathering.run(settle)
-        for name, tensor in found:
-            if not self._gang.lead:
-                continue
-            data = tensor_bytes(tensor, self._sent_dtype, lend=settle is not None)
+        for name, data in self._bytes_of(found, settle):
             if name not in self._parts:
                 yield name, data
                 continue
             parts = self._parts[name]  # one after the other in its memory
             yield from zip(parts, data.reshape(len(parts), -1), strict=True)
+
+    def _bytes_of(
+        self, named: Iterator[tuple[str, Tensor]], settle: Callable[[], None] | None
+    ) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
+        """Yield name and bytes of each on rank 0; exhaust the iterator on all."""
+        if self._gang.lead and settle is not None and self._device.pin_memory_ok:
+            if self._pinned is None:
+                sizes = [math.prod(parameter.shape) for parameter in self._policy.parameters()]
+                self._pinned = PinnedCopies(self._device, max(sizes) * self._sent_dtype.itemsize)
+            yield from self._pinned.run(named, self._sent_dtype, settle)
+            return
+        for name, tensor in named:
+            if self._gang.lead:
+                yield name, tensor_bytes(tensor, self._sent_dtype, lend=settle is not None)
 
     def _make_gathering(self) -> Gathering | None:
         """Return the gathering by parts, if the layout allows it."""

@@ -48,6 +48,7 @@ thread_local bool in_fallback = false;  // copies of the simulation itself do no
 std::atomic<int64_t> next_stream{1};
 std::atomic<int64_t> used[MOST], peak[MOST];
 std::atomic<int64_t> to_device{0}, to_host{0}, on_device{0}, blocking{0}, unpinned{0}, bytes_to_device{0}, bytes_to_host{0};
+std::atomic<int64_t> bytes_unpinned{0};
 std::mutex lock;
 std::set<void*> pinned;
 std::map<std::string, int64_t> operators, collectives;
@@ -256,6 +257,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
     bytes_to_host += from.nbytes();
     blocking += !non_blocking;
     unpinned += !fixed;
+    bytes_unpinned += fixed ? 0 : from.nbytes();
     if (non_blocking && fixed) {
       std::lock_guard<std::mutex> held(lock);
       late.push_back({to, on_host(from).clone()});
@@ -499,7 +501,8 @@ struct HCCL final : c10d::Backend {
 
 std::map<std::string, int64_t> copies() {
   return {{"to_device", to_device}, {"to_host", to_host}, {"on_device", on_device}, {"blocking", blocking},
-          {"unpinned", unpinned}, {"bytes_to_device", bytes_to_device}, {"bytes_to_host", bytes_to_host}};
+          {"unpinned", unpinned}, {"bytes_to_device", bytes_to_device}, {"bytes_to_host", bytes_to_host},
+          {"bytes_unpinned", bytes_unpinned}};
 }
 
 }  // namespace sim
