@@ -88,7 +88,7 @@ def _ratio_problems(config: Config) -> Iterator[Conflict]:
 
 def _reward_problems(config: Config) -> Iterator[Conflict]:
     scored = config.reward or config.teacher or mode.streams(config) or mode.demonstrates(config)
-    if not scored and config.environment.is_single_turn:
+    if not scored and any(one.is_single_turn for one in config.environments):
         yield conflict("reward", "no [[reward]]: at least one reward function is needed", code="config.missing")
     for index, reward in enumerate(config.reward):
         if reward.function and not reward_names.reward_kind(reward.function):
