@@ -145,9 +145,7 @@ class Producer:
 
     async def _lease(self, version: int, groups: int) -> Leases:
         ask = partial(self.client.lease, engine_version=version, max_groups=groups, wait_s=self.poll_s)
-        if self.kept >= 0:
-            ask = partial(ask, kept=self.kept)
-        return await self._patiently(ask)
+        return await self._patiently(partial(ask, kept=self.kept, rows=self.prompts.chosen_among))
 
     async def _take(self, answer: Leases) -> Leases:
         """Start the leased groups."""
@@ -194,7 +192,7 @@ class Producer:
             prompts, sampling = self.held_out, self.held_out.sampling
             version = lease.deadline_version if self.config.evaluation.second_weights else -1
         try:
-            row = prompts.row_for(lease.group)
+            row = prompts.row_for(lease.group, lease.row)
             environment = self.environments.find(row)
             images = prompts.images_of(row)
             prompt_ids = encode_prompt(

@@ -114,6 +114,7 @@ class ProducerRequests:
         """A `LeaseRequest`: it becomes a poll, unless it was answered before."""
         ask: wire.LeaseRequest = call.message
         self.context.check_early(ask.producer)
+        self.context.machine.prompts.greet(ask.producer, ask.rows)
         worker = self.context.machine.workers.see("producer", ask.producer, self.context.now)
         waiting = self.polls.get(ask.producer)
         if waiting is not None and waiting.call.request > call.request:

@@ -35,7 +35,8 @@ class HeldOutPrompts:
             where = config.evaluation.source or config.evaluation.path
             raise ConfigError("config.data", f"more than {MAX_ROWS} rows: set evaluation.max_prompts", where=where)
 
-    def row_for(self, group: int) -> Row:
+    def row_for(self, group: int, chosen: int = -1) -> Row:
+        """The row of a held-out group; nothing is `chosen` for it."""
         _, row = split_group(group)
         return self._prompts.row_for(row)
 
