@@ -1,11 +1,12 @@
-"""Steps that `data.sampler = "difficulty"` saves on a mixture of prompts of which most teach nothing, over seeds.
+"""Steps that `data.sampler = "difficulty"` saves on mixtures of prompts of which most teach nothing, over seeds.
 
-    python benchmarks/prompt_choice.py [--seeds 5] [--steps 40] [--hopeless 0.7]
+    python benchmarks/prompt_choice.py [--seeds 5]
 
-The pool has `POOL` rows of the demo's task. No answer to `--hopeless` of them is right, so their groups give no
-gradient. Both samplers train on samples of age 1 (benchmarks/exact_age.py), with the same pool and start weights per
-seed; no held-out prompt is hopeless. A seed's figure is the first step whose held-out reward (every `LOOK` steps)
-reaches that of the uniform sampler at the end. Runs in benchmarks/results/prompt_choice.json are not repeated.
+A pool has rows of the demo's task; for a share of them no answer is right, so their groups give no gradient. Both
+samplers train on samples of age 1 (benchmarks/exact_age.py), with the same pool and start weights per seed; no held-out
+prompt is hopeless. A seed's figure is the first step whose held-out reward reaches that of the uniform sampler at the
+end, both as means over three looks (one every `LOOK` steps), as a share of all steps. Runs in
+benchmarks/results/prompt_choice.json are not repeated.
 """
 
 from __future__ import annotations
@@ -31,27 +32,28 @@ import learning  # noqa: E402, RUF100
 from asyncrl.runtime.prompt_choice import PromptChoice  # noqa: E402, RUF100
 
 RESULTS = ROOT / "benchmarks" / "results" / "prompt_choice.json"
-TASK, POOL, LOOK, AGE = "add", 128, 2, 1
+TASK, LOOK, AGE = "add", 2, 1
+MIXTURES = ({"pool": 256, "hopeless": 0.9, "steps": 60}, {"pool": 256, "hopeless": 0.7, "steps": 40})
 NO_ANSWER = "nothing"  # of a hopeless row
 
 
 class Mixture(exact_age.Task):
     """A pool of rows; `choice` None: all of them once in every epoch, in a new order."""
 
-    def __init__(self, tokenizer: Any, *, seed: int, hopeless: float, choice: PromptChoice | None) -> None:
+    def __init__(self, tokenizer: Any, *, seed: int, pool: int, hopeless: float, choice: PromptChoice | None) -> None:
         super().__init__(TASK, tokenizer, seed=seed)
         rng = np.random.default_rng(seed)
-        self.pool = super().rows(0, POOL)
-        for number in rng.permutation(POOL)[: round(POOL * hopeless)]:
+        self.pool = super().rows(0, pool)
+        for number in rng.permutation(pool)[: round(pool * hopeless)]:
             self.pool[number] = {**self.pool[number], "truth": NO_ANSWER}
         self.choice = choice
-        self.orders = [rng.permutation(POOL) for _ in range(1000)]
+        self.orders = [rng.permutation(pool) for _ in range(1000)]
         self.numbers: dict[int, int] = {}  # group -> row
 
     def rows(self, first: int, count: int) -> list[dict[str, Any]]:
         """The rows of groups `first` and on."""
         for group in range(first, first + count):
-            epoch, place = divmod(group, POOL)
+            epoch, place = divmod(group, len(self.pool))
             chosen = self.choice.choose(group) if self.choice is not None else self.orders[epoch][place]
             self.numbers[group] = int(chosen)
         return [self.pool[self.numbers[group]] for group in range(first, first + count)]
@@ -60,15 +62,15 @@ class Mixture(exact_age.Task):
         return 0.0 if row["truth"] == NO_ANSWER else super().score(row, drawn)
 
 
-def measure(*, seed: int, steps: int, hopeless: float, chooses: bool) -> dict[str, Any]:
+def measure(*, seed: int, steps: int, pool: int, hopeless: float, chooses: bool) -> dict[str, Any]:
     """One run: held-out reward by step, and the share of groups with different rewards."""
     began = time.monotonic()
     torch.set_num_threads(1)
     config = exact_age.load(TASK, [], seed=seed, steps=steps)
     trainer = exact_age.Trainer(config)
     sampler = exact_age.Sampler(config.model.path, max_new=config.sampling.max_new_tokens)
-    choice = PromptChoice(POOL, seed=seed) if chooses else None
-    source = Mixture(sampler.tokenizer, seed=seed, hopeless=hopeless, choice=choice)
+    choice = PromptChoice(pool, seed=seed) if chooses else None
+    source = Mixture(sampler.tokenizer, seed=seed, pool=pool, hopeless=hopeless, choice=choice)
     prompts = exact_age.Prompts(config, sampler, source, age=AGE)
     history = deque([trainer.weights()], maxlen=AGE + 1)
     looks, mixed = {0: exact_age._look(sampler, source, seed)}, []
@@ -90,43 +92,50 @@ def measure(*, seed: int, steps: int, hopeless: float, chooses: bool) -> dict[st
     return {"held_out": held_out, "mixed": mixed, "seconds": round(time.monotonic() - began, 1)}
 
 
+def smooth(run: dict[str, Any]) -> dict[int, float]:
+    """By step, the mean held-out reward of this look and the two before."""
+    looks = list(run["held_out"].items())
+    return {
+        int(looks[place][0]): statistics.fmean(value for _, value in looks[max(0, place - 2) : place + 1])
+        for place in range(len(looks))
+    }
+
+
 def steps_to(run: dict[str, Any], reward: float) -> int | None:
     """The first step at which the held-out reward is at least this."""
-    return next((int(step) for step, value in run["held_out"].items() if value >= reward), None)
+    return next((step for step, value in smooth(run).items() if value >= reward), None)
 
 
 def summary(runs: dict[str, Any], *, seeds: int, steps: int) -> dict[str, Any]:
-    """By seed, and the share of the steps over all seeds: of their sum."""
+    """By seed, and the mean share of the steps; a seed that never gets there counts as one look more than all."""
     found = []
     for seed in range(seeds):
-        uniform, chosen = runs[f"uniform {seed}"], runs[f"difficulty {seed}"]
-        final = uniform["held_out"][str(steps)]
-        found.append({"seed": seed, "reward": final, "steps": steps_to(chosen, final)})
-    needed = [one["steps"] or steps + LOOK for one in found]
-    return {"seeds": found, "share_mean": round(statistics.fmean(needed) / steps, 3), "most": max(needed) / steps}
+        uniform, chosen = smooth(runs[f"uniform {seed}"]), runs[f"difficulty {seed}"]
+        reached = steps_to(chosen, uniform[steps])
+        share = round((reached or steps + LOOK) / steps, 3)
+        ends = {"uniform": round(uniform[steps], 4), "difficulty": round(smooth(chosen)[steps], 4)}
+        found.append({"seed": seed, "reward": ends, "steps": reached, "share": share})
+    return {"seeds": found, "share_mean": round(statistics.fmean(one["share"] for one in found), 3)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--hopeless", type=float, default=0.7)
     given = parser.parse_args()
     learning.prepare(TASK)
-    setting = {"task": TASK, "pool": POOL, "steps": given.steps, "hopeless": given.hopeless, "age": AGE}
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    runs = known["runs"] if known.get("setting") == setting else {}
-    for seed in range(given.seeds):
-        for name in ("uniform", "difficulty"):
-            if f"{name} {seed}" in runs:
-                continue
-            measured = {"seed": seed, "steps": given.steps, "hopeless": given.hopeless}
-            runs[f"{name} {seed}"] = learning.in_child(_measure, {**measured, "chooses": name == "difficulty"})
-            RESULTS.write_text(json.dumps({"setting": setting, "runs": runs}, indent=1) + "\n")
-            print(f"{name} {seed}: {runs[f'{name} {seed}']}", flush=True)
-    result = {"setting": setting, **summary(runs, seeds=given.seeds, steps=given.steps), "runs": runs}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({name: value for name, value in result.items() if name != "runs"}, indent=1))
+    known = json.loads(RESULTS.read_text())["mixtures"] if RESULTS.exists() else []
+    results: list[dict[str, Any]] = []
+    for mixture in MIXTURES:
+        [entry] = [one for one in known if one["mixture"] == mixture] or [{"mixture": mixture, "runs": {}}]
+        results.append(entry)
+        for seed in range(given.seeds):
+            for name in ("uniform", "difficulty"):
+                if f"{name} {seed}" not in entry["runs"]:
+                    work = {**mixture, "seed": seed, "chooses": name == "difficulty"}
+                    entry["runs"][f"{name} {seed}"] = learning.in_child(_measure, work)
+        entry |= summary(entry["runs"], seeds=given.seeds, steps=int(mixture["steps"]))
+        RESULTS.write_text(json.dumps({"task": TASK, "age": AGE, "mixtures": results}) + "\n")
+        print({name: value for name, value in entry.items() if name != "runs"}, flush=True)
 
 
 def _measure(given: dict[str, Any]) -> dict[str, Any]:
