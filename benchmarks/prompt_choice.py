@@ -28,6 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import exact_age  # noqa: E402, RUF100
 import learning  # noqa: E402, RUF100
+import reports  # noqa: E402, RUF100
 
 from asyncrl.runtime.prompt_choice import PromptChoice  # noqa: E402, RUF100
 
@@ -134,7 +135,8 @@ def main() -> None:
                     work = {**mixture, "seed": seed, "chooses": name == "difficulty"}
                     entry["runs"][f"{name} {seed}"] = learning.in_child(_measure, work)
         entry |= summary(entry["runs"], seeds=given.seeds, steps=int(mixture["steps"]))
-        RESULTS.write_text(json.dumps({"task": TASK, "age": AGE, "mixtures": results}) + "\n")
+        what = "steps that data.sampler = 'difficulty' needs for the final held-out reward of the uniform order"
+        reports.write(RESULTS, what, task=TASK, age=AGE, mixtures=results)
         print({name: value for name, value in entry.items() if name != "runs"}, flush=True)
 
 

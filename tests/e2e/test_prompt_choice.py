@@ -1,4 +1,4 @@
-"""Prompts chosen by difficulty in a run whose buffer is killed: the shares, the audit, the trace."""
+"""Prompts chosen by difficulty in a run whose buffer is killed: the shares, the audit, the replay, the trace."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ def test_hopeless_prompts_are_seldom_chosen_and_a_killed_buffer_chooses_on(run: 
     assert shares[0] < 0.6 and shares[1] > 0.6, f"a quarter of the rows teaches: {shares}"
     audit = run.audit()
     assert audit["exit"] == 0, audit
+    replayed = run.command("replay", str(run.dir), "--out", str(run.folder / "replay"))
+    assert replayed.returncode == 0, replayed.stdout
     chosen = [line for line in run.lines("history.jsonl") if line["e"] == "choose"]
     assert len([line for line in run.lines("history.jsonl") if line["e"] == "prompts"]) == 1
     traced = run.command("trace", str(run.dir), str(chosen[-1]["g"]), timeout=60).stdout
