@@ -34,7 +34,7 @@ from asyncrl.runtime.prompt_choice import PromptChoice  # noqa: E402, RUF100
 
 RESULTS = ROOT / "benchmarks" / "results" / "prompt_choice.json"
 TASK, LOOK, AGE = "add", 2, 1
-MIXTURES = ({"pool": 256, "hopeless": 0.9, "steps": 60}, {"pool": 256, "hopeless": 0.7, "steps": 40})
+MIXTURES = ({"pool": 256, "hopeless": 0.9, "steps": 60},)
 NO_ANSWER = "nothing"  # of a hopeless row
 
 

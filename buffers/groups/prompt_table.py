@@ -48,6 +48,7 @@ class PromptTable:
             begin = int(key[7:]) * CHUNK
             mixed, same = msgspec.msgpack.decode(value, type=tuple[bytes, bytes])
             self.choice.mixed[begin : begin + len(mixed)], self.choice.same[begin : begin + len(same)] = mixed, same
+        self.choice.count()
 
     def rows(self) -> list[Change]:
         """All rows, for a store that lost its own."""

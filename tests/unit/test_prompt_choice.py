@@ -44,8 +44,8 @@ def test_choices_are_the_same_on_every_machine() -> None:
     assert [taught(100, range(10)).choose(group) for group in range(8)] == TAUGHT
 
 
-CHOSEN = [46, 53, 14, 92, 34, 14, 46, 64]
-TAUGHT = [1, 8, 7, 2, 3, 14, 1, 7]
+CHOSEN = [25, 53, 14, 2, 34, 14, 46, 64]
+TAUGHT = [5, 6, 2, 9, 4, 14, 7, 4]
 
 
 def test_rows_without_outcomes_are_drawn_alike() -> None:
@@ -75,6 +75,20 @@ def test_numbers_stay_when_rows_are_added() -> None:
     assert (list(choice.mixed), list(choice.same)) == ([MOST, 0, 0, 0, 0], [0, MOST, MOST, 0, 0])
     choice.resize(1)
     assert len(choice) == 1
+
+
+def test_where_few_rows_teach_an_unknown_one_is_tried_less() -> None:
+    few, hopeful = taught(40, range(2)), taught(40, range(2))
+    for choice in (few, hopeful):
+        choice.resize(80)
+    hopeful._all_same = hopeful._all_mixed  # as if half of the groups had taught
+    chosen = [[choice.choose(group) for group in range(2000)] for choice in (few, hopeful)]
+    known, unknown = ([sum(row in rows for row in one) for one in chosen] for rows in (range(2), range(40, 80)))
+    assert known[0] > 1.5 * known[1] and unknown[0] < unknown[1]
+    copy = PromptChoice(80, seed=7)
+    copy.mixed[:], copy.same[:] = few.mixed, few.same
+    copy.count()
+    assert [copy.choose(group) for group in range(50)] == [few.choose(group) for group in range(50)]
 
 
 # ---------------------------------------------------------------- in the buffer
