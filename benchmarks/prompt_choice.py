@@ -1,6 +1,6 @@
 """Steps that `data.sampler = "difficulty"` saves on mixtures of prompts of which most teach nothing, over seeds.
 
-    python benchmarks/prompt_choice.py [--seeds 5]
+    python benchmarks/prompt_choice.py [--seeds 10]
 
 A pool has rows of the demo's task; for a share of them no answer is right, so their groups give no gradient. Both
 samplers train on samples of age 1 (benchmarks/exact_age.py), with the same pool and start weights per seed; no held-out
@@ -102,26 +102,35 @@ def smooth(run: dict[str, Any]) -> dict[int, float]:
     }
 
 
-def steps_to(run: dict[str, Any], reward: float) -> int | None:
+def steps_to(curve: dict[int, float], reward: float) -> int | None:
     """The first step at which the held-out reward is at least this."""
-    return next((step for step, value in smooth(run).items() if value >= reward), None)
+    return next((step for step, value in curve.items() if value >= reward), None)
 
 
 def summary(runs: dict[str, Any], *, seeds: int, steps: int) -> dict[str, Any]:
-    """By seed, and the mean share of the steps; a seed that never gets there counts as one look more than all."""
+    """By seed, and of the mean curves: the share of the steps. A seed that never gets there counts as one look more."""
+    ways = {name: [smooth(runs[f"{name} {seed}"]) for seed in range(seeds)] for name in ("uniform", "difficulty")}
+    means = {name: {step: statistics.fmean(one[step] for one in curves) for step in curves[0]}
+             for name, curves in ways.items()}  # fmt: skip
     found = []
-    for seed in range(seeds):
-        uniform, chosen = smooth(runs[f"uniform {seed}"]), runs[f"difficulty {seed}"]
+    for seed, (uniform, chosen) in enumerate(zip(*ways.values(), strict=True)):
         reached = steps_to(chosen, uniform[steps])
+        ends = {"uniform": round(uniform[steps], 4), "difficulty": round(chosen[steps], 4)}
         share = round((reached or steps + LOOK) / steps, 3)
-        ends = {"uniform": round(uniform[steps], 4), "difficulty": round(smooth(chosen)[steps], 4)}
         found.append({"seed": seed, "reward": ends, "steps": reached, "share": share})
-    return {"seeds": found, "share_mean": round(statistics.fmean(one["share"] for one in found), 3)}
+    return {
+        "seeds": found,
+        "share_mean": round(statistics.fmean(one["share"] for one in found), 3),
+        "share_of_mean_curve": round(
+            (steps_to(means["difficulty"], means["uniform"][steps]) or steps + LOOK) / steps, 3
+        ),
+        "reward": {name: round(curve[steps], 4) for name, curve in means.items()},
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=10)
     given = parser.parse_args()
     learning.prepare(TASK)
     known = json.loads(RESULTS.read_text())["mixtures"] if RESULTS.exists() else []
