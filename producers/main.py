@@ -143,7 +143,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evalu
             task.cancel()
         if producer is not None:
             await producer.give_back(reason)
-            await producer.environment.close()
+            await producer.environments.close()
         if tasks:
             await asyncio.wait(tasks, timeout=GIVE_BACK_S)
         await engine.close(grace_s=GIVE_BACK_S)

@@ -1,11 +1,11 @@
-"""Checks what a producer builds before its engine: tokenizer, prompts, environment. Shows lengths and the first row.
+"""Checks what a producer builds before its engine: tokenizer, prompts, environments. Shows lengths and the first row.
 
 `asyncrl check` runs it as `python -m producers.start_check [--play]`, with the resolved configuration on standard
 input, in the environment of a producer. Guarantees:
 1. it builds the parts by the functions that a producer calls, and reports every error with the setting that is wrong;
 2. it encodes up to `SAMPLE` rows, spread over the data: none that can be used is an error, some that cannot a note;
-3. `--play`: the first row goes through environment and rewards with a fixed answer; what they say is shown, and is
-   never an error, because the answer is none of the policy's;
+3. `--play`: the first row goes through environment and rewards with a fixed answer, and a row of every other
+   environment through that; what they say is shown, and is never an error: the answer is none of the policy's;
 4. no model is loaded. Each result is printed when it is known, so that a limit of time keeps the earlier ones.
 Output as in `asyncrl.runtime.start_report`.
 """
@@ -25,7 +25,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.config.judges import judges_for, list_judges
 from asyncrl.config.mode import streams
-from asyncrl.config.sections.environment import AGENT
+from asyncrl.config.sections.environment import AGENT, EnvironmentConfig, agent_name
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.images.digests import image_digests
 from asyncrl.images.model_inputs import open_inputs
@@ -35,7 +35,8 @@ from producers.data.evaluation_prompts import HeldOutPrompts
 from producers.data.prompts import BadPrompt, Prompts, Row, encode_prompt
 from producers.data.tokenizer import Tokenizer
 from producers.engines.dataset import encode_row
-from producers.environments.multi_turn import Turns, make_environment, make_rollout
+from producers.environments.by_row import UNKNOWN, Environments, errors_at, require_environment, table_of
+from producers.environments.multi_turn import Turns, make_rollout
 from producers.environments.scripted_play import play_row
 from producers.rewards.build import make_scorer
 from producers.rewards.pipe import Result
@@ -43,6 +44,7 @@ from producers.rewards.sample import RewardSample
 
 SAMPLE = 256  # rows whose lengths are shown
 SHOWN = 60  # characters of a text
+NAME_REMEDY = "correct the column agent_name, or add a [[row_environment]] with this agent_name"
 
 
 class StartCheck:
@@ -54,7 +56,8 @@ class StartCheck:
         self.row: Row | None = None
         self.images: dict[str, bytes] = {}  # of the row, by digest
         self.tokenizer: Tokenizer | None = None
-        self.tools: Sequence[Mapping[str, Any]] = ()
+        self.environments: Environments | None = None
+        self.firsts: dict[str, tuple[Row, dict[str, bytes]]] = {}  # the first row of each environment, by agent_name
 
     def run(self) -> None:
         model = self.config.model
@@ -66,7 +69,7 @@ class StartCheck:
         if streams(self.config):
             self.look_at_lengths(prompts)
         else:
-            asyncio.run(self.look_at_environment(prompts))
+            asyncio.run(self.look_at_environments(prompts))
             if self.play and self.row is not None and self.tokenizer is not None:
                 self.play_rewards(self.row, self.tokenizer)
 
@@ -75,7 +78,11 @@ class StartCheck:
         config, found = self.config, None
         evaluation = config.evaluation
         try:
-            HeldOutPrompts(config)
+            for row in HeldOutPrompts(config).sample(SAMPLE if config.row_environment else 0):
+                if not isinstance(row, BadPrompt):
+                    require_environment(config, row)
+        except BadPrompt as problem:
+            say("error", "config.environment", problem.reason, "evaluation", NAME_REMEDY)
         except AsyncRLError as error:
             say_error(error, f"evaluation.{'source' if evaluation.source else 'path'} = {error.where!r}")
         try:
@@ -91,34 +98,47 @@ class StartCheck:
             say("error", "config.data", f"{type(error).__name__}: {error}", f"data.source = {config.data.source!r}", "")
         return found
 
-    async def look_at_environment(self, prompts: Prompts | None) -> None:
-        """Build and open it, encode prompts with its tools, play the first row, close it."""
-        setting = self.config.environment
-        where = f"environment.name = {setting.name!r}"
+    async def look_at_environments(self, prompts: Prompts | None) -> None:
+        """Build and open them, encode prompts with their tools, play the first row of each, close them."""
+        config = self.config
+        opened: list[tuple[EnvironmentConfig, Turns]] = []
+        setting = config.environment
         try:
-            if self.tokenizer is None:
+            for setting in config.environments if self.tokenizer is None else ():
                 if not setting.is_single_turn and setting.name != AGENT:
-                    make_rollout(self.config)
+                    make_rollout(config.replace_environment(setting))
+            if self.tokenizer is None:
                 return
-            environment = make_environment(self.config, self.tokenizer)
-            if setting.name == AGENT and setting.agent.command and not shutil.which(setting.agent.command[0]):
-                what = f"there is no program {setting.agent.command[0]!r}"
-                say("error", "config.environment", what, "environment.agent.command", "name a program on the PATH")
-            if not isinstance(environment, Turns) or setting.name == AGENT:  # its endpoint opens with the run
-                self.look_at_lengths(prompts)
-                return
-            try:
-                await environment.open()
-                self.tools = environment.tools
-                self.look_at_lengths(prompts)
-                if self.play and self.row is not None:
-                    await self.play_environment(environment, self.row)
-            finally:
-                await environment.close()
+            self.environments = Environments(config, self.tokenizer)
+            for setting, environment in self.environments.each:
+                if setting.name == AGENT:  # its endpoint opens with the run
+                    self.look_at_agent(setting)
+                elif isinstance(environment, Turns):
+                    opened.append((setting, environment))
+                    with errors_at(config, setting):
+                        await environment.open()
+            self.look_at_lengths(prompts)
+            for setting, environment in opened if self.play else ():
+                if (found := self.firsts.get(agent_name(setting))) is not None:
+                    await self.play_environment(setting, environment, *found)
         except AsyncRLError as error:
-            say_error(error, where)
+            say_error(error, f"{table_of(config, setting)}.name = {setting.name!r}")
         except Exception as error:  # the user's environment may raise anything
+            where = f"{table_of(config, setting)}.name = {setting.name!r}"
             say("error", "config.environment", f"{type(error).__name__}: {error}", where, "")
+        finally:
+            for _, environment in opened:
+                await environment.close()
+
+    def look_at_agent(self, setting: EnvironmentConfig) -> None:
+        if setting.agent.command and not shutil.which(setting.agent.command[0]):
+            what = f"there is no program {setting.agent.command[0]!r}"
+            where = f"{table_of(self.config, setting)}.agent.command"
+            say("error", "config.environment", what, where, "name a program on the PATH")
+
+    def tools_for(self, row: Row) -> Sequence[Mapping[str, Any]]:
+        """The schemas of the tools of a row's environment. Raises `BadPrompt`."""
+        return () if self.environments is None else self.environments.find(row).tools
 
     def look_at_lengths(self, prompts: Prompts | None) -> None:
         """Encode a sample of the rows; report what cannot be used."""
@@ -126,6 +146,8 @@ class StartCheck:
             return
         data, limit = self.config.data, self.config.sampling.max_new_tokens
         where = f"data.{'source' if data.source else 'path'} = {data.source or data.path!r}"
+        if self.row is not None and (first := self.config.environment_for(self.row)) is not None:
+            self.firsts[agent_name(first)] = (self.row, self.images)
         lengths: list[int] = []
         answers: list[int] = []
         bad: list[str] = []
@@ -134,7 +156,10 @@ class StartCheck:
                 bad.append(row.reason)
                 continue
             try:
-                prompt, texts = self.encode(row, prompts.images_of(row))
+                images = prompts.images_of(row)
+                prompt, texts = self.encode(row, images)
+                found = dict(zip(image_digests(row), images, strict=True))
+                self.firsts.setdefault(agent_name(require_environment(self.config, row)), (row, found))
             except BadPrompt as problem:
                 bad.append(problem.reason)
                 continue
@@ -171,7 +196,7 @@ class StartCheck:
         assert self.tokenizer is not None
         given: dict[str, Any] = {"inputs": open_inputs(self.config), "images": images}
         if not streams(self.config):
-            return encode_prompt(row, self.config.data, self.tokenizer, self.tools, **given).tolist(), []
+            return encode_prompt(row, self.config.data, self.tokenizer, self.tools_for(row), **given).tolist(), []
         prompt, answers = encode_row(row, self.config, self.tokenizer, **given)
         return prompt.tolist(), [len(answer) for answer in answers]
 
@@ -182,7 +207,10 @@ class StartCheck:
         longest = [
             int(reason.split()[1]) for reason in bad if reason.startswith("too_long: ") and reason.split()[1].isdigit()
         ]
-        if len(bad) == total:
+        unknown = [reason for reason in bad if reason.startswith(UNKNOWN)]
+        if unknown:
+            say("error", "config.environment", f"{len(unknown)} of {total} rows: {unknown[0]}", where, NAME_REMEDY)
+        elif len(bad) == total:
             remedy = f"data.max_prompt_tokens = {max(longest)} takes them all" if longest else ""
             say("error", "config.data", f"none of {total} rows can be used: {bad[0]}", where, remedy)
         else:
@@ -196,24 +224,26 @@ class StartCheck:
         text = (
             prompt
             if isinstance(prompt, str)
-            else self.tokenizer.render_chat(prompt or [], opened=True, tools=self.tools)
+            else self.tokenizer.render_chat(prompt or [], opened=True, tools=self.tools_for(row))
         )
         say("finding", "first prompt", _short(text), f"{len(ids)} tokens")
 
-    async def play_environment(self, environment: Turns, row: Row) -> None:
+    async def play_environment(
+        self, setting: EnvironmentConfig, environment: Turns, row: Row, images_by_digest: Mapping[str, bytes]
+    ) -> None:
         answer = answer_of(row)
-        images = tuple(self.images[digest] for digest in image_digests(row))
+        images = tuple(images_by_digest[digest] for digest in image_digests(row))
         played = await play_row(environment, self.config, self.tokenizer, row, [answer], images=images)
         code, _, message = played.failure.partition(": ")
         if code in ("config.template", "config.tokenizer"):  # it would end the producer
-            where = f"environment.name = {self.config.environment.name!r}"
-            say("error", code, message, where, "")
+            say("error", code, message, f"{table_of(self.config, setting)}.name = {setting.name!r}", "")
         elif played.failure:
             said = f"the first row with the answer {_short(answer)} failed: {played.failure}"
-            say("note", f"environment {self.config.environment.name}: {said}")
+            say("note", f"environment {setting.name}: {said}")
         else:
             reward = "no reward of its own" if played.reward is None else f"reward {played.reward:g}"
-            say("finding", "first episode", f"{played.turns} turns, {reward}", f"the policy says {_short(answer)}")
+            name = f"first episode {agent_name(setting)}".strip()
+            say("finding", name, f"{played.turns} turns, {reward}", f"the policy says {_short(answer)}")
 
     def play_rewards(self, row: Row, tokenizer: Tokenizer) -> None:
         """What every judge that is no model says to an answer to the first row."""

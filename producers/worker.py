@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from asyncrl.config import Config, SamplingConfig
 from asyncrl.engine import Engine, EngineCapabilities, GenDelta, GenRequest
@@ -39,7 +39,8 @@ from producers.data.evaluation_prompts import HeldOutPrompts
 from producers.data.images import store_images
 from producers.data.prompts import BadPrompt, Prompts, Row, encode_prompt
 from producers.data.tokenizer import Tokenizer
-from producers.environments.multi_turn import make_environment
+from producers.environments.by_row import Environments
+from producers.environments.single_turn import SingleTurn
 from producers.rollout.capacity import make_capacity
 from producers.rollout.partial_samples import Trail
 from producers.rollout.rollout import Finished, roll_out, run_together, submit_fields
@@ -87,14 +88,13 @@ class Producer:
         self.tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         self.prompts = Prompts(config.data, seed=config.run.seed, sees=takes_images(config.model.path))
         self.held_out = held_out or HeldOutPrompts(config)
-        self.environment = make_environment(config, self.tokenizer)
+        self.environments = Environments(config, self.tokenizer)
         self.work: dict[asyncio.Task[None], Lease] = {}
         self.capacity = make_capacity(config, EngineCapabilities("unknown", config.producers.slots, 0))
         self.requests: dict[tuple[int, int], list[str]] = {}  # at the engine, by (group, token) of the lease
-        self.samples = 0
+        self.samples = self.refused = 0
         self.progress = ProgressLine("samples")
         self.continued = self.saved_tokens = 0  # continued samples, tokens not generated again
-        self.refused = 0
         self.cancelled = 0  # leases that the buffer cancelled
         self._swaps = 0
         self._version = -1
@@ -102,7 +102,7 @@ class Producer:
 
     async def run(self) -> None:
         """Keep groups in flight until the run is done."""
-        await self.environment.open()
+        await self.environments.open()
         await self.receiver.wait_version(0, timeout_s=self.config.run.hang_timeout_s)
         self.capacity = make_capacity(self.config, self.engine.capabilities())
         done = False
@@ -145,9 +145,7 @@ class Producer:
 
     async def _lease(self, version: int, groups: int) -> Leases:
         ask = partial(self.client.lease, engine_version=version, max_groups=groups, wait_s=self.poll_s)
-        if self.kept >= 0:
-            ask = partial(ask, kept=self.kept)
-        return await self._patiently(ask)
+        return await self._patiently(partial(ask, kept=self.kept, rows=self.prompts.chosen_among))
 
     async def _take(self, answer: Leases) -> Leases:
         """Start the leased groups."""
@@ -194,10 +192,11 @@ class Producer:
             prompts, sampling = self.held_out, self.held_out.sampling
             version = lease.deadline_version if self.config.evaluation.second_weights else -1
         try:
-            row = prompts.row_for(lease.group)
+            row = prompts.row_for(lease.group, lease.row)
+            environment = self.environments.find(row)
             images = prompts.images_of(row)
             prompt_ids = encode_prompt(
-                row, self.config.data, self.tokenizer, self.environment.tools, inputs=self.images, images=images
+                row, self.config.data, self.tokenizer, environment.tools, inputs=self.images, images=images
             )
             await store_images(images, self._store)
         except (BadPrompt, ImageProblem) as problem:
@@ -205,7 +204,7 @@ class Producer:
             await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))
             return
         request = replace(self._request(lease, prompt_ids, sampling, version), images=images)
-        if not self.config.environment.is_single_turn:
+        if not isinstance(environment, SingleTurn):
             begun = ()  # turns cannot be continued from tokens alone
         trail = Trail(request, begun, self.receiver.digests)
 
@@ -230,8 +229,7 @@ class Producer:
             failpoint("producer.after_ack")
             self.samples += len(samples)
             for sample in samples if not is_evaluation(lease.group) else ():
-                done = len(sample.token_ids)
-                self.capacity.end_sample(lease, prompt_tokens=len(prompt_ids), response_tokens=done)
+                self.capacity.end_sample(lease, prompt_tokens=len(prompt_ids), response_tokens=len(sample.token_ids))
             self.refused += len(reply.refused)
             counts = trail.count_saved([sample for sample in samples if sample.index in reply.accepted])
             self.continued, self.saved_tokens = self.continued + counts[0], self.saved_tokens + counts[1]
@@ -274,11 +272,11 @@ class Producer:
         deliver: Callable[[list[Finished]], Awaitable[bool]],
     ) -> None:
         """All parts of a group in parallel: new samples, and each continued sample."""
-        keep = partial(self._keep, lease, trail)
+        keep, environment = partial(self._keep, lease, trail), self.environments.find(row)
 
         async def one_after_the_other(parts: Sequence[GenRequest]) -> bool:
             for part in parts:
-                if not await roll_out(self.engine, self.environment, part, row=row, deliver=deliver, keep=keep):
+                if not await roll_out(self.engine, environment, part, row=row, deliver=deliver, keep=keep):
                     return False
             return True
 
@@ -381,7 +379,7 @@ class Producer:
             "refused_samples": self.refused,
             "continued_samples": self.continued,
             "saved_tokens": self.saved_tokens,
-            **({} if self.environment.counts is None else asdict(self.environment.counts)),
+            **self.environments.counts(),
         }
 
     async def give_back(self, reason: str) -> None:

@@ -29,7 +29,7 @@ class GroupReader:
         self.bounds: set[int] | None = set()  # values that max_staleness ever had; None: unknown in older logs
         self._issued = -1  # newest group that this service issued
         self._made: dict[Any, tuple[frozenset[int], dict[int, str]]] = {}  # samples made alike share what is kept
-        self._keeps_origins = keeps_origins
+        self.keeps_origins = keeps_origins
 
     def start_life(self, epoch: int) -> None:
         """A service has started."""
@@ -150,7 +150,7 @@ class GroupReader:
         group.lengths[index] = length
         group.accepted[index] = self.found.service_starts
         reward = event.get("reward")
-        if self._keeps_origins:
+        if self.keeps_origins:
             group.origins[index] = Origin(token, producer, length, tuple(runs), digests, reward)
         if reward is not None:
             group.scored[index] = life

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.audit.choices import ChoiceReader
 from asyncrl.audit.evaluation import EvaluationReader
 from asyncrl.audit.findings import Audit, Tuned
 from asyncrl.audit.group_reader import GroupReader
@@ -34,6 +35,7 @@ class Reader:
         self.found = Audit(dropped={}, dead={}, violations=[], notes=[], tuned=[])
         self.held_out = EvaluationReader(self.found)
         self.work = GroupReader(self.found, keeps_origins=keeps_batches)
+        self.choices = ChoiceReader(self.found, self.work)
         self.groups, self.forgotten = self.work.groups, self.work.forgotten
         self.commits: dict[int, Commit] = {}  # the surviving history, by step
         self.claims: dict[int, Claim] = {}
@@ -60,7 +62,7 @@ class Reader:
         if self._suspects and name not in ("commit", "drop", "lost"):
             self.settle(believed=name == "register")
         held_out = name.startswith(MARK)
-        owner = self if hasattr(self, f"on_{name}") else self.work
+        owner = next((one for one in (self, self.choices) if hasattr(one, f"on_{name}")), self.work)
         handler = partial(self.held_out.take, name) if held_out else getattr(owner, f"on_{name}", None)
         if handler is None and name not in SKIPPED:
             self._bad("log", f"no event is of the kind {name[:200]!r}")

@@ -110,7 +110,7 @@ def add_environments(commands: Commands) -> None:
         nargs="?",
         default="",
         metavar="MODULE:NAME",
-        help="or a known name (default: environment.name of --config)",
+        help="or a known name, or the agent_name of a [[row_environment]] (default: environment.name of --config)",
     )
     one.add_argument("--config", type=Path, metavar="CONFIG.toml", help="take [environment], model and rows from it")
     one.add_argument("--model", default="", metavar="FOLDER", help="whose tokenizer and chat template to use")

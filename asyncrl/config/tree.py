@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from msgspec import field
+from msgspec.structs import replace
 
 from asyncrl.config.sections.base import Section
 from asyncrl.config.sections.buffer import BufferConfig
 from asyncrl.config.sections.cluster import ClusterConfig
 from asyncrl.config.sections.data import DataConfig, SamplingConfig
-from asyncrl.config.sections.environment import EnvironmentConfig
+from asyncrl.config.sections.environment import EnvironmentConfig, RowEnvironmentConfig
 from asyncrl.config.sections.evaluation import EvaluationConfig
 from asyncrl.config.sections.learner import LearnerConfig
 from asyncrl.config.sections.model import ModelConfig
@@ -44,6 +47,7 @@ class Config(Section, frozen=True, kw_only=True):
     log: LogConfig = field(default_factory=LogConfig)
     judge: tuple[JudgeConfig, ...] = ()
     teacher: tuple[TeacherConfig, ...] = ()
+    row_environment: tuple[RowEnvironmentConfig, ...] = ()
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
@@ -68,6 +72,29 @@ class Config(Section, frozen=True, kw_only=True):
         """Held-out samples that an engine decodes at once next to its `producers.slots`; 0 without second weights."""
         held = min(self.producers.slots, self.held_out_prompts * self.evaluation.samples)
         return held if self.evaluation.second_weights else 0
+
+    @property
+    def environments(self) -> tuple[EnvironmentConfig, ...]:
+        """`[environment]`, then those that rows name."""
+        return (self.environment, *self.row_environment)
+
+    @property
+    def environment_variables(self) -> tuple[str, ...]:
+        """The variables that producers get in addition, for all environments."""
+        return tuple(dict.fromkeys(name for one in self.environments for name in one.env))
+
+    def environment_for(self, row: Mapping[str, Any]) -> EnvironmentConfig | None:
+        """The environment of a row of the data; None if it names one that does not exist. Without a
+        `[[row_environment]]` names are not read.
+        """
+        name = row.get("agent_name") if self.row_environment else None
+        if not name:
+            return self.environment
+        return next((one for one in self.row_environment if one.agent_name == name), None)
+
+    def replace_environment(self, environment: EnvironmentConfig) -> Config:
+        """The configuration of a run whose rows all have this environment."""
+        return replace(self, environment=environment, row_environment=())
 
     @property
     def cluster_name(self) -> str:

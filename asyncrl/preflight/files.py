@@ -90,7 +90,7 @@ def check_data(config: Config, section: str = "data") -> Iterator[AsyncRLError]:
         held_out = msgspec.structs.replace(config, data=evaluation_data(config))
         yield from check_data(held_out, "evaluation")
     if config.data.source:
-        problem = import_problem(config.data.source, env=config.environment.env)
+        problem = import_problem(config.data.source, env=config.environment_variables)
         if problem:
             yield ConfigError("config.data", problem, where=f"{section}.source = {config.data.source!r}")
     for part in split_paths(config.data.path):

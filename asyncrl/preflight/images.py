@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def check_images(config: Config, path: Path, *, where: str) -> Iterator[AsyncRLE
             if problem:
                 yield ConfigError("config.data", f"row {number}: {problem}", where=where, remedy=REMEDY)
                 return
-            if found and (blind := _find_blind(config)):
+            if found and (blind := _find_blind(config, row)):
                 name, remedy = blind
                 what = f"row {number} has images, and {name} reads text alone in environments of several turns"
                 yield ConfigError("config.conflict", what, where=name.partition(" ")[0], remedy=remedy)
@@ -47,12 +47,13 @@ def check_images(config: Config, path: Path, *, where: str) -> Iterator[AsyncRLE
         return
 
 
-def _find_blind(config: Config) -> tuple[str, str] | None:
-    """The setting of what takes no images in several turns, and a remedy; None if everything does."""
-    if config.environment.is_single_turn:
+def _find_blind(config: Config, row: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The setting of what takes no images in several turns of the row, and a remedy; None if everything does."""
+    environment = config.environment_for(row) or config.environment
+    if environment.is_single_turn:
         return None
-    if config.environment.name in TEXT_ENVIRONMENTS:
-        return f"environment.name = {config.environment.name!r}", "set it to 'single_turn', or write the environment"
+    if environment.name in TEXT_ENVIRONMENTS:
+        return f"environment.name = {environment.name!r}", "set it to 'single_turn', or write the environment"
     if config.producers.engine in TEXT_ENGINES:
         return f"producers.engine = {config.producers.engine!r}", "set it to 'hf'"
     return None

@@ -54,7 +54,7 @@ def ask_roles(config: Config, roles: Collection[str], *, python: str, play: bool
     report = StartReport([], [], [])
     if ENGINES & {*roles}:
         command = [python or sys.executable, "-m", "producers.start_check", *(["--play"] if play else [])]
-        _ask(command, config, config.environment.env, report)
+        _ask(command, config, config.environment_variables, report)
     if not model_json(config.model.path):  # another check says so
         return report._replace(errors=[error for error in report.errors if _setting(error) != "model.path"])
     if "learner" in roles and is_learner_asked(config):

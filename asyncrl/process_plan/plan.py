@@ -245,7 +245,7 @@ def inherited_names(role: str, config: Config, *, judge: str = DEFAULT) -> tuple
     """
     if role in ENGINES:
         served = config.producers.engine in SERVED
-        return (*config.environment.env, ENGINE_TOKEN) if served else config.environment.env
+        return (*config.environment_variables, ENGINE_TOKEN) if served else config.environment_variables
     if role == "reward":
         found = find_judge(config, judge)
         return found.env if found is not None else ()

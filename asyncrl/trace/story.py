@@ -100,6 +100,7 @@ class Story(msgspec.Struct):
     ended_at: float = 0.0
     last_at: float = 0.0  # last time in the log
     uses: int = 1
+    row: int = -1  # of the data, if the buffer chose it
     prompt: dict[str, Any] | None = None
     prompt_error: str = ""
     images: tuple[str, ...] = ()  # of the prompt, in words
@@ -125,7 +126,7 @@ def load_story(run: RunDir, group: int, *, prompt: bool = True) -> Story:
     if prompt:
         config = load(run.config)
         story.words = load_words(run, config, group=group, steps=[training.step for training in story.training])
-        story.prompt, story.prompt_error = load_prompt(run, group)
+        story.prompt, story.prompt_error = load_prompt(run, group, row=story.row)
         story.images = tuple(map(ImageFolder(run.images).describe, image_digests(story.prompt or {})))
     return story
 
@@ -159,6 +160,10 @@ def _find_concerned(event: Event, stories: dict[int, Story]) -> list[Story]:
 
 def _issue(story: Story, event: Event) -> None:
     story.state, story.issued_at, story.uses = "leased", story.issued_at or event["t"], int(event.get("uses", 1))
+
+
+def _choose(story: Story, event: Event) -> None:
+    story.row = event["row"]
 
 
 def _lease(story: Story, event: Event) -> None:
@@ -266,6 +271,7 @@ def _dead(story: Story, event: Event) -> None:
 
 _HANDLERS = {
     "issue": _issue,
+    "choose": _choose,
     "lease": _lease,
     "lost": _lose_lease,
     "sample": _sample,
@@ -305,9 +311,10 @@ def _add_losses(run: RunDir, stories: dict[int, Story]) -> None:
                     wanted[event["step"], entry["g"]].loss = entry  # type: ignore[index]
 
 
-def load_prompt(run: RunDir, group: int) -> tuple[dict[str, Any] | None, str]:
-    """The row of the data, and the reason if it cannot be shown."""
+def load_prompt(run: RunDir, group: int, *, row: int = -1) -> tuple[dict[str, Any] | None, str]:
+    """The row of the data, and the reason if it cannot be shown. `row`: its number if the buffer chose it."""
     command = [sys.executable, "-m", "producers.data.show_prompt", "--config", str(run.config), "--group", str(group)]
+    command += ["--row", str(row)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=PROMPT_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -315,5 +322,5 @@ def load_prompt(run: RunDir, group: int) -> tuple[dict[str, Any] | None, str]:
     if done.returncode:
         words = done.stderr.decode(errors="replace").strip().splitlines()
         return None, words[0] if words else f"exit code {done.returncode}"
-    row: dict[str, Any] = msgspec.json.decode(done.stdout)["row"]
-    return row, ""
+    found: dict[str, Any] = msgspec.json.decode(done.stdout)["row"]
+    return found, ""

@@ -10,7 +10,8 @@ class LeaseRequest(Message, frozen=True, tag=20):
     """Ask for up to `max_groups` groups to generate; waits in the service up to `wait_s`. Answer: `Leases`.
 
     With `max_groups` 0 a producer asks for held-out prompts alone. `kept`: an older version that its engine keeps for
-    held-out prompts next to `engine_version`.
+    held-out prompts next to `engine_version`. `rows`: number of rows of its data, if the buffer chooses among them
+    (`data.sampler = "difficulty"`).
     """
 
     producer: Name
@@ -18,13 +19,14 @@ class LeaseRequest(Message, frozen=True, tag=20):
     max_groups: Whole
     wait_s: float
     kept: Version = -1  # -1: none
+    rows: Whole = 0  # 0: the buffer does not choose
 
 
 class Lease(Message, frozen=True):
     """One group to generate. `token` fences: an answer under an older token of the group is refused.
 
     `missing` are the sample indices still needed (all of them at the first attempt). Samples of a held-out prompt must
-    be of `deadline_version` alone.
+    be of `deadline_version` alone. `row`: the row of the data that the buffer chose.
     """
 
     group: int
@@ -33,6 +35,7 @@ class Lease(Message, frozen=True):
     missing: tuple[int, ...]
     seed: int
     deadline_version: int
+    row: int = -1  # -1: by the number of the group
 
 
 class Begun(Message, frozen=True):

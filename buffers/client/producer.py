@@ -67,13 +67,15 @@ class ProducerClient(AsyncClient):
         if self._writer is not None:
             self._writer.close()
 
-    async def lease(self, *, engine_version: int, max_groups: int, wait_s: float, kept: int = -1) -> wire.Leases:
-        """Groups to generate, maybe none; waits in the service up to `wait_s`. `kept`: see `wire.LeaseRequest`.
+    async def lease(
+        self, *, engine_version: int, max_groups: int, wait_s: float, kept: int = -1, rows: int = 0
+    ) -> wire.Leases:
+        """Groups to generate, maybe none; waits in the service up to `wait_s`. `kept`, `rows`: see `wire.LeaseRequest`.
 
         If the call is cancelled, the request is finished in the background and its leases are returned.
         """
         asked = asyncio.ensure_future(
-            self._ask(wire.LeaseRequest(self.name, engine_version, max_groups, wait_s, kept), wait_s=wait_s)
+            self._ask(wire.LeaseRequest(self.name, engine_version, max_groups, wait_s, kept, rows), wait_s=wait_s)
         )
         try:
             packet = await asyncio.shield(asked)

@@ -17,6 +17,7 @@ import msgspec
 
 from asyncrl.errors import AsyncRLError
 from buffers.groups.judgements import Judges, ScoreQueue, open_judges, release
+from buffers.groups.prompt_table import PromptTable
 from buffers.groups.records import COMPETING, Batch, Change, Ended, Group, IdSet, Meta, State
 from buffers.groups.transaction import Edit, Transaction
 from buffers.groups.workers import Workers
@@ -135,6 +136,7 @@ class GroupTable:
         self.judges = judges
         self.queue = queue
         self.indexes = GroupIndexes(judges, queue)
+        self.prompts = PromptTable(tx)
         self.meta = Meta()
         self.groups: dict[int, Group] = {}
         self.ended: dict[int, Ended] = {}
@@ -284,6 +286,7 @@ class GroupTable:
     def _remove(self, group: Group) -> None:
         self.indexes.remove(group)
         self.drop_samples(group)
+        self.prompts.release(group.id)
         del self.groups[group.id]
         self.put(f"g{group.id}")
 

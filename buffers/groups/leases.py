@@ -194,6 +194,7 @@ class GroupOutcome:
             self.budget.count_failed(reason, why)
 
     def returned_dead(self, group: Group, why: str) -> None:
+        self.table.prompts.observe(group.id, mixed=False)
         self.table.end(group, State.DEAD, "prompt", why, cancel=False)
 
 
@@ -279,7 +280,8 @@ class GroupLeases:
         missing = tuple(index for index in range(asked) if index not in group.samples)
         # A continued sample is the one that it would have been, so its seed stays.
         seed = lease_seed(settings.seed, group.id, 0 if settings.continues else group.attempt)
-        return Lease(group.id, group.token, group.attempt, missing, seed, group.deadline or 0)
+        row = self.table.prompts.assign(group)
+        return Lease(group.id, group.token, group.attempt, missing, seed, group.deadline or 0, row)
 
     def blocked_reason(self, engine_version: int, producer: str = "") -> str:
         """Why a producer at this version gets no group now; empty if it would get one."""

@@ -83,6 +83,7 @@ from buffers.groups.judgements import Judges, ScoreQueue
 from buffers.groups.leases import GRACEFUL, GroupLeases, GroupOutcome, Leases
 from buffers.groups.live_settings import Changed, LiveSettings
 from buffers.groups.partial_samples import PartialSamples
+from buffers.groups.prompt_table import PromptTable
 from buffers.groups.records import Change, Ledger, Record, Settings, State
 from buffers.groups.recovery import Recovery
 from buffers.groups.sample_intake import GroupSamples, SampleIntake
@@ -136,6 +137,7 @@ class GroupMachine:
         self.judges = parts.judges(settings.judges, retries=settings.reward_retries)
         queue = ScoreQueue()
         self.table = parts.table(tx, self.workers, self.judges, queue)
+        self.prompts = self.table.prompts = PromptTable(tx, seed=settings.seed, chooses=settings.chooses)
         self.live = parts.live(settings, tx, self.table)
         self.schedule = parts.schedule(self.table, self.live)
         self.shares = parts.shares(tx, self.schedule, self.workers)
@@ -193,12 +195,13 @@ class GroupMachine:
         """Take over persisted rows."""
         rows = list(rows)
         self.table.load(rows)
+        self.prompts.load(rows)
         self.live.load(rows)
         self.budget.load(rows)
 
     def rows(self) -> list[Change]:
         """All rows, for a store that lost its own."""
-        return [*self.table.rows(), *self.live.rows(), *self.budget.rows()]
+        return [*self.table.rows(), *self.prompts.rows(), *self.live.rows(), *self.budget.rows()]
 
     def take(self) -> Changes:
         """Rows, events and freed payloads since the last call."""

@@ -76,6 +76,7 @@ class Settings(msgspec.Struct, frozen=True):
     priority_exponent: float = 1.0
     continues: bool = False  # partial samples are kept: another attempt continues them with the same random numbers
     judges: tuple[JudgeRule, ...] = ()  # none: the default judge alone, for all rows, with reward_retries
+    chooses: bool = False  # the buffer chooses the rows of groups (data.sampler)
 
 
 #: Batches ahead with which `pipeline_depth = "auto"` begins: what a learner needs that takes as long as its producers.
@@ -116,6 +117,7 @@ def settings_of(config: Config) -> Settings:
         algorithm=msgspec.to_builtins(config.learner.algorithm),
         judges=_rules_of(config),
         continues=config.producers.checkpoint_tokens > 0,
+        chooses=config.data.chosen_by_buffer,
     )
 
 

@@ -56,6 +56,7 @@ class Recovery:
         """The history holds transitions that the store does not: issue nothing before a learner's ledger is here."""
         self.table.meta.emptied = True
         self.table.put("meta")
+        self.table.prompts.forget()
 
     def register(
         self,

@@ -306,6 +306,7 @@ class GroupSamples:
         """Make a group that is being edited READY if all rewards are in; its end if a filter rejects it."""
         if group.state != State.UNSCORED or any(sample.reward is None for sample in group.samples.values()):
             return None
+        self.table.prompts.note_rewards(group)
         verdict = self.budget.filter(group)
         if verdict is not None:
             return verdict

@@ -26,13 +26,13 @@ def sample_limits(config: Config, max_new_tokens: int, *, guest: bool, support: 
     without keys all processes are those of one user. `support`: draws are cut exactly.
     """
     longest = config.data.max_prompt_tokens + max_new_tokens
-    single = config.environment.is_single_turn
+    turns = [one.max_turns for one in config.environments if not one.is_single_turn]
     return wire.SampleLimits(
-        prompt_tokens=config.data.max_prompt_tokens if single else longest,
-        sequence_tokens=max_new_tokens if single else longest,
-        sequences=1 if single else config.environment.max_turns,
+        prompt_tokens=longest if turns else config.data.max_prompt_tokens,
+        sequence_tokens=longest if turns else max_new_tokens,
+        sequences=max(turns, default=1),
         reward=config.reward_workers.max_reward,
-        scores=not guest or streams(config) or demonstrates(config) or config.environment.scores,
+        scores=not guest or streams(config) or demonstrates(config) or any(one.scores for one in config.environments),
         support=support,
         experts=config.learner.router_replay,
     )
@@ -115,6 +115,7 @@ class ProducerRequests:
         """A `LeaseRequest`: it becomes a poll, unless it was answered before."""
         ask: wire.LeaseRequest = call.message
         self.context.check_early(ask.producer)
+        self.context.machine.prompts.greet(ask.producer, ask.rows)
         worker = self.context.machine.workers.see("producer", ask.producer, self.context.now)
         waiting = self.polls.get(ask.producer)
         if waiting is not None and waiting.call.request > call.request:

@@ -10,12 +10,14 @@ Guarantees:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from asyncrl.config import Config
 from asyncrl.config.mode import evaluation_data, evaluation_sampling
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.ids import MAX_ROWS, split_group
 from asyncrl.images.rows import takes_images
-from producers.data.prompts import Prompts, Row
+from producers.data.prompts import BadPrompt, Prompts, Row
 
 
 class HeldOutPrompts:
@@ -33,9 +35,14 @@ class HeldOutPrompts:
             where = config.evaluation.source or config.evaluation.path
             raise ConfigError("config.data", f"more than {MAX_ROWS} rows: set evaluation.max_prompts", where=where)
 
-    def row_for(self, group: int) -> Row:
+    def row_for(self, group: int, chosen: int = -1) -> Row:
+        """The row of a held-out group; nothing is `chosen` for it."""
         _, row = split_group(group)
         return self._prompts.row_for(row)
+
+    def sample(self, most: int) -> Iterator[Row | BadPrompt]:
+        """As of `Prompts`."""
+        return self._prompts.sample(min(most, self.rows)) if self.rows else iter(())
 
     def images_of(self, row: Row) -> tuple[bytes, ...]:
         """As of `Prompts`."""

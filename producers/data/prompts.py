@@ -4,7 +4,7 @@ The buffer counts groups 0, 1, 2, ...; a producer maps them to rows. Guarantees:
 1. `row_for(group)` is a function of (data, run.seed, group): `epoch, position = divmod(group, rows)`, and the row is
    the epoch's permutation at that position (the position itself without `data.shuffle`, that of the user's order with
    `data.sampler`), so every producer agrees. With `data.ratios` each part of the data has its own epochs
-   (`producers.data.mixing`);
+   (`producers.data.mixing`). With `data.sampler = "difficulty"` it is the row that the buffer chose;
 2. an iterable without a length is read as far as the group requires and kept in memory; its first epoch is in its own
    order, because a permutation needs the length; later epochs are permuted like any other;
 3. an error of the data as a whole is `config.data` with file, row and column; an error of one row is a `BadPrompt` with
@@ -82,14 +82,24 @@ class Prompts:
         self.columns = apply_settings(first, data)  # of the first row, as they are in the data
         self._sampler = self._make_sampler(data.sampler) if data.sampler else None
 
-    def row_for(self, group: int) -> Row:
-        """The row of a group, with its prompt as `[data]` requires, and with digests instead of images.
+    def row_for(self, group: int, chosen: int = -1) -> Row:
+        """The row of a group, with its prompt as `[data]` requires, and with digests instead of images. `chosen`: its
+        number if the buffer chose it.
 
         Raises:
-            BadPrompt: its images cannot be used.
+            BadPrompt: its images cannot be used, or the data has no such row.
             ConfigError: `config.data`, a source has no rows.
         """
-        return self._prepare(self._find_number(group))
+        if chosen < 0:
+            return self._prepare(self._find_number(group))
+        if self._rows.length is None or chosen >= self._rows.length:
+            raise BadPrompt(f"row: {chosen} was chosen, the data has {self._rows.length} rows")
+        return self._prepare(chosen)
+
+    @property
+    def chosen_among(self) -> int:
+        """The number of rows, if the buffer chooses among them; else 0."""
+        return (self._rows.length or 0) if self._data.chosen_by_buffer else 0
 
     def images_of(self, row: Row) -> tuple[bytes, ...]:
         """The encoded images of a row of `row_for`, in order. Raises `BadPrompt` if the data has changed meanwhile."""
@@ -166,10 +176,13 @@ class Prompts:
                 raise ConfigError("config.data", f"part {number} has no rows", where=f"data.path = {data.path!r}")
         return Mix(self._rows.parts, data.ratios)
 
-    def _make_sampler(self, name: str) -> Sampler:
+    def _make_sampler(self, name: str) -> Sampler | None:
+        """The user's order; None if the buffer chooses."""
         if self._rows.length is None or self._rows.unsized:
             what = "it orders rows by number, and data.source gives no sequence"
             raise ConfigError("config.data", what, where=f"data.sampler = {name!r}")
+        if self._data.chosen_by_buffer:
+            return None
         return Sampler(name, AllRows(self._rows.get, self._rows.length), seed=self._seed)
 
 

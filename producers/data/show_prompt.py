@@ -23,11 +23,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="show_prompt")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--group", type=int, required=True)
+    parser.add_argument("--row", type=int, default=-1, help="its number in the data, if the buffer chose it")
     args = parser.parse_args(argv)
     try:
         config = load(args.config)
         prompts = Prompts(config.data, seed=config.run.seed, sees=takes_images(config.model.path))
-        row = prompts.row_for(args.group)
+        row = prompts.row_for(args.group, args.row)
     except AsyncRLError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.config import Config
+from asyncrl.config.sections.environment import agent_name
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.images.decoding import ImageProblem
 from asyncrl.images.digests import IMAGES, image_digests
@@ -29,6 +30,7 @@ from producers.environments.multi_turn import Turns, make_rollout
 from producers.environments.scripted_play import Line, Played, ScriptedEngine, make_request, play_row
 
 CANCEL_S = 3.0
+LOOKED = 256  # rows
 DIFFER = (
     "two plays differ: take chance from the row (gymnasium: its column `seed`), not from a clock or a global generator"
 )
@@ -248,15 +250,15 @@ def config_for(name: str, *, args: Mapping[str, Any], model: str = "", base: Con
             "reward": [{"function": "none:none"}],
         }
         base = msgspec.convert(tree, Config)
-    setting = base.environment
-    if name and name != setting.name:
+    setting = next((one for one in base.row_environment if one.agent_name == name), base.environment)
+    if name and setting is base.environment and name != setting.name:
         setting = msgspec.structs.replace(setting, name=name, args={})
     if args:
         setting = msgspec.structs.replace(setting, args=dict(args))
     policy = base.model
     if model and model != policy.path:  # the permission of the file is for its own folder
         policy = msgspec.structs.replace(policy, path=model, trust_remote_code=False)
-    return msgspec.structs.replace(base, environment=setting, model=policy)
+    return msgspec.structs.replace(base.replace_environment(setting), model=policy)
 
 
 def table(findings: Sequence[Finding], transcript: Sequence[Line] = ()) -> str:
@@ -285,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         base = load(given.config) if given.config else None
         config = config_for(given.name, args=_object(given.args, "--args"), model=given.model, base=base)
-        row = _object(given.row, "--row") if given.row else _first_row(config, known=base is not None)
+        row = _object(given.row, "--row") if given.row else _first_row(config, base)
         transcript: list[Line] = []
         findings = check_environment(config, row, says=given.say, transcript=transcript if given.say else None)
     except AsyncRLError as error:
@@ -295,13 +297,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(one.kept for one in findings) else 1
 
 
-def _first_row(config: Config, *, known: bool) -> dict[str, Any]:
-    if not known:
+def _first_row(config: Config, base: Config | None) -> dict[str, Any]:
+    """The first row of the data; of a `[[row_environment]]` the first that names it, among `LOOKED` of them."""
+    if base is None:
         return {config.data.prompt_key: [{"role": "user", "content": "Begin."}]}
     from producers.data.prompts import Prompts
 
     prompts = Prompts(config.data, seed=config.run.seed, sees=takes_images(config.model.path))
-    row = prompts.row_for(0)
+    name = agent_name(config.environment)
+    named = (row for row in prompts.sample(LOOKED) if isinstance(row, dict) and row.get("agent_name") == name)
+    row = next(named, None) if name else prompts.row_for(0)
+    if row is None:
+        where = f"data.path = {config.data.path!r}"
+        raise ConfigError("config.data", f"no row has the agent_name {name!r}: give --row", where=where)
     if not (images := prompts.images_of(row)):
         return row
     return {name: value for name, value in row.items() if name != IMAGES} | {config.data.image_key: list(images)}

@@ -374,7 +374,7 @@ def test_a_request_that_waits_is_made_anew_when_the_version_changes(crossed: boo
     async def whole() -> bool:
         superseded, committed = asyncio.Event(), asyncio.Event()
 
-        async def lease(*, engine_version: int, max_groups: int, wait_s: float) -> wire.Leases:
+        async def lease(*, engine_version: int, max_groups: int, wait_s: float, kept: int, rows: int) -> wire.Leases:
             asked.append(engine_version)
             if len(asked) == 1:
                 committed.set()
@@ -399,6 +399,7 @@ def test_a_request_that_waits_is_made_anew_when_the_version_changes(crossed: boo
         producer.engine = SimpleNamespace(health=lambda: health)
         producer.receiver = SimpleNamespace(version=3, wait_newer=wait_newer, waiting_for="")
         producer.client = SimpleNamespace(lease=lease)
+        producer.prompts = SimpleNamespace(chosen_among=0)
         producer.patience = Patience("it", limit_s=10)
         producer.capacity = Capacity(EngineCapabilities("none", 8, 0), group_samples=2, prior_tokens=8)
         producer._group = group

@@ -118,6 +118,21 @@ def _chat(place: Place, **folder: object) -> list[str]:
     return []
 
 
+GAME = 'row_environment=[{agent_name="play", name="mine.py:Game"}]'
+
+
+def _named(*names: str, held_out: str = "") -> Setup:
+    """Rows with these names of environments."""
+
+    def write(place: Place, _: pytest.MonkeyPatch) -> list[str]:
+        place.rows(*({"prompt": "1+1=", "answer": "2", "agent_name": name} for name in names))
+        row = {"prompt": "1+1=", "answer": "2", "agent_name": held_out}
+        (place.root / "held_out.jsonl").write_text(json.dumps(row) + "\n")
+        return []
+
+    return write
+
+
 def _taken_port(place: Place, patch: pytest.MonkeyPatch) -> list[str]:
     listener = socket.create_server(("127.0.0.1", 0))
     patch.setattr(place.__class__, "_listener", listener, raising=False)  # open until the end of the test
@@ -153,6 +168,15 @@ CASES = (
     case("config.environment", "other arguments", 'environment.name="mine.py:Game"', "environment.args={size=3}"),
     case("config.environment", "no such tool", 'environment.name="tools"', 'environment.tools=["mine.py:nothing"]'),
     case("config.environment", "no such agent", 'environment.name="agent"', 'environment.agent.command=["nothing"]'),
+    case("config.environment", "rows name nothing", 'row_environment=[{agent_name="a", name="mine.py:nothing"}]'),
+    case("config.environment", "rows name no environment", GAME, make=_named("play", "walk")),
+    case(
+        "config.environment",
+        "held-out rows name no environment",
+        GAME,
+        "evaluation.path=held_out.jsonl",
+        make=_named("play", held_out="walk"),
+    ),
     case("config.extra", "an engine that is not there", 'producers.engine="nothing:f"'),
     case("config.filter", "a filter that is not there", 'buffer.filters=["mine.py:nothing"]'),
     case("config.missing", "no rewards", "reward=[]"),
@@ -261,6 +285,13 @@ def test_the_first_row_is_played(place: Place) -> None:
     checked = place.check('environment.name="mine.py:Game"', play=True)
     shown = {finding.name: f"{finding.value} {finding.arithmetic}" for finding in checked.findings}
     assert shown["first episode"].startswith("2 turns, reward 2")
+
+
+def test_a_row_of_every_environment_is_played(place: Place) -> None:
+    _named("", "", "play")(place, pytest.MonkeyPatch())
+    checked = place.check(GAME, play=True)
+    shown = {finding.name: f"{finding.value} {finding.arithmetic}" for finding in checked.findings}
+    assert checked.errors == [] and shown["first episode play"].startswith("2 turns, reward 2")
 
 
 def test_a_reward_that_fails_is_a_note(place: Place) -> None:

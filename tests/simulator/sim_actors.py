@@ -30,6 +30,7 @@ PAD = [bytes(-size % 64) for size in range(65)]
 
 #: What the second judge gives, of what the first one does.
 DEEP = 0.5
+ROWS = 17  # of the data, where the buffer chooses among them
 
 
 def reward_of(tokens: tuple[int, ...]) -> float:
@@ -108,6 +109,7 @@ class Producer:
         """Hello, then lease and generate until the run is done."""
         name, pid = self.process.name, self.process.pid
         welcome = yield from patiently(lambda: Ask(wire.Hello("producer", name, pid, "h")))
+        rows = ROWS if self.world.chooses else 0
         self.by_place = bool(welcome.message.nonce) and self.rng.random() < 0.7
         yield self.beat()
         while self.world.weights.target is None:
@@ -122,7 +124,7 @@ class Producer:
                 yield 0.15
                 continue
             packet = yield from patiently(
-                lambda room=room: Ask(wire.LeaseRequest(name, self.version, room, 2.0), wait_s=2.0)
+                lambda room=room: Ask(wire.LeaseRequest(name, self.version, room, 2.0, rows=rows), wait_s=2.0)
             )
             leases: wire.Leases = packet.message
             for lease in leases.leases:

@@ -13,17 +13,20 @@ Guarantees (each has the name under which a violation is reported):
 `forgotten` a service that was killed knows everything that was answered before (where the store lost nothing);
 `lost`      at the end every prompt ever issued is in the surviving weights, or dropped or dead with a reason;
 `places`    at the end exactly steps * B places are filled, by the surviving weights and what was quarantined;
+`choice`    a group keeps the row that the buffer chose, and the history determines every choice;
 `progress`  the run ends.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Any
 
 from sim_actors import DEEP, responses_of, reward_of
 
 from asyncrl import wire
+from asyncrl.audit.reader import Reader
 from asyncrl.versions import oldest_version
 from buffers.groups.records import State
 
@@ -53,6 +56,7 @@ class Checker:
         self.learner: Any = None  # its process
         self.heard = -1e9  # when the service last handled something of it
         self.leases: dict[int, int] = {}  # group -> token of its newest lease
+        self.rows: dict[int, int] = {}  # group -> row that the buffer chose
         self.recorded: dict[int, dict[int, tuple[bytes, ...]]] = {}  # step -> groups, as handed out
         self.committed = 0
         self.dead: set[int] = set()
@@ -69,6 +73,7 @@ class Checker:
         """The store went back or lost everything: a superseded token may be the newest one again."""
         self.epoch, self.learner, self.committed, self.adopted = 0, None, 0, False
         self.leases.clear()
+        self.rows.clear()
         self.recorded.clear()
         self.epochs.clear()
 
@@ -83,6 +88,8 @@ class Checker:
             for lease in message.leases:
                 if lease.token >= self.leases.get(lease.group, 0):
                     self.leases[lease.group] = lease.token
+                if self.rows.setdefault(lease.group, lease.row) != lease.row or (lease.row >= 0) != self.world.chooses:
+                    self.fail("choice", f"group {lease.group} has row {lease.row}, before {self.rows[lease.group]}")
         elif kind is wire.SamplesReply:
             if message.accepted and asked.token < self.leases.get(asked.group, 0):
                 self.fail(
@@ -267,6 +274,14 @@ class Checker:
         if [step.step for step in lineage] != list(range(1, self.world.steps + 1)):
             self.fail("places", f"the weights hold the steps {[step.step for step in lineage]}")
         self._places(lineage, groups)
+        self._choices()
+
+    def _choices(self) -> None:
+        reader = Reader()
+        for line in b"".join(self.world.history).splitlines() if self.world.chooses else ():
+            reader.take(json.loads(line))
+        if wrong := [text for text in reader.found.violations if text.startswith("choice")]:
+            self.fail("choice", wrong[0])
 
     def _places(self, lineage: Any, groups: Any) -> None:
         """Every step held B groups; a place may be empty only by a group that died in its batch."""

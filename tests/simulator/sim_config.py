@@ -36,6 +36,7 @@ def config_of(
     reissue: int,
     max_reuse: int,
     judges: bool = False,
+    chooses: bool = False,
 ) -> Config:
     """The configuration of a schedule."""
     config = _base()
@@ -45,6 +46,7 @@ def config_of(
         config = replace(config, reward=(*config.reward, more), judge=(JudgeConfig("deep"),))
     return replace(
         config,
+        data=replace(config.data, sampler="difficulty" if chooses else ""),
         sampling=replace(config.sampling, group_size=group_size),
         buffer=replace(
             config.buffer,

@@ -79,6 +79,7 @@ class World:
         self.on_late = pick(["wait", "wait", "drop", "train"])
         self.max_reuse = pick([1, 1, 1, 2])
         self.two_judges = random.Random(f"judges of {seed}").random() < 0.3  # the other schedules stay as they were
+        self.chooses = random.Random(f"chooses {seed}").random() < 0.3
         self.config = config_of(
             group_size=self.group_size,
             batch=self.batch_groups,
@@ -89,6 +90,7 @@ class World:
             steps=self.steps,
             reissue=pick([1, 3]),
             judges=self.two_judges,
+            chooses=self.chooses,
         )
         self.may_exceed = self.on_late == "train"
         self.strict_places = self.max_reuse == 1

@@ -30,6 +30,7 @@ def problems(config: Config) -> Iterator[Conflict]:
     if config.log.sign and not config.network.key_file:
         yield conflict("log.sign", "log.sign needs a key: network.key_file is empty")
     yield from _ratio_problems(config)
+    yield from _choice_problems(config)
     yield from _reward_problems(config)
     yield from _length_problems(config)
     for name in ("buffer", "weightsync"):
@@ -86,9 +87,18 @@ def _ratio_problems(config: Config) -> Iterator[Conflict]:
             )
 
 
+def _choice_problems(config: Config) -> Iterator[Conflict]:
+    if not config.data.chosen_by_buffer:
+        return
+    if mode.streams(config) or mode.demonstrates(config):
+        yield conflict("data.sampler", "data.sampler = 'difficulty' compares rewards of samples, and this run has none")
+    elif not config.reward and not any(one.scores for one in config.environments):
+        yield conflict("data.sampler", "data.sampler = 'difficulty' compares rewards: add a [[reward]]")
+
+
 def _reward_problems(config: Config) -> Iterator[Conflict]:
     scored = config.reward or config.teacher or mode.streams(config) or mode.demonstrates(config)
-    if not scored and config.environment.is_single_turn:
+    if not scored and any(one.is_single_turn for one in config.environments):
         yield conflict("reward", "no [[reward]]: at least one reward function is needed", code="config.missing")
     for index, reward in enumerate(config.reward):
         if reward.function and not reward_names.reward_kind(reward.function):

@@ -87,7 +87,7 @@ def _self_play_problems(config: Config) -> Iterator[Conflict]:
     if sampling.group_size != 2 or sampling.over_issue:
         what = f"{here}: a group is the row's answer and one sample: set sampling.group_size = 2, over_issue = 0"
         yield conflict("sampling.group_size", what)
-    if not config.environment.is_single_turn:
+    if not all(one.is_single_turn for one in config.environments):
         yield conflict(here, f"{here} needs answers of one turn: set no environment")
     if every and config.evaluation.enabled and config.evaluation.every % every:
         what = f"an evaluation within an iteration would publish its version: set a multiple of {every} (iteration)"
@@ -135,7 +135,7 @@ def _evaluation_problems(config: Config) -> Iterator[Conflict]:
         return
     if streams(config):
         yield conflict("evaluation", "producers.engine = 'dataset' generates nothing: there is nothing to evaluate")
-    elif config.learner.mode != "rl" and not config.reward and config.environment.is_single_turn:
+    elif config.learner.mode != "rl" and not config.reward and any(one.is_single_turn for one in config.environments):
         yield conflict("evaluation", "an evaluation needs a [[reward]]", code="config.missing")
     if evaluation.separate and config.producers.url:
         yield conflict(

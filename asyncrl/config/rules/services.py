@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.locations import parse_dotted
 from asyncrl.config.mode import streams
 from asyncrl.config.rules import Conflict, conflict
 from asyncrl.config.sections.environment import AGENT
@@ -19,8 +20,25 @@ def problems(config: Config) -> Iterator[Conflict]:
     yield from _sandbox_problems(config)
     yield from _tracker_problems(config)
     yield from _cluster_problems(config)
-    yield from _environment_problems(config)
-    yield from _agent_problems(config)
+    yield from _each_environment(config, "environment")
+    for index, one in enumerate(config.row_environment):
+        if not one.agent_name or one.agent_name in [other.agent_name for other in config.row_environment[:index]]:
+            what = "it is a text that no other [[row_environment]] has"
+            yield conflict(
+                f"row_environment[{index}].agent_name", f"row_environment.agent_name = {one.agent_name!r}: {what}"
+            )
+        yield from _each_environment(config.replace_environment(one), f"row_environment[{index}]")
+    ports = [one.agent.port for one in config.environments if one.name == AGENT and one.agent.port]
+    if len(set(ports)) < len(ports):
+        yield conflict("row_environment", f"two environments have an endpoint at port {ports[0]}: set agent.port = 0")
+
+
+def _each_environment(config: Config, path: str) -> Iterator[Conflict]:
+    """The problems of `config.environment`, at its own path."""
+    for problem in (*_environment_problems(config), *_agent_problems(config)):
+        message = problem.message.replace("environment.", f"{path}.")
+        own = problem.path[0] == "environment"
+        yield problem._replace(message=message, path=(*parse_dotted(path), *problem.path[1:]) if own else problem.path)
 
 
 def _sandbox_problems(config: Config) -> Iterator[Conflict]:

@@ -75,8 +75,8 @@ def _run_problems(config: Config) -> Iterator[Conflict]:
         yield conflict("teacher", f"{what}: sample without a cut")
     if config.reward:
         return
-    if not config.environment.is_single_turn:
-        what = f"environment.name = {config.environment.name!r} without a [[reward]] scores its samples itself"
+    if several := [one.name for one in config.environments if not one.is_single_turn]:
+        what = f"environment.name = {several[0]!r} without a [[reward]] scores its samples itself"
         yield conflict("teacher", f"{what}; teachers read samples that wait for a score: add a [[reward]]")
     if config.evaluation.enabled:
         what = (

@@ -8,7 +8,8 @@ from msgspec import Meta
 
 from asyncrl.config.sections.base import Count, Positive, Section, one_of_or_place
 
-Sampler = Annotated[str, one_of_or_place("")]
+DIFFICULTY = "difficulty"
+Sampler = Annotated[str, one_of_or_place("", DIFFICULTY)]
 
 
 class DataConfig(Section, frozen=True):
@@ -19,7 +20,7 @@ class DataConfig(Section, frozen=True):
     source: str = ""  # instead of path: 'module:name' or 'file.py:name' that returns an iterable of rows
     prompt_key: str = "prompt"  # text, or a list of chat messages
     shuffle: bool = True  # a new order in every epoch, by run.seed
-    sampler: Sampler = ""  # instead of shuffle: 'module:name' or 'file.py:name' that orders the rows of each epoch
+    sampler: Sampler = ""  # difficulty: by the rewards so far; or orders the rows of each epoch instead of shuffle
     max_prompt_tokens: Positive = 1024  # skip longer prompts and record the reason
     response_key: str = "response"  # engine = dataset, mode sft: the answer (or the last message of the prompt)
     chosen_key: str = "chosen"  # engine = dataset, modes dpo and reward_model: the better answer
@@ -32,6 +33,11 @@ class DataConfig(Section, frozen=True):
     system_prompt: str = ""  # first message for prompts without a system message
     image_key: str = "images"  # column of images, for a model that sees them (docs/images.md)
     max_image_pixels: Count = 0  # larger images are scaled down to this; 0: as the model's preprocessor says
+
+    @property
+    def chosen_by_buffer(self) -> bool:
+        """Whether the buffer chooses the row of each group, by the rewards so far."""
+        return self.sampler == DIFFICULTY
 
 
 class SamplingConfig(Section, frozen=True):

@@ -1,4 +1,4 @@
-"""`[environment]` and `[environment.agent]`: what happens between a prompt and a finished sample.
+"""`[environment]`, `[environment.agent]`, `[[row_environment]]`: what happens between a prompt and a finished sample.
 
 Example: `name = "tools"`, `tools = ["calculator"]`, `max_turns = 4`: the model calls a calculator up to three times and
 answers.
@@ -58,3 +58,14 @@ class EnvironmentConfig(Section, frozen=True):
     def scores(self) -> bool:
         """Whether the environment may reward its samples; else only reward workers do."""
         return self.name not in (SINGLE_TURN, *UNSCORED)
+
+
+class RowEnvironmentConfig(EnvironmentConfig, frozen=True, kw_only=True):
+    """`[[row_environment]]`: an environment of the rows that name it; all others use `[environment]`."""
+
+    agent_name: str  # it plays the rows with this text in the column agent_name
+
+
+def agent_name(environment: EnvironmentConfig) -> str:
+    """The name by which rows choose it; empty: `[environment]`."""
+    return environment.agent_name if isinstance(environment, RowEnvironmentConfig) else ""

@@ -57,7 +57,8 @@ def _environments(given: Given) -> None:
         f"`vf.load_environment({name!r}).get_dataset().to_parquet(FILE)`; its rubric gives the reward"
     )
     for one in found[1:]:
-        given.notes.append(f"orchestrator.train.source = {environment_of(one)[0]!r}: one environment for each run")
+        what = "add a [[row_environment]] and its rows (docs/environments.md)"
+        given.notes.append(f"orchestrator.train.source = {environment_of(one)[0]!r}: {what}")
     given.notes += [
         f"orchestrator.train.source.{key} = {one[key]!r}: see [environment] and docs/environments.md"
         for one in found
