@@ -30,7 +30,7 @@ import exact_age  # noqa: E402, RUF100
 import learning  # noqa: E402, RUF100
 import reports  # noqa: E402, RUF100
 
-from asyncrl.runtime.prompt_choice import PromptChoice  # noqa: E402, RUF100
+from asyncrl.prompt_choice import PromptChoice  # noqa: E402, RUF100
 
 RESULTS = ROOT / "benchmarks" / "results" / "prompt_choice.json"
 TASK, LOOK, AGE = "add", 2, 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.audit.findings import Audit
 from asyncrl.audit.group_reader import GroupReader
-from asyncrl.runtime.prompt_choice import MOST_ROWS, PromptChoice
+from asyncrl.prompt_choice import MOST_ROWS, PromptChoice
 
 
 class ChoiceReader:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import msgspec
 
 from asyncrl.errors import HandshakeError
-from asyncrl.runtime.prompt_choice import MOST_ROWS, PromptChoice
+from asyncrl.prompt_choice import MOST_ROWS, PromptChoice
 from buffers.groups.records import Change, Group
 from buffers.groups.transaction import Transaction
 

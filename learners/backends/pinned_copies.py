@@ -50,5 +50,5 @@ class PinnedCopies:
             yield self._finish(*before)
 
     def _finish(self, name: str, room: Tensor, mark: object) -> tuple[str, Bytes]:
-        self._device.wait_for(mark)
+        self._device.wait_for(mark)  # bounded: the watchdog ends a rank whose device hangs
         return name, room.numpy()

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from asyncrl.audit.reader import Reader
 from asyncrl.config import DataConfig, parse
 from asyncrl.errors import ConfigError, ConfigErrors, HandshakeError
-from asyncrl.runtime.prompt_choice import CANDIDATES, CHANCE, MOST, PromptChoice
+from asyncrl.prompt_choice import CANDIDATES, CHANCE, MOST, PromptChoice
 from asyncrl.wire import LeaseReturn, SampleHead, Samples
 from buffers.groups.machine import GroupMachine, finish_group
 from buffers.groups.prompt_table import CHUNK
