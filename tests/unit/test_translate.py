@@ -331,3 +331,19 @@ def test_a_setting_that_contradicts_others_is_left_out_with_the_reason(
 
 def test_arguments_that_the_engine_refuses_are_left_out() -> None:
     assert set(OURS) <= set(NO_ENGINE_ARGS)
+
+
+@pytest.mark.parametrize(("mode", "wanted"), [("R3", True), ("R2", None), ("disabled", None)])
+def test_routing_replay_of_verl_is_ours_where_it_is_the_same(tmp_path: Path, mode: str, wanted: bool | None) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(
+        f"python -m verl.trainer.main_ppo actor_rollout_ref.actor.router_replay.mode={mode} data.train_batch_size=8 "
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+    )
+    found = translate(path)
+    assert found.settings.get("learner.router_replay") is wanted
+    assert [note for note in found.notes if "router_replay" in note] == (
+        ["actor_rollout_ref.actor.router_replay.mode = 'R2': only R3 is there (docs/engines.md)"]
+        if mode == "R2"
+        else []
+    )
