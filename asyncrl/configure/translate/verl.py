@@ -45,13 +45,10 @@ def take(given: Given) -> None:
     top_k = given.whole(f"{ROLLOUT}top_k", -1)
     if top_k > 0:
         given.settings["sampling.top_k"] = top_k
-    if given.left.get(f"{ACTOR}router_replay.mode") in ("R2", "R3"):
-        replay = given.take(f"{ACTOR}router_replay.mode")
+    if given.left.get(f"{ACTOR}router_replay.mode") == "R3":
+        given.take(f"{ACTOR}router_replay.mode")
         given.take(f"{ROLLOUT}enable_rollout_routing_replay")
-        if replay == "R3":
-            given.settings["learner.router_replay"] = True
-        else:
-            given.note(f"{ACTOR}router_replay.mode", replay, "only R3 is there (docs/engines.md)")
+        given.settings["learner.router_replay"] = True
     given.trackers(given.take("trainer.logger", []))
     gpus = given.take("trainer.n_gpus_per_node")
     if gpus:
