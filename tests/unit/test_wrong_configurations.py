@@ -193,11 +193,12 @@ MISSPELLINGS = (drop, double, swap, other_letter, dash)
 
 def suggestion_for(section: str, name: str) -> str:
     """What is suggested for a key of this name in this section."""
-    header = f"[[{section}]]" if section in LISTS else f"[{section}]"
+    header, _, inner = section.partition(".")
+    header = f"[[{header}]]" + f"\n[{section}]" * bool(inner) if header in LISTS else f"[{section}]"
     with pytest.raises(ConfigErrors) as caught:
         parse(f"{header}\n{name} = 1\n")
     [error] = [error for error in caught.value.errors if error.code == "config.unknown_key"]
-    assert error.where == "<toml>:2"
+    assert error.where == f"<toml>:{2 + header.count(chr(10))}"
     return error.suggestion
 
 
