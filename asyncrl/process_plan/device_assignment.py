@@ -195,11 +195,12 @@ def problems(config: Config, roles: Sequence[str], devices: Devices) -> Iterator
             "devices: every rank needs one",
             ("learner", "ranks"),
         )
-    elif each > 1 and engines and _overlap(each, engines, found_.learner):
+    elif each > 1 and engines and _overlap(each, engines, found_):
         yield (
             "config.conflict",
             f"{len(engines)} engines of {each} devices each (producers.engine_args: tensor_parallel_size * "
-            f"pipeline_parallel_size) and {len(found_.learner)} ranks on {count} {devices.kind} devices",
+            f"pipeline_parallel_size), {len(found_.learner)} ranks, {sum(map(len, found_.judges))} workers of judges "
+            f"with a model on {count} {devices.kind} devices",
             ("producers", "engine_args"),
         )
     elif config.cluster.devices == "own" and found_.shared:
@@ -218,9 +219,11 @@ def problems(config: Config, roles: Sequence[str], devices: Devices) -> Iterator
         )
 
 
-def _overlap(each: int, engines: Sequence[Numbers], learner: Numbers) -> bool:
-    taken = [*learner, *(number for numbers in engines for number in numbers)]
-    return len(set(taken)) < len(taken) or any(len(numbers) < each for numbers in engines)
+def _overlap(each: int, engines: Sequence[Numbers], placed: Placed) -> bool:
+    """Whether an engine of several devices lacks one, or shares one with any other process."""
+    mine = [number for numbers in engines for number in numbers]
+    others = {*placed.learner, *(number for numbers in placed.judges for number in numbers)}
+    return len(set(mine)) < len(mine) or not others.isdisjoint(mine) or any(len(one) < each for one in engines)
 
 
 def format_assignment(placed_: Placed, devices: Devices) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import warm
@@ -276,6 +277,14 @@ def results_in(out: Path, job: str) -> tuple[dict[str, Any], Path]:
     results = out / job / "results.json"
     assert results.exists(), (out / "said.txt").read_text()
     return msgspec.json.decode(results.read_bytes()), results.parent
+
+
+def apart(got: dict[str, Any], wanted: dict[str, Any]) -> float:
+    """The largest difference of two results' weights."""
+    assert got["weights"].keys() == wanted["weights"].keys()
+    return max(
+        float(np.abs(np.subtract(values, wanted["weights"][name])).max()) for name, values in got["weights"].items()
+    )
 
 
 def main() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import eight_bit_cases as cases
-import numpy as np
 import pytest
+import ranks
 
 from learners.gang.gang import Gang
 
@@ -18,14 +18,6 @@ pytestmark = [
 LEARNING_RATE = 1e-3
 
 
-def apart(got: dict[str, Any], wanted: dict[str, Any]) -> float:
-    """The largest difference of two results' weights."""
-    assert got["weights"].keys() == wanted["weights"].keys()
-    return max(
-        float(np.abs(np.subtract(values, wanted["weights"][name])).max()) for name, values in got["weights"].items()
-    )
-
-
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 def test_two_ranks_walk_as_one(two: Any, one: Any, layout: str) -> None:
     """Blocks of 256 are of what a rank holds: their scales differ with the layout, by what 8 bits can tell."""
@@ -33,8 +25,10 @@ def test_two_ranks_walk_as_one(two: Any, one: Any, layout: str) -> None:
     assert got["narrow"] >= 4 and wanted["narrow"] >= got["narrow"] and plain["narrow"] == 0
     assert got["metrics"][0]["loss"] == pytest.approx(wanted["metrics"][0]["loss"], abs=1e-3)
     assert got["metrics"][0]["grad_norm"] == pytest.approx(wanted["metrics"][0]["grad_norm"], rel=0.02)
-    assert apart(got, wanted) < LEARNING_RATE and apart(got, plain) < LEARNING_RATE  # of three steps of about 1e-3
-    assert apart(got, plain) > 0
+    assert (
+        ranks.apart(got, wanted) < LEARNING_RATE and ranks.apart(got, plain) < LEARNING_RATE
+    )  # of three steps of about 1e-3
+    assert ranks.apart(got, plain) > 0
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
@@ -49,4 +43,4 @@ def test_a_checkpoint_continues_bitwise(two: Any, layout: str) -> None:
 def test_it_continues_on_one_rank_in_8_or_32_bits(two: Any, one: Any, gang: Gang, layout: str, extra: str) -> None:
     got = cases.load(one[1] / "wide", gang, Path(two[1]) / layout / "checkpoint", extra)
     assert got["metrics"][0]["loss"] == pytest.approx(two[0][layout]["third"]["loss"], abs=1e-5)
-    assert apart(got, two[0][layout]) < LEARNING_RATE / 10
+    assert ranks.apart(got, two[0][layout]) < LEARNING_RATE / 10

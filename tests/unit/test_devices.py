@@ -159,6 +159,11 @@ def test_an_engine_of_several_devices_shares_none() -> None:
     assert "1 engines of 2 devices each" in messages(1)[0]
     assert "would all take the first 2" in messages(8, producers__count=2, cluster__devices="share")[0]
     assert messages(8, cluster__devices="share") == []
+    text = TEXT.replace('function = "a:b"', 'name = "x"\njudge = "a"') + '[[reward]]\nname = "y"\njudge = "b"\n'
+    judged = parse(text, overrides=[JUDGED, *(f"{key.replace('__', '.')}={value}" for key, value in OF_TWO.items())])
+    assert not list(problems(judged, ALL, cuda(5)))
+    [(_, message, _)] = problems(judged, ALL, cuda(4))
+    assert "2 workers of judges" in message, "the second one would share a device of the engine"
 
 
 def test_a_named_device_reaches_vllm_and_is_not_for_several_ranks() -> None:
