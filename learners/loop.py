@@ -28,8 +28,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from asyncrl.config import Config, dump
-from asyncrl.config.mode import streams
-from asyncrl.engine import GAP_LIMIT
 from asyncrl.errors import AsyncRLError, StateLost, Unavailable
 from asyncrl.metrics import read_lines
 from asyncrl.runtime.failpoints import failpoint
@@ -38,6 +36,7 @@ from learners.backends.base import Backend
 from learners.batch import sample_log
 from learners.checkpoints import checkpoint
 from learners.checkpoints.saving import Checkpoints
+from learners.engine_gap import EngineGap
 from learners.gang.gang import Gang
 from learners.profiling.metered_backend import Meter
 from learners.profiling.profiler import Profiler
@@ -107,7 +106,7 @@ class Learner:
         )
         self._based = False  # this process has staged the base weights of the adapters
         self._skipped = 0
-        self._gap_said = False
+        self._gap = EngineGap(config, say=_say if gang.lead else None)
 
     def run(self) -> str:
         """Train to the end. Return why the run ended early; empty if all steps are done."""
@@ -133,6 +132,7 @@ class Learner:
             result, batch = self._runner.train(data, step=order.step, batch=batch)
             step = order.step
             self._check(result, step)
+            self._gap.look(result.metrics, step)
             if self._services is not None and batch is not None:
                 self._services.note_trained(batch)
             failpoint("learner.after_step")
@@ -295,20 +295,8 @@ class Learner:
                 "tokens_per_s": self._runner.stats["tokens"] / max(values["step_s"], 1e-9),
             }
         )
-        self._look_at_gap(values)
         self._services.record(values, batch, self._runner.groups_log(batch, result), logprobs=kept)
         self._saver.note(values, self._services.evaluated)
-
-    def _look_at_gap(self, values: Mapping[str, float]) -> None:
-        """Warn once if engine and learner compute different log-probs under the same weights."""
-        dtypes = {self._config.model.dtype, self._config.producers.dtype} - {"auto"}
-        limit, gap = max(GAP_LIMIT[name] for name in dtypes), values.get("lag/0/logprob_gap_mean", 0.0)
-        if gap > limit and not self._gap_said and not streams(self._config):
-            self._gap_said = True
-            _say(
-                f"WARNING: engine and learner differ by {gap:.2g} nats per token under the same weights (at most "
-                f"{limit:g} is expected of {' and '.join(sorted(dtypes))}): see docs/engines.md"
-            )
 
     def _checkpoint(self, step: int, *, wait: bool = False, last: bool = False) -> None:
         """Write a checkpoint, or start to. Training continues after a failure, but the last checkpoint must succeed."""

@@ -39,6 +39,7 @@ from producers.data.evaluation_prompts import HeldOutPrompts
 from producers.data.images import store_images
 from producers.data.prompts import BadPrompt, Prompts, Row, encode_prompt
 from producers.data.tokenizer import Tokenizer
+from producers.engines.logprob_probe import check_logprobs
 from producers.environments.by_row import Environments
 from producers.environments.single_turn import SingleTurn
 from producers.rollout.capacity import make_capacity
@@ -104,6 +105,8 @@ class Producer:
         """Keep groups in flight until the run is done."""
         await self.environments.open()
         await self.receiver.wait_version(0, timeout_s=self.config.run.hang_timeout_s)
+        if not self.evaluates:  # nothing is trained on what an evaluator samples
+            await check_logprobs(self.engine, self.config, self.tokenizer.ordinary_ids())
         self.capacity = make_capacity(self.config, self.engine.capabilities())
         done = False
         while (self.work or not done) and not self.leaving:
@@ -334,8 +337,7 @@ class Producer:
     async def heartbeats(self) -> None:
         """Send heartbeats to the buffer; they renew the leases."""
         while True:
-            stats = self.stats()
-            holds = tuple(self.work.values())
+            stats, holds = self.stats(), tuple(self.work.values())
             beat = partial(self.client.heartbeat, stats, waiting_for=self.waits(), holds=holds)
             await self._stop_work(await self._patiently(beat))
             await asyncio.sleep(self.config.log.heartbeat_s)

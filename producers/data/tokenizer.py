@@ -66,6 +66,14 @@ class Tokenizer:
         ends = bool(ids) and ids[-1] in self.eos_ids and ids[-1:] != bare[-1:]
         return ids[:-1] if ends else ids
 
+    def ordinary_ids(self) -> list[int]:
+        """Ids of the tokens that are neither special nor placeholders, in order."""
+        if self._fast is None:
+            known, added = self._auto.get_vocab(), self._auto.added_tokens_decoder
+        else:
+            known, added = self._fast.get_vocab(), self._fast.get_added_tokens_decoder()
+        return sorted(set(known.values()) - set(added) - set(self.eos_ids)) or [self.end_id]
+
     def encode_answer(self, text: str) -> list[int]:
         """Ids of an answer: no special token at the start, one end of sequence at the end."""
         if self._fast is None:

@@ -21,6 +21,7 @@ from engine_lab import (
     VOCAB,
     Bench,
     all_of,
+    config_of,
     deltas_of,
     kept_logprobs,
     layout,
@@ -33,12 +34,14 @@ from engine_lab import (
     stage,
     tokens_made,
 )
+from msgspec.structs import replace
 from rigs import RIGS, Rig
 
 from asyncrl.engine import Engine, GenDelta, join_deltas
 from asyncrl.errors import AsyncRLError
 from asyncrl.versions import expand
 from asyncrl.wire import Tensor
+from producers.engines.logprob_probe import check_logprobs
 
 SWAPS = 8  # tries to meet samples in their middle
 CASES = [(rig, kv) for rig in RIGS for kv in rig.kv]
@@ -217,6 +220,16 @@ def test_a_cut_at_another_temperature_is_right_or_refused(bench: Bench) -> None:
     else:
         for item in group.values():
             check_sample(item, version=bench.version, seed=1, prompt=PROMPTS[0], temperature=0.5)
+
+
+def test_the_probe_at_the_start_passes(bench: Bench, case: tuple[Rig, str], folder: Path) -> None:
+    cuts: list[dict[str, Any]] = [{}]
+    if bench.engine.capabilities().supports:
+        cuts.append({"top_p": 0.8, "min_p": 0.01})
+    for cut in cuts:
+        sampling = replace(config_of(folder, engine="hf", kv=case[1]).sampling, temperature=0.7, **cut)
+        config = replace(config_of(folder, engine="hf", kv=case[1]), sampling=sampling)
+        bench.run(check_logprobs(bench.engine, config, range(3, VOCAB)), limit_s=120)
 
 
 def _logits(item: GenDelta) -> torch.Tensor:

@@ -51,6 +51,11 @@ class ToyEngine:
         return EngineHealth(True, -1 if self._dirty else self._version, self._running, 0, self._tokens)
 
     async def generate(self, request: GenRequest) -> AsyncIterator[GenDelta]:
+        if request.max_new_tokens == 1:  # the probe at a producer's start: certain of one token, and at once
+            for index in request.indices:
+                certain = np.array([2], dtype=np.int32), np.zeros(1, dtype=np.float32)
+                yield GenDelta(request.id, index, *certain, ((self._version, 1),), "length")
+            return
         self._running += len(request.indices)
         try:
             for index in request.indices:

@@ -160,6 +160,7 @@ learner.steps = {steps}
 learner.micro_batch_tokens = 64
 learner.checkpoint_every = 2
 learner.optim.lr = {lr}
+learner.engine_gap = "warn"
 log.tensorboard = false
 {extra}
 [[reward]]

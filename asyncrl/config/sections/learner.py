@@ -125,6 +125,7 @@ class LearnerConfig(Section, frozen=True):
     load: Literal["auto", "parts", "whole"] = "auto"  # start weights: each rank its part, or all; auto: by files
     liger: bool = False  # fused norms and activations of liger-kernel, on CUDA devices
     router_replay: bool = False  # a mixture of experts: log-probs with the experts that the engine chose (R3)
+    engine_gap: Literal["stop", "warn"] = "stop"  # if log-probs of engine and learner are far apart in step 1
     compile: bool = False  # torch.compile of every decoder layer: minutes at the start, then faster steps
     checkpoint_every: Positive = 20  # steps between checkpoints
     checkpoint_keep: Positive = 2  # newest checkpoints to keep
