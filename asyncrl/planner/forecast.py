@@ -36,7 +36,10 @@ from asyncrl.planner.search import (
     splits,
     suggestion,
 )
+from asyncrl.planner.weight_seconds import sync_seconds, weight_bytes
+from asyncrl.process_plan.device_assignment import devices_each
 from asyncrl.process_plan.interpreters import python_path
+from asyncrl.runtime.model_folder import model_json
 from asyncrl.runtime.run_dir import RunDir, format_json
 
 PLAY_TIMEOUT_S = 900.0
@@ -124,7 +127,20 @@ def plan_for(options: Options) -> Planned:
         notes.append("groups that buffer.filters drops are not played: they cost generation beyond this")
     if config.evaluation.enabled:
         notes.append("evaluations are not played: they cost generation beyond this")
+    notes += _weight_notes(config)
     return Planned(plant, scenario, forecast, checked, found, devices, notes)
+
+
+def _weight_notes(config: Config) -> Iterator[str]:
+    """What the weights take by the speeds of common links, which a forecast from logs does not know."""
+    if nbytes := weight_bytes(model_json(config.model.path), config.model.dtype):
+        workers = devices_each(config.producers.engine, config.producers.engine_args)
+        one = sync_seconds(nbytes, workers=workers)
+        yield (
+            f"weights of {nbytes / 1e9:.3g} GB, computed for PCIe 5.0 and one port of 400 Gbit/s: the learner copies "
+            f"them in {one.blocked:.2g} s, an engine commits in {one.commit:.2g} s, or gets them direct in "
+            f"{one.direct:.2g} s"
+        )
 
 
 def _devices(plant: Plant, ways: Sequence[Split]) -> list[tuple[Split, Forecast]]:
