@@ -30,7 +30,7 @@ ENGINES = {"vllm": "vllm", "sglang": "sglang"}
 #: Package -> its extra, purpose, and module.
 EXTRAS = {
     "transformers": ("learner", "models and tokenizers", "transformers"),
-    "flash-attn": ("cuda", "attention of packed rows on CUDA", "flash_attn"),
+    "flash-attn": ("flash", "attention of packed rows on CUDA", "flash_attn"),
     "liger-kernel": ("cuda", "learner.liger", "liger_kernel"),
     "megatron-core": ("megatron", "learner.backend = \"megatron\"", "megatron.core"),
     "peft": ("lora", "learner.lora", "peft"),

@@ -20,7 +20,7 @@ from producers.engines.hf.cache_interface import pieces
 from producers.engines.hf.cohort_cache import CohortMemory
 from producers.engines.hf.decoder import Decoder
 from producers.engines.hf.kv_cache import FIRST_LENGTH, KVStore
-from producers.engines.hf.sampling import Cut, sample
+from producers.engines.hf.sampling import Cut, sample, uniform_dtype
 from producers.engines.hf.slot_cache import SlotMemory
 from producers.engines.hf.slots import COUNT, LANE, LAST, POSITION, SlotTable, runs_between, sample_uniforms
 
@@ -32,6 +32,10 @@ def draw(logits: torch.Tensor, uniforms: Any, **more: Any) -> tuple[np.ndarray, 
     temperature = more.pop("temperature", torch.ones(rows))
     numbers = torch.as_tensor(uniforms, dtype=torch.float64)
     tokens, logprobs, _ = sample(logits.expand(rows, -1), numbers, temperature, **more)
+    # Without float64, as on NPUs: other tokens only at a border.
+    whole, others, _ = sample(logits.expand(rows, -1), (numbers * 2.0**31).long(), temperature, **more)
+    same = whole == tokens
+    assert same.float().mean() > 0.999 and torch.allclose(others[same], logprobs[same], atol=1e-6)
     return tokens.numpy(), logprobs.numpy()
 
 
@@ -57,6 +61,20 @@ def test_a_token_without_weight_is_never_drawn() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     tokens, _ = draw(logits, [0.0, 0.4999, 0.5001, 1.0 - 2.0**-53])
     assert tokens.tolist() == [1, 1, 3, 3]
+
+
+def test_whole_numbers_have_the_borders_of_float64_in_a_large_vocabulary() -> None:
+    logits = torch.randn(1, 150_000, generator=torch.Generator().manual_seed(0)) * 3
+    one = torch.ones(1)
+    uniforms = torch.rand(200, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    exact = [int(sample(logits, number, one).tokens) for number in uniforms]
+    whole = [int(sample(logits, (number * 2.0**31).long(), one).tokens) for number in uniforms]
+    assert sum(left == right for left, right in zip(exact, whole, strict=True)) >= 199
+
+
+def test_devices_without_float64_get_whole_random_numbers() -> None:
+    assert uniform_dtype("cpu") == uniform_dtype("cuda") == torch.float64
+    assert uniform_dtype("npu") == torch.int64
 
 
 def test_top_k_top_p_and_min_p_are_per_row() -> None:

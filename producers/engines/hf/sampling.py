@@ -15,6 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from asyncrl.runtime.device import Device
+
+UNIT = 2.0**40  # of weights as whole numbers
+
+
+def uniform_dtype(kind: str) -> torch.dtype:
+    """The dtype of random numbers on a type of devices: NPUs do not compute in float64."""
+    return torch.float64 if Device(kind).supports("float64") else torch.int64
+
 
 class Cut(NamedTuple):
     """What restricts the draws of each row, `[N]` each."""
@@ -37,7 +46,8 @@ def sample(
 
     Args:
         logits: `[N, V]`.
-        uniforms: float64 `[N]` in [0, 1): the place in the cumulative distribution.
+        uniforms: `[N]`, the place in the cumulative distribution: float64 in [0, 1), or on devices without float64
+            int64 in units of 2^-31 (`uniform_dtype`).
         temperature: float32 `[N]`, above 0.
         cut: None where no row is restricted.
         exact: bool `[N]`, rows whose log-prob is that of the softmax over what `cut` left; None: no row.
@@ -47,16 +57,28 @@ def sample(
     kept = None if cut is None else _keep_mask(weights, cut)
     if kept is not None:
         weights = weights.masked_fill(~kept, 0.0)
-    # float64: with a vocabulary of 150 k the float32 sum would move the borders by far more than a token's share.
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    # `right`: the first entry above the target, which has a weight above 0. 1 - 2^-40 keeps the target below the sum.
-    target = cumulative[:, -1:] * uniforms[:, None].clamp(max=1.0 - 2.0**-40)
+    cumulative, target = _cumulate(weights, uniforms[:, None])
+    # `right`: the first entry above the target, which has a weight above 0.
     tokens = torch.searchsorted(cumulative, target, right=True)
     drawn = logprobs.gather(1, tokens)[:, 0]
     if exact is not None and kept is not None:
-        over = (drawn - cumulative[:, -1].log()).clamp(max=0.0).to(drawn.dtype)  # the mass that the cut left
+        mass = cumulative[:, -1] / (1 if cumulative.is_floating_point() else UNIT)  # that the cut left
+        over = (drawn - mass.log()).clamp(max=0.0).to(drawn.dtype)
         drawn = torch.where(exact & ~kept.all(-1), over, drawn)
     return Drawn(tokens[:, 0], drawn, kept)
+
+
+def _cumulate(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Cumulative weights `[N, V]` and the place in them `[N, 1]`, which is below the last. With a vocabulary of 150 k
+    the sum in float32 would move the borders by far more than a token's share: they are in float64, or in whole numbers
+    (without rounding; a weight below 2^-40 is 0).
+    """
+    if uniforms.is_floating_point():
+        cumulative = weights.cumsum(-1, dtype=torch.float64)
+        return cumulative, cumulative[:, -1:] * uniforms.clamp(max=1.0 - 2.0**-40)
+    cumulative = (weights * UNIT).to(torch.int64).cumsum(-1)
+    high, low = cumulative[:, -1:] >> 20, cumulative[:, -1:] & 0xFFFFF  # the product itself has more than 63 bits
+    return cumulative, (high * uniforms + (low * uniforms >> 20)) >> 11
 
 
 def _keep_mask(weights: Tensor, cut: Cut) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.versions import Runs
 from asyncrl.wire import Support
+from producers.engines.hf.sampling import uniform_dtype
 
 NO_TOKEN = -1
 NEVER = np.iinfo(np.int64).max
@@ -81,7 +82,7 @@ class SlotTable:
         self.live = 0
         self.state = torch.zeros((slots, STOP + stops), dtype=torch.int64, device=device)
         self.knobs = torch.ones((slots, 3), dtype=torch.float32, device=device)  # temperature, top-p, min-p
-        self.uniforms = torch.zeros((slots, max_new_tokens), dtype=torch.float64, device=device)
+        self.uniforms = torch.zeros((slots, max_new_tokens), dtype=uniform_dtype(device.type), device=device)
         self.tokens = torch.zeros((slots, max_new_tokens), dtype=torch.int32, device=device)
         self.logprobs = torch.zeros((slots, max_new_tokens), dtype=torch.float32, device=device)
         self.positions = np.zeros(slots, dtype=np.int64)  # host mirror of state[:, POSITION]
@@ -134,6 +135,8 @@ class SlotTable:
         self.knobs[rows] = torch.tensor(knobs, device=self.knobs.device)
         begun, length = request.begun, request.max_new_tokens
         numbers = np.stack([sample_uniforms(request.seed, index, begun + length)[begun:] for index in indices])
+        if not self.uniforms.is_floating_point():
+            numbers = (numbers * 2.0**31).astype(np.int64)
         self.uniforms[lanes, :length] = torch.from_numpy(numbers).to(self.uniforms.device)
         self.positions[rows] = len(prompt) - 1
         self._due[rows] = len(prompt) - 1 + request.delta_tokens if request.delta_tokens else NEVER
