@@ -115,14 +115,14 @@ def devices_each(engine: str, engine_args: Mapping[str, Any]) -> int:
 def assign_devices(
     config: Config, roles: Sequence[str], devices: Devices, *, judges: Sequence[str] | None = None
 ) -> Placed:
-    """Assign devices. Empty without an accelerator, or if devices are not assigned. `judges`: of reward workers; None:
-    all of them.
+    """Assign devices. Empty without an accelerator; of named devices alone with `cluster.devices = "share"`. `judges`:
+    of reward workers; None: all of them.
     """
-    count = len(devices.ids)
-    if not count or config.cluster.devices == "share":
+    count, share = len(devices.ids), config.cluster.devices == "share"
+    if not count:
         return Placed()
     learner: Numbers = ()
-    if "learner" in roles:
+    if "learner" in roles and not share:
         ranks = config.learner.ranks if _given_out(config.learner.device, devices) else 0
         learner = tuple(rank % count for rank in range(ranks)) or _find_named(config.learner.device, devices)
     wanted = _list_settings(config, roles, judges)
@@ -131,7 +131,7 @@ def assign_devices(
     place, given = 0, []
     for setting, each in wanted:
         numbers = _find_named(setting, devices) if each else ()
-        if each and _given_out(setting, devices):
+        if each and not share and _given_out(setting, devices):
             place = 0 if place + each > len(free) else place
             numbers = tuple(free[place : place + each])
             place += each

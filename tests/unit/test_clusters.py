@@ -18,7 +18,7 @@ import yaml
 from asyncrl.config import Config, parse
 from asyncrl.config.sections.cluster import ClusterConfig
 from asyncrl.errors import ConfigError, ConfigErrors
-from asyncrl.launcher.clusters import render, render_command
+from asyncrl.launcher.clusters import memory_notes, render, render_command
 from asyncrl.launcher.clusters.commands import Shell, Site, cluster_config, shell
 from asyncrl.launcher.clusters.kubernetes import documents
 from asyncrl.net.keys import write_keys
@@ -418,3 +418,19 @@ def test_pods_are_restricted_and_jobs_end_as_they_should() -> None:
         assert "--job" in jobs[f"my-run-3-{name}"]["template"]["spec"]["containers"][0]["command"]
     end = made("k8s")["end.sh"]
     assert end.index("my-run-3-learner --") < end.index("my-run-3-producers") < end.index("my-run-3-services")
+
+
+def test_jobs_that_need_more_memory_than_they_get_are_named() -> None:
+    model = {
+        "model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064,
+    }  # fmt: skip
+    config = parse(TEXT.replace("[model]", "cluster = { memory = '16G', learner_gpus = 8 }\n[model]"))
+    learner, producer = memory_notes(config, model)
+    assert (
+        "a host of the learner needs" in learner
+        and "a job of producers needs" in producer
+        and "cluster.memory = '16G'" in learner
+    )
+    enough = parse(TEXT.replace("[model]", "cluster = { memory = '1T', learner_gpus = 8 }\n[model]"))
+    assert list(memory_notes(enough, model)) == [] == list(memory_notes(config, {}))

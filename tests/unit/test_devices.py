@@ -72,6 +72,9 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], int, Placed]] = {
     ),
     "none": ({}, ALL, 0, Placed()),
     "shared": ({"cluster__devices": "share"}, ALL, 4, Placed()),
+    "shared, a named one": (
+        {"cluster__devices": "share", "producers__device": "cuda:2"}, ALL, 4, Placed((), ((2,),)),
+    ),
 }  # fmt: skip
 
 

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from asyncrl.config import Config, dump, load
 from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.launcher.clusters.commands import Files, Site
+from asyncrl.preflight.memory import estimate, format_bytes
+from asyncrl.runtime.model_folder import model_json
 
 CONFIG_NAME = "config.toml"
 #: Mistakes about files on the pods' volume, which may not be mounted here. Each role checks again when it
@@ -78,8 +81,29 @@ def render_command(paths: Sequence[Path], overrides: Sequence[str], *, backend: 
         path.write_text(text)
         path.chmod(0o755 if path.suffix in (".sh", ".sbatch", ".py") else 0o644)
         print(path)
+    for note in memory_notes(given, model_json(given.model.path)):
+        print(f"note: {note}")
     print(f"next: {_next(backend, folder)}")
     return 0
+
+
+def memory_notes(config: Config, model: Mapping[str, Any]) -> Iterator[str]:
+    """Jobs whose processes need more host memory than `cluster.memory`, by the estimate of `asyncrl check`; nothing
+    without the model's config.json.
+    """
+    cluster = config.cluster
+    unit = cluster.memory[-1] if cluster.memory[-1] in "KMGT" else "M"
+    limit = float(cluster.memory.rstrip("KMGT")) * 1024 ** " KMGT".index(unit)
+    jobs = (
+        ("learner", "a host of the learner", cluster.learner_gpus),
+        ("producer", "a job of producers", cluster.producer_gpus),
+        ("reward", "the job of reward workers", cluster.reward_gpus),
+    )
+    for role, job, devices in jobs:
+        found = estimate(config, model, (role,), accelerator=bool(devices))
+        need = sum(one.count * one.total_bytes for one in found if one.place == "host")
+        if need > limit:
+            yield f"{job} needs about {format_bytes(need)} of host memory; cluster.memory = {cluster.memory!r}"
 
 
 def not_on_volume(config: Config) -> list[ConfigError]:
