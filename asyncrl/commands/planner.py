@@ -11,6 +11,7 @@ EXAMPLES = """examples:
   asyncrl plan my.toml --from runs/my                          this run's machines, these settings, and better ones
   asyncrl plan my.toml --from runs/my --set buffer.max_staleness=8 --set producers.count=12
   asyncrl plan my.toml --from runs/my --gpus 8,64,1000         how many for the learner, how many for producers
+  asyncrl plan my.toml --layouts 64,256                        layouts of a Megatron learner that fit N devices
   asyncrl plan my.toml --assume engine_tokens_s=4000 --assume train_token_s=2e-5 --assume length_mean=3000
 
 what can be assumed (seconds unless said): decode_s, decode_sample_s, or engine_tokens_s of one engine; train_s,
@@ -54,6 +55,13 @@ def add(commands: Commands) -> None:
         metavar="N",
         help="cores that producers and learner share (default: by their devices; 0: none)",
     )
+    one.add_argument(
+        "--layouts", type=_numbers, default=(), metavar="N[,N...]",
+        help="print only the layouts of a Megatron learner that fit N devices, computed from the model's sizes",
+    )  # fmt: skip
+    one.add_argument(
+        "--device-gb", type=int, default=80, metavar="GB", help="with --layouts: memory of a device (default: 80)"
+    )
     one.add_argument("--json", action="store_true", help="everything, as JSON")
     one.set_defaults(run=_plan)
 
@@ -68,6 +76,14 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _plan(args: argparse.Namespace) -> int:
     from asyncrl.planner.forecast import Options, plan_command
 
+    if args.layouts:
+        from asyncrl.config import load
+        from asyncrl.planner.layouts import format_layouts
+        from asyncrl.runtime.model_folder import model_json
+
+        config = load(tuple(args.configs), tuple(args.overrides))
+        print("\n".join(format_layouts(config, model_json(config.model.path), args.layouts, args.device_gb)))
+        return 0
     return plan_command(
         Options(
             tuple(args.configs),

@@ -26,7 +26,8 @@ from asyncrl.images.digests import IMAGES, image_digests
 from asyncrl.images.rows import normalise_row, takes_images
 from asyncrl.preflight.files import data_paths, has_template, has_texts, prompt_column
 from asyncrl.preflight.machine import REDIS_SERVERS, Machine, device_memory
-from asyncrl.preflight.memory import estimate, model_shape
+from asyncrl.preflight.memory import estimate
+from asyncrl.preflight.model_shape import model_shape
 from asyncrl.process_plan.plan import TARGETS
 from asyncrl.runtime.data_files import read_table
 from asyncrl.runtime.model_folder import find_positions, model_json

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from asyncrl.preflight.memory import BYTES, model_shape
+from asyncrl.preflight.memory import BYTES
+from asyncrl.preflight.model_shape import model_shape
 
 
 class Links(NamedTuple):

@@ -2,8 +2,7 @@
 
 Pure. Guarantees:
 1. every part has its arithmetic; a role's total is the sum of its parts, for ONE process of it;
-2. parameters are counted as the model classes of transformers lay them out (a test compares them), but for biases;
-3. `device` is the accelerator where the role uses one, `host` everything else.
+2. `device` is the accelerator where the role uses one, `host` everything else.
 It is an estimate: fragmentation, kernels' work space and an engine's own reserve (vLLM takes a share of the device,
 `gpu_memory_utilization`) are not in it. A model of another build gives `None`, never a guess.
 
@@ -21,11 +20,11 @@ import msgspec
 from asyncrl.config import Config, mode
 from asyncrl.config.judges import list_judges
 from asyncrl.config.sections import algorithm_catalogue as algorithms
+from asyncrl.preflight.layouts import Layout, find_fullest
+from asyncrl.preflight.model_shape import Shape, model_shape
 from asyncrl.process_plan.device_assignment import devices_each
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-#: Feed-forward parts of two matrices instead of three.
-PLAIN = frozenset({"gpt_neox", "starcoder2", "phi", "gpt2", "opt"})
 #: Bytes of optimizer state per trained parameter; Muon keeps one moment of matrices.
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.1, "muon": 4.0}
 #: Of an idle process: measured with torch 2.13 and transformers 5.23 on a CPU, and without them.
@@ -53,131 +52,6 @@ class RoleMemory(msgspec.Struct, frozen=True):
     def total_bytes(self) -> int:
         """The sum of the parts."""
         return sum(part.bytes for part in self.parts)
-
-
-class Shape(msgspec.Struct, frozen=True):
-    """Sizes of a model that determine its memory."""
-
-    hidden: int
-    layers: int
-    vocabulary: int
-    attention: int  # parameters of one layer's attention
-    queries: int  # width of q, of k and v together, and of the KV cache per token and layer
-    keys_values: int
-    cached: int
-    feed_forward: tuple[int, ...]  # parameters of each layer's feed-forward part
-    active_width: int  # of the feed-forward part that one token uses
-    linear: int  # sum of inputs and outputs of one layer's linear parts: adapters grow with it
-    tied: bool
-    tower: int = 0  # parameters of a vision tower
-    projector: int = 0  # of the layers between it and the language part
-
-    @property
-    def embedding(self) -> int:
-        """vocabulary * hidden, twice if the output head is separate."""
-        return self.vocabulary * self.hidden * (1 if self.tied else 2)
-
-    @property
-    def parameters(self) -> int:
-        """Of the whole model: embeddings, layers with two norms each, the last norm, what sees images."""
-        norms = (2 * self.layers + 1) * self.hidden
-        language = self.embedding + self.layers * self.attention + sum(self.feed_forward) + norms
-        return language + self.tower + self.projector
-
-    @property
-    def largest_layer(self) -> int:
-        """Parameters of the largest unit that is gathered at once: a layer, or the embeddings."""
-        return max(self.attention + max(self.feed_forward), self.embedding)
-
-
-def model_shape(model: Mapping[str, Any]) -> Shape | None:
-    """The sizes in a config.json; None for an unknown architecture."""
-    vision, kind = model.get("vision_config"), model.get("model_type", "")
-    if text := model.get("text_config"):
-        model = {"tie_word_embeddings": model.get("tie_word_embeddings", False)} | text
-    try:
-        shape = _shape(model)
-        if vision is None:
-            return shape
-        tower, projector = _vision(vision, kind, shape.hidden)
-        return msgspec.structs.replace(shape, tower=tower, projector=projector)
-    except (KeyError, TypeError, ZeroDivisionError):
-        return None
-
-
-def _shape(model: Mapping[str, Any]) -> Shape:
-    hidden, layers, heads = model["hidden_size"], model["num_hidden_layers"], model["num_attention_heads"]
-    width = model["intermediate_size"]
-    head = model.get("head_dim") or hidden // heads
-    values = model.get("num_key_value_heads") or heads
-    queries, keys_values = heads * head, 2 * values * head
-    attention, cached = hidden * (2 * queries + keys_values), keys_values
-    if model.get("kv_lora_rank"):  # attention over compressed keys and values
-        attention, cached = _latent(model, hidden, heads)
-    matrices = 2 if model.get("model_type") in PLAIN else 3
-    feed_forward = tuple(_feed_forward(model, layer, matrices) for layer in range(layers))
-    active = width
-    if experts := _experts(model):
-        each = model.get("moe_intermediate_size") or width
-        active = each * model.get("num_experts_per_tok", experts)
-    linear = 4 * hidden + 2 * queries + keys_values + matrices * (hidden + width)
-    return Shape(
-        hidden,
-        layers,
-        model["vocab_size"],
-        attention,
-        queries,
-        keys_values,
-        cached,
-        feed_forward,
-        active,
-        linear,
-        bool(model.get("tie_word_embeddings", False)),
-    )
-
-
-def _vision(vision: Mapping[str, Any], kind: str, out: int) -> tuple[int, int]:
-    """Parameters of the vision tower and of the projector of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (`kind`); `out`: width
-    of the language part. Qwen2-VL calls the width of its tower `embed_dim`.
-    """
-    width = vision.get("embed_dim") or vision["hidden_size"]
-    matrices = 3 if kind.startswith("qwen2_5") else 2
-    inner = vision.get("intermediate_size") or vision["mlp_ratio"] * width
-    patch = vision.get("in_channels", 3) * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-    places = vision.get("num_position_embeddings", 0)
-    merged = width * vision["spatial_merge_size"] ** 2
-    mergers = 1 + len(vision.get("deepstack_visual_indexes") or ())
-    layer = 4 * width * width + matrices * width * inner + 2 * width
-    return vision["depth"] * layer + (patch + places) * width, mergers * merged * (merged + out)
-
-
-def _experts(model: Mapping[str, Any]) -> int:
-    return int(model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts") or 0)
-
-
-def _latent(model: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int]:
-    """Parameters of multi-head latent attention (arXiv 2405.04434), and its cache per token."""
-    rank, rope = model["kv_lora_rank"], model["qk_rope_head_dim"]
-    nope, value = model["qk_nope_head_dim"], model["v_head_dim"]
-    query = model.get("q_lora_rank")
-    up = heads * (nope + rope)
-    queries = hidden * query + query * up if query else hidden * up
-    return queries + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden, rank + rope
-
-
-def _feed_forward(model: Mapping[str, Any], layer: int, matrices: int) -> int:
-    hidden, experts = model["hidden_size"], _experts(model)
-    step = model.get("decoder_sparse_step") or 1
-    dense = (
-        layer in (model.get("mlp_only_layers") or ())
-        or layer < (model.get("first_k_dense_replace") or 0)
-        or (layer + 1) % step
-    )
-    if not experts or dense:
-        return int(matrices * hidden * model["intermediate_size"])
-    each = model.get("moe_intermediate_size") or model["intermediate_size"]
-    shared = model.get("shared_expert_intermediate_size") or (model.get("n_shared_experts") or 0) * each
-    return int(matrices * hidden * (experts * each + shared) + experts * hidden)
 
 
 def estimate(config: Config, model: Mapping[str, Any], roles: Sequence[str], *, accelerator: bool) -> list[RoleMemory]:
@@ -231,8 +105,7 @@ def _learner(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMem
         f"{kept} kept x {_count(trained)} x {per:g} B of weights and optimizer{', and the reference' * renewed}",
     )
     ranks = learner.ranks
-    host = [_process(torch=True), *staged]
-    found = [RoleMemory("run folder", "disk", 1, (disk,))]
+    host, found = [_process(torch=True), *staged], [RoleMemory("run folder", "disk", 1, (disk,))]
     if on_device:
         resident = [] if learner.cpu_offload else states
         found.insert(0, RoleMemory("learner", "device", ranks, (*resident, *working)))
@@ -245,6 +118,8 @@ def _learner(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMem
 def _states(config: Config, shape: Shape) -> list[Part]:
     """Weights, gradients and optimizer of the policy, on one rank."""
     learner = config.learner
+    if learner.backend == "megatron":
+        return _stage_states(config, shape)
     shards = _shards(config)
     every, trained = shape.parameters, _trained_parameters(config, shape)
     of = f"/ {shards} shard{'s' * (shards != 1)}"
@@ -255,6 +130,20 @@ def _states(config: Config, shape: Shape) -> list[Part]:
         Part(
             "optimizer", int(moment * trained / shards), f"{_count(trained)} x {moment:g} B ({learner.optim.name}) {of}"
         ),
+    ]
+
+
+def _stage_states(config: Config, shape: Shape) -> list[Part]:
+    """The same of Megatron-core, on a rank of the fullest stage."""
+    split = config.learner.parallel
+    layout = Layout(config.learner.ranks * config.cluster.learner_hosts, split.tensor, split.pipeline, split.expert)
+    number, rank = find_fullest(shape, layout)
+    wide = config.model.dtype == "float32"  # parameters in float32 are their own master weights
+    where = f"stage {number} of {layout.pipeline}, by tensor {layout.tensor} and expert {layout.expert}"
+    return [
+        Part("weights", rank.weights << wide, f"{where}, {2 << wide} B"),
+        Part("gradients", rank.gradients, f"{where}, 4 B"),
+        Part("optimizer", rank.optimizer * (8 if wide else 12) // 12, f"{where}, by the ranks that hold the same"),
     ]
 
 

@@ -10,7 +10,8 @@ from vision_models import vision_folder
 
 from asyncrl.config import Config, parse
 from asyncrl.preflight.machine import Machine, find_missing, look_at_machine
-from asyncrl.preflight.memory import RoleMemory, estimate, format_bytes, model_shape
+from asyncrl.preflight.memory import RoleMemory, estimate, format_bytes
+from asyncrl.preflight.model_shape import model_shape
 from asyncrl.process_plan.plan import TARGETS
 
 GIB = 1 << 30
