@@ -61,6 +61,13 @@ def group_maker(backend: str) -> GroupMaker:
     return GROUPS[backend]
 
 
+def broadcast(group: Any, tensor: torch.Tensor, *, within_s: float) -> Any:
+    """Begin a broadcast from rank 0. The limit is that of this operation: a kept group was made with another one."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.timeout = 0, timedelta(seconds=max(within_s, 0.05))
+    return group.broadcast([tensor], options)
+
+
 def finish(work: Any, group: Any, *, within_s: float, on_device: bool) -> None:
     """Wait for an operation of a group. On a device it is asked again and again: waiting there has no limit. Raises
     RuntimeError if it fails, or after `within_s`; then the group is aborted.
