@@ -46,6 +46,8 @@ def test_a_run_on_devices_is_exact(npu_run: DeviceRun, layout: str, figure: Call
     assert [sum(peak > 0 for peak in one["peak"]) for one in learners] == [1, 1], "each rank has a device of its own"
     if "collective" in layout:
         assert all(one["collectives"].get("broadcast", 0) > 0 for one in producers), "by hccl"
+    for one in producers:
+        assert one["copies"]["bytes_unpinned"] < 0.01 * one["copies"]["bytes_to_host"], "tokens alone leave otherwise"
     copies = max((one["copies"] for one in learners), key=lambda one: one["bytes_to_host"])
     pinned = copies["bytes_to_host"] - copies["bytes_unpinned"]
     published = sum(line["publish_bytes"] for line in lines)

@@ -30,6 +30,7 @@ from asyncrl.config.capabilities import refuse
 from asyncrl.config.mode import sends_adapters
 from asyncrl.runtime.model_folder import model_json
 from asyncrl.runtime.model_tensors import stacked_parts
+from asyncrl.runtime.pinned_copies import PinnedCopies
 from asyncrl.runtime.routers import Routers
 from learners.backends.base import (
     DTYPES,
@@ -66,7 +67,6 @@ from learners.backends.fsdp2.loss_scale import LOSS_SCALE, LossScale
 from learners.backends.fsdp2.reference import PREFIX, Reference
 from learners.backends.fsdp2.sharded_module import PLAIN, Rests, Sharded, View
 from learners.backends.hf_folder import write_folder
-from learners.backends.pinned_copies import PinnedCopies
 from learners.backends.sharded_checkpoint import HostShard, host_shard, load_shards, read_about
 from learners.backends.vision import Vision, freeze_parts
 from learners.batch.micro_batches import NO_EXPERTS, MicroBatch, packed_row, padded_rows
@@ -247,7 +247,8 @@ class FSDP2Backend:
             if self._pinned is None:
                 sizes = [math.prod(parameter.shape) for parameter in self._policy.parameters()]
                 self._pinned = PinnedCopies(self._device, max(sizes) * self._sent_dtype.itemsize)
-            yield from self._pinned.run(named, self._sent_dtype, settle)
+            sent = ((name, tensor.to(self._sent_dtype)) for name, tensor in named)
+            yield from self._pinned.run(sent, settle)
             return
         for name, tensor in named:
             if self._gang.lead:

@@ -25,6 +25,7 @@ from producers.engines.model_files import weights_dtype
 from producers.engines.request_checks import request_problem
 from producers.engines.staged_weights import StagedVersion
 from producers.engines.vllm.checksums import Checksums
+from weightsync.plan.digest import version_digest
 from weightsync.plan.limits import limit_for
 
 SWAP_LIMIT_S = 120.0  # a commit that takes longer than this, and the time of its bytes, is a broken engine
@@ -216,12 +217,22 @@ def swap_limit_s(staged: StagedVersion) -> float:
     return limit_for(SWAP_LIMIT_S, sum(staged.manifest.bucket_bytes))
 
 
-def one_digest(workers: Sequence[dict[str, Any]]) -> str:
-    """The digest that all workers loaded. Raises `engine.broken` if they differ, or there is none."""
-    digests = {str(worker["digest"]) for worker in workers}
-    if len(digests) != 1:
-        raise WorkError("engine.broken", f"the workers hold different weights: {sorted(digests)}")
-    return digests.pop()
+def join_digests(workers: Sequence[dict[str, Any]], *, buckets: int) -> str:
+    """The digest of the version that the workers loaded, from what each says about its buckets
+    (`weight_transfer.StagedWeightTransfer.held`).
+
+    Raises `engine.broken` if workers differ, or if not each bucket was digested once in every replica.
+    """
+    found: list[str] = []
+    for number in range(buckets):
+        digests = [str(worker["digests"][str(number)]) for worker in workers if str(number) in worker["digests"]]
+        if len(set(digests)) > 1:
+            raise WorkError("engine.broken", f"the workers hold different weights: bucket {number}, {sorted(digests)}")
+        if not digests or len(digests) != len(workers) // workers[0]["shares"]:
+            what = f"bucket {number} was digested by {len(digests)} of {len(workers)} workers"
+            raise WorkError("engine.broken", f"{what}, {workers[0]['shares'] if workers else 0} share the buckets")
+        found.append(digests[0])
+    return version_digest(found)
 
 
 def check_dtypes(tensors: Sequence[Tensor], dtype: str) -> None:

@@ -33,7 +33,7 @@ from asyncrl.runtime.host_facts import free_host_bytes
 from producers.engines.served import sample_seed
 from producers.engines.staged_weights import StagedVersion
 from producers.engines.vllm.args import arguments, engine_argument_names, logprobs_problem
-from producers.engines.vllm.base import CALL_LIMIT_S, Sample, VLLMBase, one_digest, update_info
+from producers.engines.vllm.base import CALL_LIMIT_S, Sample, VLLMBase, join_digests, update_info
 from producers.engines.vllm.images import image_prompt
 from producers.engines.vllm.lifecycle import end, engine_processes, prepare
 from producers.engines.vllm.stats import Stats
@@ -219,7 +219,8 @@ class VLLMEngine(VLLMBase):
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=update_info(staged, path=str(staged.path))))
         await llm.finish_weight_update(label)
-        digest = one_digest(await llm.collective_rpc("asyncrl_held"))
+        held = await llm.collective_rpc("asyncrl_held")
+        digest = join_digests(held, buckets=len(staged.manifest.bucket_bytes))
         self._set_current(staged, label)
         if not self._paused:
             await llm.resume_generation()

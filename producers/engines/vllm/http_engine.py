@@ -34,7 +34,7 @@ from producers.engines.vllm.base import (
     CALL_LIMIT_S,
     Sample,
     VLLMBase,
-    one_digest,
+    join_digests,
     swap_limit_s,
     update_info,
 )
@@ -311,7 +311,8 @@ class VLLMHTTPEngine(VLLMBase):
             sending.cancel()
         await self._post("/finish_weight_update", {"weight_version": label})
         assert self._client is not None
-        digest = one_digest(await rpc(self._client, "asyncrl_held"))
+        held = await rpc(self._client, "asyncrl_held")
+        digest = join_digests(held, buckets=len(staged.manifest.bucket_bytes))
         self._set_current(staged, label)
         if not self._paused:
             await self._post("/resume")

@@ -5,8 +5,9 @@ worker. Guarantees:
 1. the tensors of the update come from one mapped file, or from a process group (rank 0 sends bucket after bucket as
    uint8), and go into `load_weights` inside vLLM's layerwise reload, under their Hugging Face names: each worker of a
    tensor-parallel engine takes its own shards;
-2. the digest is taken, bucket by bucket, of the memory that `load_weights` reads; nothing can change it in between (a
-   private mapping). `asyncrl_held` returns it;
+2. digests are taken, bucket by bucket, of the memory that `load_weights` reads; nothing can change it in between (a
+   private mapping). Of a file, which all workers of a replica map, worker r of n takes those of buckets r, r + n and so
+   on; of a group, whose bytes come to each worker apart, every worker takes all. `asyncrl_held` returns them;
 3. tensors that vLLM keeps until a layer is complete stay valid until the update is finished.
 The layers are without memory between start and finish: the engine must be paused (`producers.engines.vllm.engine`).
 """
@@ -32,7 +33,6 @@ from producers.engines.vllm.plugin import register
 from producers.engines.vllm.samplers import record_full_softmax
 from weightsync.copy_digest import digest_all
 from weightsync.plan.buckets import bucket_starts, group_by_bucket
-from weightsync.plan.digest import version_digest
 
 register()  # as a worker extension this module is imported before the backend is looked up
 
@@ -71,7 +71,8 @@ class _Arrived:
     """Results of the current update."""
 
     started: float = 0.0
-    digest: str = ""
+    digests: dict[str, str] = field(default_factory=dict)  # by number of the bucket
+    shares: int = 1  # workers that share the buckets
     seconds: dict[str, float] = field(default_factory=dict)
     mapping: mmap.mmap | None = None  # layers may hold views until they are complete
 
@@ -89,8 +90,9 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     @property
     def held(self) -> dict[str, Any]:
-        """Digest of the last update, and the times of its parts."""
-        return {"digest": self._arrived.digest, "seconds": dict(self._arrived.seconds)}
+        """Digests of this worker's buckets of the last update, the number of workers that share them, and times."""
+        arrived = self._arrived
+        return {"digests": arrived.digests, "shares": arrived.shares, "seconds": dict(arrived.seconds)}
 
     def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
         """Join the process group, if there is one."""
@@ -123,16 +125,17 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
-        """Load every bucket and record the digest."""
+        """Load every bucket and record the digests of this worker's."""
         groups = group_by_bucket(update_info.plan_tensors(), len(update_info.bucket_bytes))
         began = time.perf_counter()
-        digests = []
+        arrived, parallel = self._arrived, self.parallel_config
+        arrived.shares = parallel.world_size if update_info.path else 1
         for number, group in enumerate(groups):
             memory = self._bucket(update_info, number)
             parts = {tensor.name: memory[tensor.offset : tensor.offset + tensor.nbytes] for tensor in group}
-            digests.append(digest_all(part.cpu().numpy() for part in parts.values()))
+            if number % arrived.shares == parallel.rank % arrived.shares:
+                arrived.digests[str(number)] = digest_all(part.cpu().numpy() for part in parts.values())
             self._load([(tensor.name, _view(parts[tensor.name], tensor)) for tensor in group])
-        self._arrived.digest = version_digest(digests)
         self._arrived.seconds["load"] = time.perf_counter() - began
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
