@@ -1,4 +1,4 @@
-"""A vLLM of two tensor-parallel workers, over Gloo, against the engine's promises: the real vLLM, in its environment."""
+"""A vLLM of two tensor-parallel workers, over Gloo, against the promises of engines: the real vLLM."""
 
 from __future__ import annotations
 
