@@ -157,11 +157,11 @@ class Transfer:
         return room
 
     async def _take(self, number: int, view: memoryview) -> None:
-        held = await self._engine.apply_bucket(number, view)
+        held, published = await self._engine.apply_bucket(number, view), self._manifest.bucket_digests[number]
         failpoint("weightsync.after_bucket")
         if not held:
-            held = await asyncio.to_thread(bucket_digest, self._groups[number], view)
-        if held != self._manifest.bucket_digests[number]:
+            held = await asyncio.to_thread(bucket_digest, self._groups[number], view, like=published)
+        if held != published:
             kind = HopsUseless if self._hops else TransportError
             raise kind(f"bucket {number} of version {self._manifest.version} has another digest than published")
         if self._keep:

@@ -21,6 +21,7 @@ from asyncrl.wire import Buffer, Manifest, Tensor
 from weightsync.copy_digest import Bytes, copy_digest, digest_all, digest_lent
 from weightsync.plan.buckets import group_by_bucket
 from weightsync.plan.digest import version_digest
+from weightsync.plan.sum_digest import SUM, hexdigest
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: Wire dtype -> dtypes of a model that hold every one of its values.
@@ -116,6 +117,15 @@ class HostBytes:
             run = self._pinned(tensors).run
             return digest_lent(lambda settle: (data for _, data in run((("", one) for one in tensors), settle)))
 
+    def sums(self, tensors: Sequence[torch.Tensor]) -> str:
+        """Digest of a bucket of these tensors for transport `direct`: computed where they are."""
+        from weightsync.transports.device_digest import sum_tensors
+
+        found = np.empty(2, np.int64)
+        device = tensors[0].device if tensors else torch.device("cpu")
+        self.read([sum_tensors(tensors, device)], [found.view(np.uint8)])
+        return hexdigest((int(found[0]), int(found[1])))
+
     def read(self, tensors: Sequence[torch.Tensor], into: Sequence[Bytes]) -> None:
         """Copy the bytes of each tensor."""
         if not self._device.pin_memory_ok:
@@ -150,13 +160,15 @@ class Layout:
 
     def __init__(self, manifest: Manifest, tensors: Sequence[Tensor], host: HostBytes) -> None:
         self._host = host
+        self._sums = "".join(manifest.bucket_digests[:1]).startswith(SUM)
         self.sizes = manifest.bucket_bytes
         self.tensors = tuple(tensors)
         self.buckets = group_by_bucket(tensors, len(manifest.bucket_bytes))
 
     def bucket_digest(self, number: int, get: Callable[[str], torch.Tensor]) -> str:
         """Digest of one bucket of the tensors from `get`, in the dtypes of the layout."""
-        return self._host.digest(self._sent(number, get))
+        digest = self._host.sums if self._sums else self._host.digest
+        return digest(self._sent(number, get))
 
     def _sent(self, number: int, get: Callable[[str], torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of a bucket in the dtypes of the layout."""
@@ -165,6 +177,12 @@ class Layout:
     def digest(self, get: Callable[[str], torch.Tensor]) -> str:
         """Digest of all buckets."""
         return version_digest([self.bucket_digest(number, get) for number in range(len(self.buckets))])
+
+    def take(self, number: int, data: torch.Tensor, get: Callable[[str], torch.Tensor]) -> str:
+        """The same for bytes on the device of the model."""
+        for tensor in self.buckets[number]:
+            get(tensor.name).copy_(view_as(data[tensor.offset : tensor.offset + tensor.nbytes], tensor))
+        return self.bucket_digest(number, get)
 
     def read(self, number: int, into: memoryview, get: Callable[[str], torch.Tensor]) -> bool:
         """Write the bytes of one bucket, without padding. False if `into` is not a bucket of this layout."""
@@ -187,7 +205,7 @@ class Layout:
             if part.size != tensor.nbytes:
                 raise AsyncRLError("sync.plan", f"{tensor.name} leaves bucket {number} of {view.size} bytes")
             pairs.append((get(tensor.name), part, tensor))
-        if all(is_plain(target, DTYPES[tensor.dtype]) for target, _, tensor in pairs):
+        if not self._sums and all(is_plain(target, DTYPES[tensor.dtype]) for target, _, tensor in pairs):
             return copy_digest((_bytes_view(target).numpy(), part) for target, part, _ in pairs)
         self._host.load(pairs)
         return self.bucket_digest(number, get)
@@ -233,6 +251,14 @@ def check_layout(named: Named, tensors: Sequence[Tensor]) -> None:
     missing = [name for name in named.once() if named.memory(name) not in given]
     if missing:
         raise AsyncRLError("sync.plan", f"the manifest lacks {len(missing)} parameters, first {missing[0]!r}")
+
+
+def view_as(data: torch.Tensor, tensor: Tensor) -> torch.Tensor:
+    """The tensor over its bytes; a copy if they are not aligned for its dtype."""
+    dtype = DTYPES[tensor.dtype]
+    if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype).view(tensor.shape)
 
 
 def is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:

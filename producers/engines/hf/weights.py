@@ -181,6 +181,16 @@ class ModelWeights:
                 update.complete()
         return digest
 
+    def take(self, number: int, data: torch.Tensor) -> str:
+        """Take the bytes of one bucket from memory of the model's device, uint8; the digest of what the model holds."""
+        update = self.pending_update()
+        with self._writing, self._on_side_stream():
+            if self._update is not update:
+                raise WorkError("sync.failed", "the update was aborted")
+            digest = update.layout.take(number, data, update.tensor_for)
+            update.missing.discard(number)
+        return digest
+
     def exchange(self, *, kept: bool = False) -> None:
         """Make the new version the model's. On the decode thread, between two steps. `kept`: another model refers to
         the tensors of an older version, so none of those that are free now is written again."""
