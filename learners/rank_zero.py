@@ -98,6 +98,7 @@ class Services:
         self._routing = experts_shape(model_json(config.model.path) if config.learner.router_replay else {})
         self._looks = config.learner.backend in BACKENDS  # those of other packages may see in their own way
         self._images = open_inputs(config) if self._looks else None
+        self._announced = -1  # newest version of transport `direct`
         self._history = ""  # head of the history's chain, as told with the newest commit
         self.fetch_s = 0.0  # time to read and check the payloads of the newest batch
         self._publishes = not streams(config)
@@ -195,7 +196,7 @@ class Services:
     # ------------------------------------------------------------ one step
 
     def claim(self, step: int) -> ClaimedBatch | None:
-        """Return the batch of `step` without unusable groups; None if the process should end."""
+        """Return the batch of `step` without unusable groups; None if the process should end, or with `wants_stage`."""
         started = reported = time.monotonic()
         limit = self._config.learner.batch_timeout_s
         while not self._stop.is_set():
@@ -206,6 +207,8 @@ class Services:
                 batch = self._usable(answer)
                 self.fetch_s = time.monotonic() - arrived
                 return batch
+            if self.wants_stage(step - 1):
+                return None
             self.mark.check()  # a buffer with lost state may accept this learner again
             now = time.monotonic()
             diagnosis = f"step {step}: {answer.ready} of {answer.wanted} groups are ready; {answer.diagnosis}"
@@ -262,6 +265,33 @@ class Services:
         with _exhaust(weights) as rest:
             manifest = self.publisher.publish(version, self._plan, rest)
         return self._record_digest(version, manifest)
+
+    def announce(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
+        """Transport `direct`: digest the weights of a version on their device and announce it."""
+        with _exhaust(tensors) as rest:
+            manifest = self.publisher.announce(version, self._plan, rest)
+        self._announced = version
+        return self._record_digest(version, manifest)
+
+    def wait_group(self) -> bool:
+        """Whether engines take the announced version now."""
+        return self.publisher.wait_group()
+
+    def send_direct(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Send the announced weights; a failure is the service's to see."""
+        with _exhaust(tensors) as rest:
+            result = self.publisher.send_direct(self._plan, rest)
+        if result != "sent":
+            _print(f"warning: version {self._announced} was not sent to all engines: {result}")
+
+    def stage_direct(self, weights: Weights) -> None:
+        """Stage the announced weights for engines that missed them."""
+        with _exhaust(weights) as rest:
+            self.publisher.stage_direct(self._plan, rest)
+
+    def wants_stage(self, version: int) -> bool:
+        """Whether engines wait for the weights of this version, the newest one, to be staged."""
+        return bool(version == self.publisher.stage_wanted)
 
     def stage_base(self, version: int, weights: Weights) -> None:
         """Stage the base weights of the adapters (version 0); after a restart without making them the target."""
@@ -334,7 +364,7 @@ class Services:
 
 
 @contextmanager
-def _exhaust(weights: Weights) -> Iterator[Iterator[tuple[str, npt.NDArray[np.uint8]]]]:
+def _exhaust(weights: Iterable[tuple[str, Any]]) -> Iterator[Iterator[tuple[str, Any]]]:
     """Yield an iterator that is exhausted even if its reader fails: the other ranks run through it too."""
     rest = iter(weights)
     try:

@@ -94,7 +94,7 @@ def test_a_work_that_hangs_is_left_at_the_deadline(rig: CollectiveRig, monkeypat
     def hang(self: Any, *args: Any) -> None:
         ended.wait(20)
 
-    monkeypatch.setattr("weightsync.transports.collective._Sending._gather", hang)
+    monkeypatch.setattr("weightsync.transports.collective.Sending._gather", hang)
     monkeypatch.setattr("weightsync.transports.collective.CollectiveInbox._meet", hang)
     instruction = msgspec.structs.replace(rig.instruction(), deadline_s=0.5)
     started = time.monotonic()

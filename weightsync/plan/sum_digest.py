@@ -60,17 +60,14 @@ def factors(which: int, chunks: int) -> npt.NDArray[np.int64]:
 
 
 class Span(NamedTuple):
-    """A part of a tensor: `count` words from its word `start`, which are in whole chunks from `chunk` on, or in a part
-    of that chunk from `place` on."""
+    """A part of a tensor: `size` words from its word `start`, which are `chunks` whole chunks from `chunk` on, or (1) a
+    part of that chunk from `place` on."""
 
     chunk: int
     place: int
     start: int
-    count: int
-
-    @property
-    def chunks(self) -> int:
-        return max(1, self.count // CHUNK_WORDS)
+    size: int
+    chunks: int
 
 
 def spans(first: int, words: int) -> list[Span]:
@@ -79,12 +76,10 @@ def spans(first: int, words: int) -> list[Span]:
     while done < words:
         chunk, place = divmod(first + done, CHUNK_WORDS)
         left = words - done
-        if not place and left >= CHUNK_WORDS:
-            count = min(left // CHUNK_WORDS, MOST_CHUNKS) * CHUNK_WORDS
-        else:
-            count = min(CHUNK_WORDS - place, left)
-        found.append(Span(chunk, place, done, count))
-        done += count
+        chunks = 1 if place else max(1, min(left // CHUNK_WORDS, MOST_CHUNKS))
+        size = min(chunks * CHUNK_WORDS - place, left)
+        found.append(Span(chunk, place, done, size, chunks))
+        done += size
     return found
 
 
@@ -116,7 +111,7 @@ class SumDigest:
 
     def _add(self, words: npt.NDArray[np.int32]) -> None:
         for span in spans(self._words, words.size):
-            part = words[span.start : span.start + span.count].astype(np.int64).reshape(span.chunks, -1)
+            part = words[span.start : span.start + span.size].astype(np.int64).reshape(span.chunks, -1)
             last = span.chunk + span.chunks
             for which in (0, 1):
                 weights = table(which)[span.place : span.place + part.shape[1]]

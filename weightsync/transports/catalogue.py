@@ -44,14 +44,15 @@ def make_inboxes(config: WeightSyncConfig, *, keys: Keys | None = None) -> dict[
 
         return DiskInbox(instruction)
 
-    return {"local": local, "collective": collective, "stream": stream, "disk": disk}
+    found: dict[str, InboxMaker] = {"local": local, "collective": collective, "stream": stream, "disk": disk}
+    return found | ({"direct": collective} if config.transport == "direct" else {})
 
 
 def make_outbox(
     name: str, config: WeightSyncConfig, *, run_dir: Path, keys: Keys | None = None, insecure: bool = False
 ) -> Outbox:
     """The outbox of a transport except `local` (whose versions are in the staging slots). Raises KeyError."""
-    if name == "collective":
+    if name in ("collective", "direct"):
         from weightsync.transports.collective import CollectiveOutbox
 
         return CollectiveOutbox(config.collective_host, timeout_s=config.timeout_s, backend=config.collective_backend)

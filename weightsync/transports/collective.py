@@ -19,18 +19,23 @@ This module imports torch; import it only when the transport is needed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import collective_backend
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Instruction, RoundReply
 from weightsync.transports.base import TransportError, TransportUnusable, Version, blob_sizes
-from weightsync.transports.kept_groups import Choice, Group, Groups, report, reported
+from weightsync.transports.kept_groups import Choice, Group, Groups, Report, come, process_id
 from weightsync.transports.process_groups import Place, broadcast, dist, finish, group_maker, listening_store
 
 T = TypeVar("T")
@@ -71,24 +76,40 @@ class CollectiveOutbox:
 
     def send(self, reply: RoundReply, blobs: Sequence[memoryview], *, deadline_s: float) -> None:
         """Form the generation and broadcast every blob. Raises TransportError."""
-        self.open()
-        if reply.generation <= self._generation:
-            raise TransportError(f"generation {reply.generation} after {self._generation}: each is sent once")
-        self._generation = reply.generation
-        store = dist.PrefixStore(f"ws/{reply.generation}", self._store)
-        sending = _Sending(self._groups, self._place, str(reply.generation), deadline_s)
+        with self.form(reply, deadline_s=deadline_s) as sending:
+            sending.run(blobs)
+
+    @contextmanager
+    def form(self, reply: RoundReply, *, deadline_s: float) -> Iterator[Sending]:
+        """A generation with its group, for everything that it carries. Raises TransportError, also for errors of the
+        block's own operations; then the group is left."""
+        sending = Sending(self._groups, self._place, str(reply.generation), deadline_s)
         whole = False
         try:
+            store = self._begin(reply)
             choice = sending.meet(store, sorted(reply.ranks.values()))
             if not choice.built:
                 self.formed += 1
                 sending.build(dist.PrefixStore("pg", store), len(choice.ranks), self._make_group)
-            sending.run(blobs)
+            yield sending
+            sending.settle()
             whole = True
         except RuntimeError as error:  # DistError and errors of the backends
             raise TransportError(f"generation {reply.generation}: {error}") from None
         finally:
             sending.end(whole=whole)
+
+    def decline(self, reply: RoundReply) -> None:
+        """Form no group: members that come to this generation leave at once. Raises TransportError."""
+        self._begin(reply).set("group", msgspec.json.encode(Choice("", (), built=False, held=())))
+
+    def _begin(self, reply: RoundReply) -> Any:
+        """The store of a new generation."""
+        self.open()
+        if reply.generation <= self._generation:
+            raise TransportError(f"generation {reply.generation} after {self._generation}: each is sent once")
+        self._generation = reply.generation
+        return dist.PrefixStore(f"ws/{reply.generation}", self._store)
 
     def close(self) -> None:
         """End the groups and the store; members of an open generation fail."""
@@ -96,7 +117,7 @@ class CollectiveOutbox:
         self._store = None
 
 
-class _Sending:
+class Sending:
     """One generation at rank 0."""
 
     def __init__(self, groups: Groups, place: Place, name: str, deadline_s: float) -> None:
@@ -106,6 +127,7 @@ class _Sending:
         self._deadline = time.monotonic() + deadline_s
         self._operation_s = deadline_s * OPERATION_SHARE
         self._group = Group(name)  # not built; replaced by a kept one
+        self._pending: deque[Future[None]] = deque()
 
     def _do(self, work: Callable[[], T]) -> T:
         return self._group.worker.run(work, timeout_s=self._deadline - time.monotonic())
@@ -124,12 +146,11 @@ class _Sending:
     def _gather(self, store: Any, ranks: list[int]) -> Choice:
         until = time.monotonic() + self._deadline_s * JOIN_SHARE
         while True:
-            present = [rank for rank in ranks if store.check([f"here/{rank}"])]
-            if len(present) == len(ranks) or time.monotonic() > until:
+            present = come(store, ranks)
+            if present.keys() >= set(ranks) or time.monotonic() > until:
                 break
             time.sleep(0.005)
-        held = {rank: reported(store.get(f"here/{rank}")) for rank in present}
-        choice = self._groups.choose(self._group.name, held)
+        choice = self._groups.choose(self._group.name, present)
         store.set("group", msgspec.json.encode(choice))
         if not present:
             raise TransportError("no member came to the group")
@@ -145,8 +166,27 @@ class _Sending:
         group = self._group
         self._do(build)
 
+    def begin(self, tensor: torch.Tensor) -> None:
+        """Broadcast a tensor of bytes, which must not change until `settle`; two are under way at a time."""
+        self.settle(1)
+        mark = self._place.mark()
+        self._pending.append(self._group.worker.submit(lambda: self._carry(tensor, mark)))
+
+    def settle(self, at_most: int = 0) -> None:
+        """Wait until at most this many tensors of `begin` are under way. Raises TransportError, RuntimeError."""
+        while len(self._pending) > at_most:
+            try:
+                self._pending.popleft().result(max(self._deadline - time.monotonic(), 0.0))
+            except FutureTimeout:
+                raise TransportError(f"not sent within {self._deadline_s:g} s") from None
+
+    def _carry(self, tensor: torch.Tensor, mark: Any) -> None:
+        if tensor.numel():
+            failpoint("weightsync.send_blob")
+            self._finish(broadcast(self._group.group, self._place.carry(tensor, mark), within_s=self._operation_s))
+
     def run(self, blobs: Sequence[memoryview]) -> None:
-        """Broadcast the blobs."""
+        """Broadcast the blobs from host memory."""
         self._do(lambda: self._broadcast(blobs))
 
     def _broadcast(self, blobs: Sequence[memoryview]) -> None:
@@ -174,10 +214,20 @@ class _Sending:
 
 
 class CollectiveInbox:
-    """A member of one generation. `groups` keeps the group for later ones."""
+    """A member of one generation, or with `process` (number, of how many) one of its processes. `groups` keeps the
+    group for later ones."""
 
-    def __init__(self, instruction: Instruction, *, device: str = "", groups: Groups | None = None) -> None:
+    def __init__(
+        self,
+        instruction: Instruction,
+        *,
+        device: str = "",
+        groups: Groups | None = None,
+        process: tuple[int, int] = (0, 1),
+    ) -> None:
         assert instruction.manifest is not None
+        self._id = process_id(instruction.rank, process[0])
+        self._processes = process[1]
         self._instruction = instruction
         self._sizes = blob_sizes(instruction.manifest, instruction.hops)
         self._deadline = time.monotonic() + instruction.deadline_s
@@ -214,13 +264,14 @@ class CollectiveInbox:
 
     def _meet(self, host: str, port: int) -> Choice:
         assert self._group is not None
-        rank, generation = self._instruction.rank, self._instruction.generation
+        generation = self._instruction.generation
         store = dist.TCPStore(host, port, None, False, timeout=_seconds(self._instruction.deadline_s * REACH_SHARE))
         store.set_timeout(_seconds(self._operation_s))
         self._group.store = dist.PrefixStore(f"ws/{generation}", store)
-        self._group.store.set(f"here/{rank}", report(self._groups.names(self._instruction.address)))
+        report = Report(self._groups.names(self._instruction.address), self._processes)
+        self._group.store.set(f"here/{self._id}", msgspec.json.encode(report))
         choice = msgspec.json.decode(self._group.store.get("group"), type=Choice)
-        if rank not in choice.ranks:
+        if self._id not in choice.ranks:
             raise TransportError(f"came too late to generation {generation}")
         return choice
 
@@ -228,23 +279,31 @@ class CollectiveInbox:
         group = self._group
         if group is None:
             raise TransportError("the group is closed")
-        rank, size = choice.ranks.index(self._instruction.rank) + 1, len(choice.ranks) + 1
+        rank, size = choice.ranks.index(self._id) + 1, len(choice.ranks) + 1
         group.store = dist.PrefixStore("pg", group.store)
         group.group = make_group(group.store, rank, size, _seconds(self._operation_s))
 
     def _do(self, what: str, work: Callable[[], T]) -> T:
-        """Run it on the group's thread within the deadline; every failure is a TransportError and ends the group."""
-        group = self._group
-        if group is None or self._failed:
+        """Run it on the group's thread within the deadline."""
+        if self._group is None or self._failed:
             raise TransportError(f"{what}: the group is closed, or has failed")
+        return self._await(what, self._group.worker.submit(work))
+
+    def _await(self, what: str, work: Future[T]) -> T:
+        """The result within the deadline; every failure is a TransportError and ends the group."""
         try:
-            return group.worker.run(work, timeout_s=self._deadline - time.monotonic())
+            return work.result(max(self._deadline - time.monotonic(), 0.0))
+        except FutureTimeout:
+            self._failed = True
+            raise TransportError(f"{what}: not done within {self._instruction.deadline_s:.3g} s") from None
         except (RuntimeError, ValueError, msgspec.DecodeError) as error:  # DistError, the backends'; a bad address
             self._failed = True
             raise TransportError(f"{what}: {error}") from None
         except TransportError:
             self._failed = True
             raise
+        finally:
+            del work  # else an error, its traceback and this frame hold each other, and a process group with them
 
     def read(self, number: int, into: memoryview | None = None) -> memoryview:
         """Take part in the broadcast of blob `number`, directly into `into` if given."""
@@ -258,13 +317,38 @@ class CollectiveInbox:
         return view
 
     def _receive(self, view: memoryview) -> None:
+        assert self._place is not None
+        tensor = self._place.room(view)
+        self._receive_into(tensor)
+        self._place.fetch(tensor, view)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Instead of `read`: every blob, uint8 on the device of the backend, while the next one arrives. Valid until
+        the next; the reader's work on the device must have ended by then."""
+        assert self._place is not None
+        rooms = [torch.empty(max(self._sizes), dtype=torch.uint8, device=self._place.device) for _ in range(2)]
+        blobs = [rooms[number % 2][:size] for number, size in enumerate(self._sizes)]
+        coming = self._begin(blobs[0])
+        for number, blob in enumerate(blobs):
+            before = coming
+            if number + 1 < len(blobs):
+                coming = self._begin(blobs[number + 1])
+            self._await(f"blob {number}", before)
+            self._left -= 1
+            yield blob
+
+    def _begin(self, into: torch.Tensor) -> Future[None]:
+        if self._group is None or self._failed:
+            raise TransportError("the group is closed, or has failed")
+        return self._group.worker.submit(lambda: self._receive_into(into))
+
+    def _receive_into(self, tensor: torch.Tensor) -> None:
         group = self._group
         if group is None or group.group is None or self._place is None:
             raise TransportError("the group is closed")
-        tensor = self._place.room(view)
-        work = broadcast(group.group, tensor, within_s=self._operation_s)
-        finish(work, group.group, within_s=self._operation_s, on_device=self._place.staged)
-        self._place.fetch(tensor, view)
+        if tensor.numel():
+            work = broadcast(group.group, tensor, within_s=self._operation_s)
+            finish(work, group.group, within_s=self._operation_s, on_device=self._place.staged)
 
     def close(self) -> None:
         """Keep the group after the last blob; else leave it: a hanging operation ends by its own limit."""

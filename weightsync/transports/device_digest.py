@@ -33,7 +33,7 @@ class DeviceSums:
         """Add the bytes of the next tensor."""
         words = as_words(tensor)
         for span in spans(self._words, words.numel()):
-            part = words[span.start : span.start + span.count].to(torch.int64).view(span.chunks, -1)
+            part = words[span.start : span.start + span.size].to(torch.int64).view(span.chunks, -1)
             last = span.chunk + span.chunks
             for which in (0, 1):
                 weights = _table(which, part.device)[span.place : span.place + part.shape[1]]

@@ -24,13 +24,14 @@ from weightsync.transports.process_groups import abort, leave
 from weightsync.transports.worker_thread import Worker
 
 T = TypeVar("T")
+MOST_MEMBERS = 1 << 16
 MOST_GROUPS = 4  # two members that are rarely free together need three
 END_S = 0.5  # a healthy group ends at once
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Rank 0's word to those that came: the group of this generation. `built`: they hold it; else they build it, in the
-    order of `ranks`. `held`: the groups that rank 0 holds."""
+    """Rank 0's word to the processes that came: the group of this generation. `built`: they hold it; else they build
+    it, in the order of `ranks`. `held`: the groups that rank 0 holds."""
 
     name: str
     ranks: tuple[int, ...]
@@ -113,11 +114,27 @@ def _end_all(held: dict[str, Group]) -> None:
         held.popitem()[1].end()
 
 
-def report(names: Sequence[str]) -> str:
-    """What a member sets at the store when it comes."""
-    return ",".join(names) or "-"
+class Report(msgspec.Struct, frozen=True):
+    """What a process sets at the store when it comes: the groups that it holds, and the number of processes of its
+    member, which come one by one."""
+
+    held: list[str]
+    processes: int = 1
 
 
-def reported(data: bytes) -> list[str]:
-    """The names of a `report`."""
-    return data.decode().split(",")
+def process_id(rank: int, process: int) -> int:
+    """The number of a process of the member with this rank, as in `Choice.ranks`."""
+    return rank + process * MOST_MEMBERS
+
+
+def come(store: Any, ranks: Sequence[int]) -> dict[int, list[str]]:
+    """The processes of the members that came whole, with the groups that each holds."""
+    found: dict[int, list[str]] = {}
+    for rank in ranks:
+        if not store.check([f"here/{rank}"]):
+            continue
+        first = msgspec.json.decode(store.get(f"here/{rank}"), type=Report)
+        numbers = [process_id(rank, process) for process in range(first.processes)]
+        if store.check([f"here/{number}" for number in numbers]):
+            found |= {one: msgspec.json.decode(store.get(f"here/{one}"), type=Report).held for one in numbers}
+    return found

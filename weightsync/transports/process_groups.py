@@ -148,8 +148,21 @@ class Place:
         """Raises `config.type` if this host has no such device; the backend chooses an empty `device`."""
         found = collective_device(backend, device)
         self._device = found.torch_device
-        self._finish = found.synchronize
+        self._found = found
         self.staged = backend != "gloo"
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def mark(self) -> Any:
+        """A mark behind the work that this thread has queued on the device."""
+        return self._found.mark()
+
+    def carry(self, tensor: torch.Tensor, mark: Any) -> torch.Tensor:
+        """The tensor where the backend takes it, once the work before the mark is done."""
+        self._found.wait_for(mark)  # bounded: work of this process; the watchdog ends a rank whose device hangs
+        return tensor.to(self._device)
 
     def send(self, view: memoryview) -> torch.Tensor:
         """A tensor with these bytes."""
@@ -166,4 +179,4 @@ class Place:
         """Copy the received bytes to the view."""
         if self.staged:
             torch.frombuffer(view, dtype=torch.uint8).copy_(tensor)
-            self._finish()
+            self._found.synchronize()

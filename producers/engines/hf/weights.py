@@ -244,6 +244,10 @@ class ModelWeights:
         return self._parameters.get(name)
 
     @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
     def second_copy(self) -> int:
         """Bytes of a second version; 0 in place."""
         values = {id(value): value.nbytes for value in self._parameters.values()}

@@ -1,0 +1,59 @@
+"""Publishing by transport `direct`: two passes over the weights on their device, and one to the host on request.
+
+The first pass digests them and announces the version; the second one sends them, if engines take them. An engine that
+missed a version waits until the weights are staged, which happens while the learner waits for a batch, or for the next
+version. All methods are collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl.config import Config
+from learners.gang.gang import Gang
+from learners.rank_zero import Services, Weights
+
+
+class DirectWeights:
+    def __init__(self, config: Config, *, gang: Gang, backend: Any, services: Services | None) -> None:
+        self._part_bytes = config.weightsync.bucket_bytes
+        self._gang = gang
+        self._backend = backend
+        self._services = services
+
+    def publish(self, version: int) -> None:
+        """Announce the weights of a version and send them."""
+        services = self._services
+        send_weights(self._tensors(), None if services is None else lambda all_: services.announce(version, all_))
+        meets = b"1" if services is not None and services.wait_group() else b""
+        if self._gang.share(meets if services is not None else None):
+            send_weights(self._tensors(), None if services is None else services.send_direct)
+
+    def stage(self) -> None:
+        """Copy the announced weights out."""
+        services = self._services
+        settle = None if services is None else services.settle
+        send_weights(self._backend.iter_hf_weights(settle), None if services is None else services.stage_direct)
+
+    def stage_if_wanted(self, version: int) -> None:
+        """The same if an engine waits for it."""
+        wanted = b"1" if self._services is not None and self._services.wants_stage(version) else b""
+        if self._gang.share(wanted if self._services is not None else None):
+            self.stage()
+
+    def _tensors(self) -> Any:
+        settle = _nothing if self._services is None else self._services.settle
+        return self._backend.iter_device_weights(settle, part_bytes=self._part_bytes)
+
+
+def send_weights(weights: Weights, send: Callable[[Any], object] | None) -> None:
+    """Send the weights on rank 0. Collective: the other ranks exhaust the iterator."""
+    if send is not None:
+        send(weights)
+    else:
+        for _ in weights:
+            pass
+
+
+def _nothing() -> None: ...
