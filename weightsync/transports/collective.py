@@ -207,6 +207,9 @@ class Sending:
 
     def end(self, *, whole: bool) -> None:
         """Keep the group after a whole transfer; else interrupt and leave it."""
+        for one in self._pending:
+            one.cancel()
+        self._pending.clear()  # an error in one, its traceback and this object would hold each other
         if whole:
             self._groups.give(self._group)
         else:
@@ -328,12 +331,11 @@ class CollectiveInbox:
         assert self._place is not None
         rooms = [torch.empty(max(self._sizes), dtype=torch.uint8, device=self._place.device) for _ in range(2)]
         blobs = [rooms[number % 2][:size] for number, size in enumerate(self._sizes)]
-        coming = self._begin(blobs[0])
+        under_way = deque([self._begin(blobs[0])])  # not in a variable: see `_await`
         for number, blob in enumerate(blobs):
-            before = coming
             if number + 1 < len(blobs):
-                coming = self._begin(blobs[number + 1])
-            self._await(f"blob {number}", before)
+                under_way.append(self._begin(blobs[number + 1]))
+            self._await(f"blob {number}", under_way.popleft())
             self._left -= 1
             yield blob
 

@@ -27,6 +27,7 @@ from producers.engines.staged_weights import StagedVersion
 from producers.engines.vllm.checksums import Checksums
 from weightsync.plan.digest import version_digest
 from weightsync.plan.limits import limit_for
+from weightsync.plan.sum_digest import SUM
 
 SWAP_LIMIT_S = 120.0  # a commit that takes longer than this, and the time of its bytes, is a broken engine
 CALL_LIMIT_S = 60.0
@@ -62,6 +63,7 @@ class VLLMBase(served.ServedBase):
         self._full_softmax = False  # of the log-probs, for every request
         self._logprobs_mode = "processed_logprobs"
         self._images: ImageInputs | None = None  # of a vision-language model, if the engine sees
+        self._committed: Manifest | None = None
         self._checksums = Checksums(self._checksums_now, self._fail)
 
     async def _decode(self, sample: Sample) -> None:
@@ -189,7 +191,7 @@ class VLLMBase(served.ServedBase):
         started = time.perf_counter()
         self._checksums.forget()
         try:
-            async with asyncio.timeout(swap_limit_s(staged)):
+            async with asyncio.timeout(swap_limit_s(staged.manifest)):
                 digest = await self._swap(staged, label)
         except BaseException as error:  # also a cancellation: the workers may be between two versions
             raise self._fail(f"the commit of version {staged.manifest.version} failed", error) from error
@@ -198,9 +200,9 @@ class VLLMBase(served.ServedBase):
         self._checksums.record(label)
         return digest
 
-    def _set_current(self, staged: StagedVersion, label: str) -> None:
+    def _set_current(self, manifest: Manifest, label: str) -> None:
         """The workers hold the version; decoding has not resumed."""
-        self._labels.current, self._version = label, staged.manifest.version
+        self._labels.current, self._version, self._committed = label, manifest.version, manifest
         if not self._recompute:
             self._submit_anew()
 
@@ -208,13 +210,13 @@ class VLLMBase(served.ServedBase):
         """The manifest's digest while vLLM's checksums are those after the commit, else another; empty if they were
         not taken then (they are now)."""
         self._alive()
-        current = self._staged.current
-        return "" if current is None else await self._checksums.attest(current.manifest.digest)
+        current = self._committed
+        return "" if current is None else await self._checksums.attest(current.digest)
 
 
-def swap_limit_s(staged: StagedVersion) -> float:
+def swap_limit_s(manifest: Manifest) -> float:
     """Longest commit of a version."""
-    return limit_for(SWAP_LIMIT_S, sum(staged.manifest.bucket_bytes))
+    return limit_for(SWAP_LIMIT_S, sum(manifest.bucket_bytes))
 
 
 def join_digests(workers: Sequence[dict[str, Any]], *, buckets: int) -> str:
@@ -257,13 +259,15 @@ def unfit_logprobs(request: GenRequest, mode: str) -> str:
     return ""
 
 
-def update_info(staged: StagedVersion, *, path: str) -> dict[str, Any]:
-    """Fields of `weight_transfer.StagedUpdateInfo`."""
+def update_info(manifest: Manifest, tensors: Sequence[Tensor], **where: str) -> dict[str, Any]:
+    """Fields of `weight_transfer.StagedUpdateInfo`; `where` its `path` or `instruction`."""
+    first = manifest.bucket_digests[0] if manifest.bucket_digests else ""
     return {
         "tensors": [
             [tensor.name, tensor.dtype, list(tensor.shape), tensor.bucket, tensor.offset, tensor.nbytes]
-            for tensor in staged.tensors
+            for tensor in tensors
         ],
-        "bucket_bytes": list(staged.manifest.bucket_bytes),
-        "path": path,
+        "bucket_bytes": list(manifest.bucket_bytes),
+        "like": SUM if first.startswith(SUM) else "",
+        **where,
     }
