@@ -17,7 +17,7 @@ from learners.rank_zero import Services, Weights
 
 class DirectWeights:
     def __init__(self, config: Config, *, gang: Gang, backend: Any, services: Services | None) -> None:
-        self._part_bytes = config.weightsync.bucket_bytes
+        self._bucket_bytes = config.weightsync.bucket_bytes
         self._gang = gang
         self._backend = backend
         self._services = services
@@ -25,10 +25,12 @@ class DirectWeights:
     def publish(self, version: int) -> None:
         """Announce the weights of a version and send them."""
         services = self._services
-        send_weights(self._tensors(), None if services is None else lambda all_: services.announce(version, all_))
+        tensors = self._tensors(self._bucket_bytes // 2)  # half as large: the digests need room as well
+        send_weights(tensors, None if services is None else lambda all_: services.announce(version, all_))
         meets = b"1" if services is not None and services.wait_group() else b""
         if self._gang.share(meets if services is not None else None):
-            send_weights(self._tensors(), None if services is None else services.send_direct)
+            tensors = self._tensors(self._bucket_bytes)  # they lie as in their buckets
+            send_weights(tensors, None if services is None else services.send_direct)
 
     def stage(self) -> None:
         """Copy the announced weights out."""
@@ -42,9 +44,9 @@ class DirectWeights:
         if self._gang.share(wanted if self._services is not None else None):
             self.stage()
 
-    def _tensors(self) -> Any:
+    def _tensors(self, part_bytes: int) -> Any:
         settle = _nothing if self._services is None else self._services.settle
-        return self._backend.iter_device_weights(settle, part_bytes=self._part_bytes)
+        return self._backend.iter_device_weights(settle, part_bytes=part_bytes)
 
 
 def send_weights(weights: Weights, send: Callable[[Any], object] | None) -> None:

@@ -70,7 +70,7 @@ def test_one_joins_late_and_one_is_killed_in_a_version(run: Run, tiny_model: Pat
 
 
 def check_rounds(rounds: list[dict[str, Any]], digests: dict[int, str], figure: Any) -> None:
-    """The killed one failed in one version, which the survivor has in another round; later ones go to both that live."""
+    """The killed one failed in one version; the survivor has it, or a newer one, in another round."""
     left_out = [line for line in rounds if line["members"].get(KILLED, line["digest"]) != line["digest"]]
     assert len(left_out) == 1 and left_out[0]["ways"][KILLED]["transport"] == "direct", rounds
     torn = left_out[0]["version"]
