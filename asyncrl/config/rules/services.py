@@ -53,7 +53,7 @@ def _direct_problems(config: Config) -> Iterator[Conflict]:
         yield conflict("weightsync.transport", f"{what}: use engine hf or vllm, or another transport")
     elif not sync.in_place:
         what = f"{direct} writes into the weights in use, so generation pauses from the first byte on"
-        yield conflict("weightsync.in_place", f"{what}: set weightsync.in_place = true")
+        yield conflict("weightsync.transport", f"{what}: set weightsync.in_place = true")
     if learner.backend != "fsdp2":
         what = f"{direct}: back-end {learner.backend!r} publishes through host memory"
         yield conflict("weightsync.transport", f"{what}: use fsdp2, or another transport")
