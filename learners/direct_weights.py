@@ -7,12 +7,12 @@ version. All methods are collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from asyncrl.config import Config
 from learners.gang.gang import Gang
-from learners.rank_zero import Services, Weights
+from learners.rank_zero import Services, Weights, exhaust
 
 
 class DirectWeights:
@@ -26,23 +26,41 @@ class DirectWeights:
         """Announce the weights of a version and send them."""
         services = self._services
         tensors = self._tensors(self._bucket_bytes // 2)  # half as large: the digests need room as well
-        send_weights(tensors, None if services is None else lambda all_: services.announce(version, all_))
-        meets = b"1" if services is not None and services.wait_group() else b""
+        send_weights(tensors, None if services is None else lambda all_: self._announce(services, version, all_))
+        meets = b"1" if services is not None and services.publisher.wait_group() else b""
         if self._gang.share(meets if services is not None else None):
             tensors = self._tensors(self._bucket_bytes)  # they lie as in their buckets
-            send_weights(tensors, None if services is None else services.send_direct)
+            send_weights(tensors, None if services is None else lambda all_: self._send(services, version, all_))
 
     def stage(self) -> None:
         """Copy the announced weights out."""
         services = self._services
         settle = None if services is None else services.settle
-        send_weights(self._backend.iter_hf_weights(settle), None if services is None else services.stage_direct)
+        weights = self._backend.iter_hf_weights(settle)
+        send_weights(weights, None if services is None else lambda all_: self._stage(services, all_))
 
     def stage_if_wanted(self, version: int) -> None:
         """The same if an engine waits for it."""
-        wanted = b"1" if self._services is not None and self._services.wants_stage(version) else b""
+        wanted = b"1" if self._services is not None and self._services.publisher.stage_wanted == version else b""
         if self._gang.share(wanted if self._services is not None else None):
             self.stage()
+
+    @staticmethod
+    def _announce(services: Services, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+        with exhaust(tensors) as rest:
+            services.record_digest(version, services.publisher.announce(version, services.plan, rest))
+
+    @staticmethod
+    def _send(services: Services, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+        with exhaust(tensors) as rest:
+            result = services.publisher.send_direct(services.plan, rest)
+        if result != "sent":  # the service hears it from the members
+            print(f"learner: warning: version {version} did not come to all engines: {result}", flush=True)
+
+    @staticmethod
+    def _stage(services: Services, weights: Weights) -> None:
+        with exhaust(weights) as rest:
+            services.publisher.stage_direct(services.plan, rest)
 
     def _tensors(self, part_bytes: int) -> Any:
         settle = _nothing if self._services is None else self._services.settle

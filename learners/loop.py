@@ -224,7 +224,7 @@ class Learner:
             if done >= self._config.learner.steps:
                 return Order(done, what="end"), None, None
             batch = services.claim(step)
-            if batch is None and services.wants_stage(done):
+            if batch is None and services.publisher.stage_wanted == done:
                 return Order(done, what="stage"), None, None
             self._times.lap("wait", fetch=services.fetch_s if batch is not None else 0.0)
             if batch is None:

@@ -279,10 +279,9 @@ def make_inbox(instruction: Instruction, keys: Keys | None = None) -> Inbox:
     from weightsync.transports.catalogue import make_inboxes
 
     chunk = CHUNK if sum(instruction.manifest.bucket_bytes) < 1 << 20 else 1 << 20
-    direct = instruction.transport == "direct"
-    config = WeightSyncConfig(stream_chunk_bytes=chunk, transport="direct" if direct else "auto")
+    config = WeightSyncConfig(stream_chunk_bytes=chunk)
     inbox = make_inboxes(config, keys=keys)[instruction.transport](instruction)
-    return DirectReader(inbox) if direct else inbox
+    return DirectReader(inbox) if instruction.transport == "direct" else inbox
 
 
 def reply_of(ranks: int, generation: int, hops: Sequence[Hop] = ()) -> RoundReply:

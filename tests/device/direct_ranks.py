@@ -33,7 +33,7 @@ ENGINE_DEVICE = 3
 
 
 class Services:
-    """What `DirectWeights` asks of rank 0's connections, without a weight-sync service."""
+    """What `DirectWeights` asks of rank 0's connections and of the publisher, without a weight-sync service."""
 
     def __init__(self, plan: Any) -> None:
         self.plan, self.direct, self.groups = plan, Direct(), Groups()
@@ -43,9 +43,13 @@ class Services:
         self.manifest: Manifest | None = None
         self.generation = 0
         self.settle = self.direct.settle
+        self.publisher = self
 
-    def announce(self, version: int, tensors: Any) -> None:
-        digests = digest_tensors(tensors, self.plan)
+    def record_digest(self, version: int, manifest: Manifest) -> None:
+        assert manifest is self.manifest and manifest.version == version
+
+    def announce(self, version: int, plan: Any, tensors: Any) -> Manifest:
+        digests = digest_tensors(tensors, plan)
         digest = version_digest(digests)
         self.manifest = Manifest(version, self.plan.digest, self.plan.bucket_bytes, digests, digest)
         self.direct.open(digest)
@@ -57,6 +61,7 @@ class Services:
         ]
         for one in work:
             one.start()
+        return self.manifest
 
     def receive(self) -> None:
         torch.npu.set_device(ENGINE_DEVICE)
@@ -71,9 +76,10 @@ class Services:
     def wait_group(self) -> bool:
         return self.direct.wait_group()
 
-    def send_direct(self, tensors: Any) -> None:
-        result = self.direct.send(tensors, self.plan, self.outbox, limit_s=60.0)
+    def send_direct(self, plan: Any, tensors: Any) -> str:
+        result = self.direct.send(tensors, plan, self.outbox, limit_s=60.0)
         assert result == "sent", result
+        return result
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ Guarantees:
 3. two or more wrong words are missed with a probability of at most 2^-126; if all differ by multiples of 2^v (v <= 31:
    only their top bits), each sum sees the low 64 - v bits of the odd factors: 2^-(126 - 2 v), so 2^-64 for v = 31. This
    takes the factors as random and independent of the fault, as swapped, lost, torn and stale words are;
-4. it guards against faults, **not against forgery**: whoever knows the formula makes other weights with the same sums.
+4. it guards against faults, **not against forgery**: a process that knows the formula can make other
+   weights with the same sums.
    The signature of the manifest protects the digest alone.
 Padding between tensors is left out, as in `weightsync.plan.digest`.
 

@@ -105,7 +105,7 @@ class Receiver:
         self._keys = keys
         self._config = config
         self._transports = dict(transports if transports is not None else built_in_transports(config, keys=keys))
-        if not hasattr(engine, "receive_update"):
+        if config.transport != "direct" or not hasattr(engine, "receive_update"):
             self._transports.pop("direct", None)
         self._max_outage_s = max_outage_s
         self._wait_s = min(LONGEST_POLL_S, config.member_timeout_s / 4)

@@ -44,8 +44,7 @@ def make_inboxes(config: WeightSyncConfig, *, keys: Keys | None = None) -> dict[
 
         return DiskInbox(instruction)
 
-    found: dict[str, InboxMaker] = {"local": local, "collective": collective, "stream": stream, "disk": disk}
-    return found | ({"direct": collective} if config.transport == "direct" else {})
+    return {"local": local, "collective": collective, "stream": stream, "disk": disk, "direct": collective}
 
 
 def make_outbox(

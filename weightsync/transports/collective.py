@@ -299,7 +299,7 @@ class CollectiveInbox:
         except FutureTimeout:
             self._failed = True
             raise TransportError(f"{what}: not done within {self._instruction.deadline_s:.3g} s") from None
-        except (RuntimeError, ValueError, msgspec.DecodeError) as error:  # DistError, the backends'; a bad address
+        except (RuntimeError, ValueError) as error:  # DistError, the backends'; a bad address
             self._failed = True
             raise TransportError(f"{what}: {error}") from None
         except TransportError:

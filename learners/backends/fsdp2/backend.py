@@ -30,7 +30,6 @@ from asyncrl.config.capabilities import refuse
 from asyncrl.config.mode import sends_adapters
 from asyncrl.runtime.model_folder import model_json
 from asyncrl.runtime.model_tensors import stacked_parts
-from asyncrl.runtime.pinned_copies import PinnedCopies
 from asyncrl.runtime.routers import Routers
 from learners.backends.base import (
     DTYPES,
@@ -72,6 +71,7 @@ from learners.backends.vision import Vision, freeze_parts
 from learners.batch.micro_batches import NO_EXPERTS, MicroBatch, packed_row, padded_rows
 from learners.gang.gang import Gang
 from learners.models.logprobs import TokenNumbers
+from weightsync.transports.pinned_copies import PinnedCopies
 
 
 class FSDP2Backend:

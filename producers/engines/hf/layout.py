@@ -16,12 +16,12 @@ import torch
 from asyncrl.errors import AsyncRLError
 from asyncrl.runtime.device import Device
 from asyncrl.runtime.model_tensors import Part
-from asyncrl.runtime.pinned_copies import PinnedCopies
 from asyncrl.wire import Buffer, Manifest, Tensor
 from weightsync.copy_digest import Bytes, copy_digest, digest_all, digest_lent
 from weightsync.plan.buckets import group_by_bucket
 from weightsync.plan.digest import version_digest
 from weightsync.plan.sum_digest import SUM, hexdigest
+from weightsync.transports.pinned_copies import PinnedCopies
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: Wire dtype -> dtypes of a model that hold every one of its values.
@@ -168,9 +168,9 @@ class Layout:
     def bucket_digest(self, number: int, get: Callable[[str], torch.Tensor]) -> str:
         """Digest of one bucket of the tensors from `get`, in the dtypes of the layout."""
         digest = self._host.sums if self._sums else self._host.digest
-        return digest(self._sent(number, get))
+        return digest(self._wire_tensors(number, get))
 
-    def _sent(self, number: int, get: Callable[[str], torch.Tensor]) -> list[torch.Tensor]:
+    def _wire_tensors(self, number: int, get: Callable[[str], torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of a bucket in the dtypes of the layout."""
         return [get(tensor.name).to(DTYPES[tensor.dtype]).contiguous() for tensor in self.buckets[number]]
 
@@ -190,7 +190,7 @@ class Layout:
             return False
         target = np.frombuffer(into, dtype=np.uint8)
         parts = [target[tensor.offset : tensor.offset + tensor.nbytes] for tensor in self.buckets[number]]
-        self._host.read(self._sent(number, get), parts)
+        self._host.read(self._wire_tensors(number, get), parts)
         return True
 
     def fill(self, number: int, data: Buffer, get: Callable[[str], torch.Tensor]) -> str:

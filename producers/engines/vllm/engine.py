@@ -270,11 +270,10 @@ class VLLMEngine(VLLMBase):
             held = await llm.collective_rpc("asyncrl_held")
         except BaseException as error:  # also a cancellation: the workers may still receive
             raise self._fail(f"version {manifest.version} was not received", error) from error
-        wrong = [one["error"] for one in held if one["error"]]
-        wrong = wrong or [f"other digests than published: {sorted(one['digests'].items())}" for one in held
-                          if tuple(one["digests"].values()) != manifest.bucket_digests]  # fmt: skip
-        if wrong:
-            raise TransportError(f"version {manifest.version}: {wrong[0]}")
+        for worker in held:
+            if worker["error"] or tuple(worker["digests"].values()) != manifest.bucket_digests:
+                why = worker["error"] or "a worker got other bytes than published"
+                raise TransportError(f"version {manifest.version}: {why}")
 
     async def commit_update(self) -> str:
         """Load the version in every worker between two steps; the digest of the loaded weights."""

@@ -155,8 +155,8 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._arrived.seconds["load"] = time.perf_counter() - began
 
     def _receive_direct(self, update: StagedUpdateInfo, groups: list[list[Tensor]]) -> None:
-        """Load the buckets of transport `direct`, each worker for itself. An error is told by `held`: it must not end
-        the engine, which gets the version another way."""
+        """Load the buckets of transport `direct`, each worker for itself. `held` reports an error: it must not end the
+        engine, which gets the version another way."""
         from weightsync.transports.base import TransportError
         from weightsync.transports.collective import CollectiveInbox
         from weightsync.transports.kept_groups import Groups
