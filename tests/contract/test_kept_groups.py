@@ -137,6 +137,17 @@ def test_a_member_that_failed_does_not_hold_its_group(members: Members) -> None:
     assert members.formed == 2
 
 
+@pytest.mark.parametrize("junk", [b"junk", b"\xff", b'{"held": 1}', b'{"held": [], "processes": 1000000000}', b"[]"])
+def test_junk_at_the_store_is_an_error_of_the_round(tmp_path: Path, junk: bytes) -> None:
+    """The store has no authentication."""
+    rig = CollectiveRig(tmp_path, plan=SMALL, deadline_s=4.0)
+    outbox: Any = rig.outbox
+    outbox._store.set("ws/1/here/1", junk)
+    with pytest.raises(TransportError, match="cannot be read"):
+        rig.send(1, 1)
+    rig.close()
+
+
 def test_the_oldest_groups_are_ended_and_a_group_is_chosen_by_all() -> None:
     groups = Groups()
     for number in range(6):

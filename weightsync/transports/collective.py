@@ -146,7 +146,10 @@ class Sending:
     def _gather(self, store: Any, ranks: list[int]) -> Choice:
         until = time.monotonic() + self._deadline_s * JOIN_SHARE
         while True:
-            present = come(store, ranks)
+            try:
+                present = come(store, ranks)
+            except ValueError as error:
+                raise TransportError(f"a report of a member cannot be read: {error}") from None
             if present.keys() >= set(ranks) or time.monotonic() > until:
                 break
             time.sleep(0.005)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ from weightsync.transports.worker_thread import Worker
 
 T = TypeVar("T")
 MOST_MEMBERS = 1 << 16
+MOST_PROCESSES = 1 << 10  # of a member
 MOST_GROUPS = 4  # two members that are rarely free together need three
 END_S = 0.5  # a healthy group ends at once
 
@@ -119,7 +120,7 @@ class Report(msgspec.Struct, frozen=True):
     member, which come one by one."""
 
     held: list[str]
-    processes: int = 1
+    processes: Annotated[int, msgspec.Meta(ge=1, le=MOST_PROCESSES)] = 1
 
 
 def process_id(rank: int, process: int) -> int:
@@ -128,7 +129,8 @@ def process_id(rank: int, process: int) -> int:
 
 
 def come(store: Any, ranks: Sequence[int]) -> dict[int, list[str]]:
-    """The processes of the members that came whole, with the groups that each holds."""
+    """The processes of the members that came whole, with the groups that each holds. Raises ValueError for a report
+    that cannot be read: any process that reaches the store can write there."""
     found: dict[int, list[str]] = {}
     for rank in ranks:
         if not store.check([f"here/{rank}"]):
