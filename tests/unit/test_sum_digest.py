@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weightsync.plan.sum_digest import CHUNK_WORDS, MASK, SumDigest, hexdigest, mix
-from weightsync.transports.device_digest import sum_tensors
+from weightsync.transports.device_digest import DeviceSums, as_words, sum_tensors
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 5), (), (0, 4), (CHUNK_WORDS - 9,), (40,), (70 * CHUNK_WORDS + 3,), (2, CHUNK_WORDS), (CHUNK_WORDS - 31,)]
@@ -44,6 +44,16 @@ def in_torch(parts: list[bytes]) -> str:
     return hexdigest((first, second))
 
 
+def on_device(parts: list[bytes]) -> str:
+    """As on an accelerator, with tensors of the host."""
+    found = DeviceSums(CPU)
+    for part in parts:
+        if part:
+            found._add(as_words(torch.frombuffer(bytearray(part), dtype=torch.uint8)))
+    first, second = found.sums.tolist()
+    return hexdigest((first, second))
+
+
 def sparse(shape: tuple[int, ...], seed: int) -> bytes:
     """float32 values, most of them 0, so that the plain formula is quick."""
     random = np.random.default_rng(seed)
@@ -55,9 +65,9 @@ def sparse(shape: tuple[int, ...], seed: int) -> bytes:
 
 def test_both_forms_are_the_formula() -> None:
     parts = [sparse(shape, seed) for seed, shape in enumerate(SHAPES)] + [b"\x01\x02\xff\x80\xfe", b"\xff\xff"]
-    assert on_host(parts) == in_torch(parts) == plain(parts)
+    assert on_host(parts) == in_torch(parts) == on_device(parts) == plain(parts)
     dense = [np.random.default_rng(9).bytes(4001), np.random.default_rng(8).bytes(6)]
-    assert on_host(dense) == in_torch(dense) == plain(dense)
+    assert on_host(dense) == in_torch(dense) == on_device(dense) == plain(dense)
     assert on_host([]) == in_torch([]) == "sum:" + "0" * 32
 
 

@@ -120,5 +120,10 @@ class SumDigest:
                 self._sums[which] = (self._sums[which] + int(of_chunks.sum())) & MASK
         self._words += words.size
 
+    @property
+    def sums(self) -> tuple[int, int]:
+        """S_0 and S_1, below 2^64."""
+        return self._sums[0], self._sums[1]
+
     def hexdigest(self) -> str:
-        return hexdigest((self._sums[0], self._sums[1]))
+        return hexdigest(self.sums)

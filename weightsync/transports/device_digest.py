@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from weightsync.plan.sum_digest import enough, factors, spans, table
+from weightsync.plan.sum_digest import SumDigest, enough, factors, spans, table
 
 
 @cache
@@ -27,11 +28,18 @@ class DeviceSums:
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(2, dtype=torch.int64, device=device)
         self._words = 0
+        self._host = SumDigest()
 
     @torch.no_grad()
     def update(self, tensor: Tensor) -> None:
         """Add the bytes of the next tensor."""
-        words = as_words(tensor)
+        if tensor.is_cpu:  # numpy is three times as fast as torch here
+            self._host.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            np.copyto(self.sums.numpy(), np.array(self._host.sums, np.uint64).view(np.int64))
+        else:
+            self._add(as_words(tensor))
+
+    def _add(self, words: Tensor) -> None:
         for span in spans(self._words, words.numel()):
             part = words[span.start : span.start + span.size].to(torch.int64).view(span.chunks, -1)
             last = span.chunk + span.chunks
