@@ -176,7 +176,7 @@ test-vllm: $(STAMP) $(VLLM_STAMP)
 	timeout --foreground -s INT -k 60 $(VLLM_LIMIT_S) \
 		$(VLLM_VENV)/bin/python -m pytest -m "not chaos and not long" -k "vllm and not standin" \
 		tests/engines/test_engine_contract.py tests/engines/test_vllm_life.py tests/engines/test_vllm_judges.py \
-		tests/engines/test_vllm_sampler.py tests/engines/test_served_images.py
+		tests/engines/test_vllm_sampler.py tests/engines/test_served_images.py tests/engines/test_vllm_parallel.py
 	timeout --foreground -s INT -k 60 $(VLLM_LIMIT_S) \
 		$(BIN)/python -m pytest -n 0 -m "not chaos and not long" tests/e2e/test_vllm_run.py tests/e2e/test_vllm_export.py \
 		tests/e2e/test_vllm_sessions.py tests/e2e/test_vllm_images.py

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from asyncrl.errors import WorkError
 from asyncrl.versions import Runs
-from asyncrl.wire import Buffer, Manifest, Support, Tensor, join_supports
+from asyncrl.wire import Buffer, Instruction, Manifest, Support, Tensor, join_supports
 
 #: Mean |engine - learner| of a log-prob under the same weights, in nats, above which something is wrong with either:
 #: other weights, another temperature, a stale cache. By the coarser dtype of the two; bfloat16 gives about 0.03.
@@ -198,6 +198,18 @@ class Lending(Protocol):
         memory; None: no memory. After `abort_update` a transport may still write there for a moment, so the engine
         must not use it again then. After the commit it keeps the bucket until the `begin_update` that follows the
         next commit, because a generator relays versions from there.
+        """
+
+
+class Receiving(Protocol):
+    """Optional part of an engine: it receives versions itself, from device to device (`weightsync.transport =
+    "direct"`). Its weights are of no version from the first byte on, so its `in_place` is true.
+    """
+
+    async def receive_update(self, instruction: Instruction, tensors: Sequence[Tensor]) -> None:
+        """Take part in the group of the instruction and take every bucket, in place of `begin_update` and
+        `apply_bucket`; `commit_update` or `abort_update` follows. Raises `sync.failed` if a bucket did not come, or has
+        another digest than its manifest says; the engine must not decode until another version is committed.
         """
 
 

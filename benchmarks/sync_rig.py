@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from asyncrl import config as settings  # noqa: E402, RUF100
+from asyncrl.engine import EngineCapabilities  # noqa: E402, RUF100
 from asyncrl.errors import AsyncRLError  # noqa: E402, RUF100
 from asyncrl.runtime.run_dir import RunDir, endpoint
 from weightsync.plan.buckets import Plan, TensorSpec
@@ -67,6 +68,7 @@ def config_of(run: Path, transport: str) -> settings.Config:
     """A run of weight sync alone."""
     sync = settings.WeightSyncConfig(
         transport=transport,
+        in_place=transport == "direct",
         timeout_s=LIMIT_S,
         member_timeout_s=LIMIT_S,  # type: ignore[arg-type]
     )
@@ -109,7 +111,7 @@ class Decoding:
 class BenchEngine:
     """The weights of the hf engine with random content, and their times of the last update."""
 
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], *, in_place: bool) -> None:
         import torch
 
         from producers.engines.hf.weights import ModelWeights
@@ -118,7 +120,9 @@ class BenchEngine:
         for spec in specs:
             value = torch.zeros(spec.shape, dtype=torch.bfloat16)
             model.register_parameter(spec.name, torch.nn.Parameter(value, requires_grad=False))
-        self._weights = ModelWeights(model)
+        self._weights = ModelWeights(model, in_place=in_place)
+        self._in_place = in_place
+        self._groups: list[Any] = []
         self._decoding = Decoding()
         self.times: dict[str, float] = {}
 
@@ -128,6 +132,18 @@ class BenchEngine:
     async def begin_update(self, manifest: Any, tensors: Any) -> None:
         self.times = {"version": manifest.version, "begin": time.monotonic(), "apply_s": 0.0}
         await asyncio.to_thread(self._weights.begin, manifest, tensors)
+
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities(
+            "bench", max_samples=1, max_tokens=1, kv_tokens=1, encodings=("full",), in_place=self._in_place
+        )
+
+    async def receive_update(self, instruction: Any, tensors: Any) -> None:
+        from producers.engines.hf.direct import receive
+
+        await self.begin_update(instruction.manifest, tensors)
+        await asyncio.to_thread(receive, self._weights, instruction, self._groups)
+        self.times["taken"] = time.monotonic()
 
     def bucket_room(self, number: int) -> memoryview | None:
         return self._weights.bucket_room(number)
@@ -145,6 +161,8 @@ class BenchEngine:
     async def commit_update(self) -> str:
         self.times["pause_s"] = await self._decoding.poll(self._weights.exchange)
         exchanged = time.monotonic()
+        if self._in_place:  # nothing is decoded from the first byte on
+            self.times["pause_s"] = exchanged - self.times["begin"]
         digest = await asyncio.to_thread(self._weights.digest)
         self.times["committed"] = time.monotonic()
         self.times["attest_s"] = self.times["committed"] - exchanged
@@ -157,7 +175,7 @@ class BenchEngine:
 def member(config_path: str, name: str, gib: float) -> None:
     """A generator process: follows the service; commands on stdin, answers and times on stdout, a line of JSON each."""
     config, specs = settings.load(Path(config_path)), specs_of(gib)
-    engine = BenchEngine(specs)
+    engine = BenchEngine(specs, in_place=config.weightsync.in_place)
     receiver = Receiver(
         endpoint(config, "weightsync"),
         engine=engine,
@@ -267,6 +285,12 @@ class Weights:
             yield tensor.name, self.data[start : start + tensor.nbytes]
             start += tensor.nbytes
 
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        """The same as tensors of a device."""
+        import torch
+
+        return ((name, torch.from_numpy(data)) for name, data in self.chunks())
+
     def memcpy_s(self) -> float:
         """One copy of the same bytes."""
         started = time.perf_counter()
@@ -354,12 +378,19 @@ class World:
         weights.next()
         self.version += 1
         started = time.monotonic()
-        self.publisher.publish(self.version, weights.plan, weights.chunks())
+        if self.config.weightsync.transport == "direct":
+            self.publisher.announce(self.version, weights.plan, weights.tensors())
+            assert self.publisher.wait_group()
+            result = self.publisher.send_direct(weights.plan, weights.tensors())
+            assert result == "sent", result
+        else:
+            self.publisher.publish(self.version, weights.plan, weights.chunks())
         ended = time.monotonic()
         said = [process.answer("version", LIMIT_S, self.version) for process in self.members]
         self.publisher.wait_committed(self.version, members=len(self.members), timeout_s=LIMIT_S)
         return {
             "blocked_s": ended - started,
+            "whole_s": max(line["committed"] for line in said) - started,
             "round_s": max(line["committed"] for line in said) - ended,
             "transfer_s": max(line["taken"] for line in said) - ended,
             "begin_s": statistics.mean(line["begin"] for line in said) - ended,

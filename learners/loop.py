@@ -36,11 +36,12 @@ from learners.backends.base import Backend
 from learners.batch import sample_log
 from learners.checkpoints import checkpoint
 from learners.checkpoints.saving import Checkpoints
+from learners.direct_weights import DirectWeights, send_weights
 from learners.engine_gap import EngineGap
 from learners.gang.gang import Gang
 from learners.profiling.metered_backend import Meter
 from learners.profiling.profiler import Profiler
-from learners.rank_zero import Services, Weights
+from learners.rank_zero import Services
 from learners.step.coefficients import Coefficients
 from learners.step.resilient_step import StepRunner
 from learners.step.timing import StepTimes
@@ -55,15 +56,16 @@ MAX_SKIPPED = 3
 class Order(msgspec.Struct, frozen=True):
     """An order of rank 0 about `step`.
 
-    train: a share of the batch follows; with `publish` the weights are published afterwards. save: write a checkpoint,
-    because the buffer lost its state. end: stop, because all is done or for `reason`. leave: the buffer is gone
+    train: a share of the batch follows; with `publish` the weights are published afterwards. stage: copy the published
+    weights out, for engines that missed them (transport `direct`). save: write a checkpoint, because the buffer lost
+    its state. end: stop, because all is done or for `reason`. leave: the buffer is gone
     (`reason`); write a checkpoint and exit with code 69.
     """
 
     step: int
     publish: bool = False
     reason: str = ""
-    what: Literal["train", "save", "end", "leave"] = "train"
+    what: Literal["train", "stage", "save", "end", "leave"] = "train"
     settle: bool = False  # the checkpoint in progress has ended
     tuning: str = ""  # settings of this step changed by `asyncrl tune`
     coefficients: Coefficients | None = None  # from the checkpoint that this start continues
@@ -104,6 +106,7 @@ class Learner:
             seed=config.run.seed,
             group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
         )
+        self._direct = DirectWeights(config, gang=gang, backend=backend, services=services)
         self._based = False  # this process has staged the base weights of the adapters
         self._skipped = 0
         self._gap = EngineGap(config, say=_say if gang.lead else None)
@@ -123,6 +126,9 @@ class Learner:
             order, batch, data = self._next(step)
             if order.what in ("end", "leave"):
                 break
+            if order.what == "stage":
+                self._direct.stage()
+                continue
             if order.what == "save":
                 self._start_again(step)
                 self._times.lap("checkpoint")
@@ -218,6 +224,8 @@ class Learner:
             if done >= self._config.learner.steps:
                 return Order(done, what="end"), None, None
             batch = services.claim(step)
+            if batch is None and services.publisher.stage_wanted == done:
+                return Order(done, what="stage"), None, None
             self._times.lap("wait", fetch=services.fetch_s if batch is not None else 0.0)
             if batch is None:
                 return Order(done, what="end", reason="asked to stop"), None, None
@@ -253,16 +261,18 @@ class Learner:
         """With adapters the base goes out first: as version 0, or after a restart without becoming the target."""
         services, adapters = self._services, self._backend.adapters
         settle = services.settle if services is not None else None
+        if self._config.weightsync.transport == "direct":
+            self._direct.publish(version)
+        elif adapters is None:
+            weights = self._backend.iter_hf_weights(settle)
+            send_weights(weights, partial(services.publish, version) if services else None)
         if adapters is None:
-            _send_weights(
-                self._backend.iter_hf_weights(settle), partial(services.publish, version) if services else None
-            )
             return
         if not self._based:
-            _send_weights(adapters.iter_base(settle), partial(services.stage_base, version) if services else None)
+            send_weights(adapters.iter_base(settle), partial(services.stage_base, version) if services else None)
             self._based = True
         if version:
-            _send_weights(adapters.iter_weights(), partial(services.publish_adapter, version) if services else None)
+            send_weights(adapters.iter_weights(), partial(services.publish_adapter, version) if services else None)
 
     def _quarantine(self, step: int, group: int, reason: str) -> None:
         if self._services is not None:
@@ -328,6 +338,7 @@ class Learner:
             waits = b"1" if self._services is not None and self._services.awaits_evaluation() else b""
             if not self._gang.share(waits if self._services is not None else None):
                 break
+            self._direct.stage_if_wanted(self._config.learner.steps)
             self._progress()
         if self._services is not None:
             self._saver.note({}, self._services.evaluated)
@@ -346,15 +357,6 @@ class Learner:
             write_atomic(self._run.result, msgspec.json.encode(run_result(step, lines, ledger)))
         failpoint("learner.at_goodbye")
         self._services.end(step, done=not reason, reason=reason or "all steps are done")
-
-
-def _send_weights(weights: Weights, send: Callable[[Weights], object] | None) -> None:
-    """Send the weights on rank 0. Collective: the other ranks exhaust the iterator."""
-    if send is not None:
-        send(weights)
-    else:
-        for _ in weights:
-            pass
 
 
 def _no_fence() -> None:

@@ -160,6 +160,7 @@ class NoGenerators:
 
     def __init__(self) -> None:
         self.stats: dict[str, float] = {}
+        self.stage_wanted = -1
 
     def start(self, *, epoch: int) -> None: ...
 

@@ -87,7 +87,7 @@ class Services:
         self.mark = EpochMark(RunDir(config.run_dir).learner)
         self.trouble: StateLost | Unavailable | None = None  # the buffer lost its state or is gone
         self._config = config
-        self._plan = plan
+        self.plan = plan
         self._adapter = adapter
         self._base = ""  # digest of the base weights under published adapters
         self._stop = stop
@@ -195,7 +195,7 @@ class Services:
     # ------------------------------------------------------------ one step
 
     def claim(self, step: int) -> ClaimedBatch | None:
-        """Return the batch of `step` without unusable groups; None if the process should end."""
+        """Return the batch of `step` without unusable groups; None if the process should end, or stage weights."""
         started = reported = time.monotonic()
         limit = self._config.learner.batch_timeout_s
         while not self._stop.is_set():
@@ -206,6 +206,8 @@ class Services:
                 batch = self._usable(answer)
                 self.fetch_s = time.monotonic() - arrived
                 return batch
+            if self.publisher.stage_wanted == step - 1:
+                return None
             self.mark.check()  # a buffer with lost state may accept this learner again
             now = time.monotonic()
             diagnosis = f"step {step}: {answer.ready} of {answer.wanted} groups are ready; {answer.diagnosis}"
@@ -259,28 +261,29 @@ class Services:
 
     def publish(self, version: int, weights: Weights) -> str:
         """Stage the weights of a version and return their digest. `weights` is collective and always exhausted."""
-        with _exhaust(weights) as rest:
-            manifest = self.publisher.publish(version, self._plan, rest)
-        return self._record_digest(version, manifest)
+        with exhaust(weights) as rest:
+            manifest = self.publisher.publish(version, self.plan, rest)
+        return self.record_digest(version, manifest)
 
     def stage_base(self, version: int, weights: Weights) -> None:
         """Stage the base weights of the adapters (version 0); after a restart without making them the target."""
         if not version:
             self._base = self.publish(0, weights)
             return
-        with _exhaust(weights) as rest:
-            self._base = str(self.publisher.stage_base(0, self._plan, rest).digest)
+        with exhaust(weights) as rest:
+            self._base = str(self.publisher.stage_base(0, self.plan, rest).digest)
 
     def publish_adapter(self, version: int, weights: Weights) -> str:
         """Stage a version as an adapter of the base and return its digest."""
         assert self._adapter is not None
-        with _exhaust(weights) as rest:
+        with exhaust(weights) as rest:
             manifest = self.publisher.publish(
                 version, self._adapter.plan, rest, base=self._base, adapter=self._adapter.text
             )
-        return self._record_digest(version, manifest)
+        return self.record_digest(version, manifest)
 
-    def _record_digest(self, version: int, manifest: Any) -> str:
+    def record_digest(self, version: int, manifest: Any) -> str:
+        """Keep the digest of a published version for the buffer and for checkpoints; return it."""
         self.digests[version] = manifest.digest
         for old in sorted(self.digests)[: -2 * self._config.buffer.max_staleness - 4]:
             del self.digests[old]
@@ -334,7 +337,7 @@ class Services:
 
 
 @contextmanager
-def _exhaust(weights: Weights) -> Iterator[Iterator[tuple[str, npt.NDArray[np.uint8]]]]:
+def exhaust(weights: Iterable[tuple[str, Any]]) -> Iterator[Iterator[tuple[str, Any]]]:
     """Yield an iterator that is exhausted even if its reader fails: the other ranks run through it too."""
     rest = iter(weights)
     try:

@@ -238,10 +238,12 @@ class Replay:
         return self._layout_digest(adapter.plan, adapters.iter_weights(), base=base, adapter=adapter.text)
 
     def _layout_digest(self, layout: Any, weights: Iterator[tuple[str, Any]], **under: str) -> str:
-        from weightsync.plan.digest import Digest, version_digest
+        from weightsync.plan.digest import new_digest, version_digest
+        from weightsync.plan.sum_digest import SUM
 
         place = {tensor.name: tensor.bucket for tensor in layout.tensors}
-        digests = [Digest() for _ in layout.bucket_bytes]
+        like = SUM if self._settings_in_force.weightsync.transport == "direct" else ""
+        digests = [new_digest(like) for _ in layout.bucket_bytes]
         for name, data in weights:  # in the order of the layout
             digests[place[name]].update(data)
         return version_digest([digest.hexdigest() for digest in digests], **under) if self._gang.lead else ""

@@ -66,7 +66,7 @@ def check_transports(root: Path) -> Iterator[str]:
     for name in re.findall(r'"(\w+)":', names[0]):
         if f'"{name}"' not in choices[1]:
             yield f"transport {name!r} cannot be configured: add it to weightsync.transport in {SECTION}"
-        if f'    "{name}": ("{name}",),' not in (root / OUTBOXES).read_text():
+        if f'    "{name}": ("{name}",' not in (root / OUTBOXES).read_text():
             yield f"transport {name!r} is never opened: add it to ALLOWED in {OUTBOXES}"
         if f'"{name}"' not in (root / ROUTING).read_text():
             yield f"transport {name!r} is never chosen: add it to Router.choose in {ROUTING}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 import numpy as np
@@ -175,9 +175,15 @@ def copy_digest(pairs: Iterable[tuple[Bytes, Bytes]], *, threads: int | None = N
 
 def digest_all(tensors: Iterable[Bytes], *, threads: int | None = None) -> str:
     """The digest of one bucket from the bytes of its tensors in plan order."""
+    return digest_lent(lambda _: tensors, threads=threads)
+
+
+def digest_lent(lend: Callable[[Callable[[], None]], Iterable[Bytes]], *, threads: int | None = None) -> str:
+    """The same for an iterator that uses the memory of its tensors again: it gets a function that returns when all that
+    it yielded is digested."""
     pieces = Pieces()
     with Crew(threads) as crew:
-        for tensor in tensors:
+        for tensor in lend(crew.settle):
             crew.copy(None, tensor, pieces)
             crew.settle(LENT_BYTES)
         crew.settle()

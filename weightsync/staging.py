@@ -167,24 +167,26 @@ class Staging:
         return Slot(path, mapping, size)
 
     @contextmanager
-    def hold(self, slot: Slot, order: int) -> Iterator[bool]:
-        """Keep the slot from being overwritten; False if its content is no longer that of `order`.
+    def hold(self, slot: Slot | None, order: int) -> Iterator[bool]:
+        """Keep the slot from being overwritten; False if its content is no longer that of `order`, or without a slot.
 
         Call `is_intact` at the end if the bytes are not checked by digests elsewhere.
         """
         with self._lock:
-            intact = slot.order == order
-            slot.readers += intact
+            held = slot if slot is not None and slot.order == order else None
+            if held is not None:
+                held.readers += 1
         try:
-            yield intact
+            yield held is not None
         finally:
             with self._lock:
-                slot.readers -= intact
+                if held is not None:
+                    held.readers -= 1
 
-    def is_intact(self, slot: Slot, order: int) -> bool:
+    def is_intact(self, slot: Slot | None, order: int) -> bool:
         """Whether the slot's content is that of `order`."""
         with self._lock:
-            return slot.order == order
+            return slot is not None and slot.order == order
 
     def close(self) -> None:
         with self._lock:

@@ -33,6 +33,8 @@ from asyncrl.wire import Buffer, Manifest, Tensor
 from weightsync.copy_digest import copy_digest, digest_all
 from weightsync.mapped_file import map_new
 from weightsync.plan.buckets import bucket_starts, group_by_bucket
+from weightsync.plan.digest import bucket_digest
+from weightsync.plan.sum_digest import SUM
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "asyncrl-engine-"
@@ -125,7 +127,11 @@ class StagedWeights:
         with self._lock:
             if self._update is not update:
                 raise WorkError("sync.failed", "the update was aborted")
-            if same:
+            if update.manifest.bucket_digests[number].startswith(SUM):
+                if not same:
+                    room[:] = source
+                digest = bucket_digest(update.groups[number], room.data, like=SUM)
+            elif same:
                 digest = digest_all(room[part] for part in parts)
             else:
                 digest = copy_digest((room[part], source[part]) for part in parts)

@@ -73,7 +73,7 @@ def with_outcome(result: Callable[[float], Any], timeout_s: float) -> None:
 def test_a_generation_is_never_used_again(rig: CollectiveRig) -> None:
     assert run_round(rig, 1, 7) == [rig.expected()]
     for generation in (7, 6):
-        with pytest.raises(TransportError, match="a group is used once"):
+        with pytest.raises(TransportError, match="each is sent once"):
             rig.send(1, generation)
     assert run_round(rig, 2, 8) == [rig.expected()] * 2
 
@@ -94,8 +94,8 @@ def test_a_work_that_hangs_is_left_at_the_deadline(rig: CollectiveRig, monkeypat
     def hang(self: Any, *args: Any) -> None:
         ended.wait(20)
 
-    monkeypatch.setattr("weightsync.transports.collective._Sending.run", hang)
-    monkeypatch.setattr("weightsync.transports.collective.CollectiveInbox._join", hang)
+    monkeypatch.setattr("weightsync.transports.collective.Sending._gather", hang)
+    monkeypatch.setattr("weightsync.transports.collective.CollectiveInbox._meet", hang)
     instruction = msgspec.structs.replace(rig.instruction(), deadline_s=0.5)
     started = time.monotonic()
     inbox = CollectiveInbox(instruction)

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from transport_rigs import RIGS, digest_of, make_inbox
+from transport_rigs import RIGS, digest_of, digests_from, make_inbox
 
 import weightsync.transports.collective
 import weightsync.transports.disk
 import weightsync.transports.stream
+from asyncrl.config import WeightSyncConfig
 from asyncrl.wire import Instruction
 from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
 from weightsync.transports.base import TransportError, blob_sizes
+from weightsync.transports.catalogue import make_inboxes
 
 SMALL = plan_buckets([TensorSpec(f"t{i}", "F32", (1000 + i,)) for i in range(3)], bucket_bytes=4000)
 assert all((weightsync.transports.collective, weightsync.transports.disk, weightsync.transports.stream))
@@ -22,6 +24,8 @@ assert all((weightsync.transports.collective, weightsync.transports.disk, weight
 
 class Rigged:
     """What `digest_of` needs of a rig, at a reader."""
+
+    sizes: tuple[int, ...] = ()
 
     def __init__(self, instruction: Any) -> None:
         self.hops = instruction.hops
@@ -69,3 +73,25 @@ def hold(pipe: Connection, name: str, folder: str, deadline_s: float = 2.0) -> N
             rig.send(2, generation)
         except TransportError:
             continue
+
+
+def stay(pipe: Connection, gates: tuple[int, ...] = ()) -> None:
+    """A member for many rounds: for each instruction `("at", blob)` at the gates, then the digests of what it read, or
+    its error."""
+    inboxes = make_inboxes(WeightSyncConfig())
+    pipe.send(("up",))
+    while pipe.poll(30) and (order := pipe.recv()):
+        instruction = msgspec.msgpack.decode(order, type=Instruction)
+
+        def at(number: int) -> None:
+            if number in gates:
+                pipe.send(("at", number))
+                pipe.poll(20)
+                pipe.recv()
+
+        rig = Rigged(instruction)
+        rig.sizes = blob_sizes(instruction.manifest, instruction.hops)
+        try:
+            pipe.send(digests_from(rig, inboxes[instruction.transport](instruction), at))
+        except TransportError as error:
+            pipe.send(error.message)

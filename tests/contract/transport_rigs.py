@@ -226,9 +226,51 @@ class CollectiveRig(Rig):
             self.outbox.send(reply_of(ranks, generation, self.hops), blobs, deadline_s=self.deadline_s)
 
 
-RIGS: dict[str, type[Rig]] = {one.name: one for one in (LocalRig, StreamRig, DiskRig, CollectiveRig)}
-#: Every transport with every encoding that it carries; `local` maps whole versions alone.
-KINDS = [(name, hops) for name in RIGS for hops in (False, True) if not (hops and name == "local")]
+class DirectRig(CollectiveRig):
+    """Tensors are sent as the learner sends them, and read as an engine reads them."""
+
+    name = "direct"
+
+    def send(self, ranks: int, generation: int) -> None:
+        from weightsync.transports.packing import Packing
+
+        outbox: Any = self.outbox
+        buckets = self.slot.buckets(self.plan.bucket_bytes)
+        with outbox.form(reply_of(ranks, generation), deadline_s=self.deadline_s) as sending:
+            packing = Packing(self.plan, begin=sending.begin, wait=sending.settle)
+            for place in self.plan.tensors:
+                packing.add(place.name, as_tensor(buckets[place.bucket], place))
+                if place.offset % 3 == 0:
+                    packing.settle()
+            packing.end()
+
+
+class DirectReader:
+    """An engine's end of `direct`, as an inbox."""
+
+    def __init__(self, inbox: Any) -> None:
+        self._inbox = inbox
+        self.close = inbox.close
+
+    def open(self) -> None:
+        self._inbox.open()
+        self._tensors = self._inbox.tensors()
+
+    def read(self, number: int, into: memoryview | None = None) -> memoryview:
+        return memoryview(next(self._tensors).numpy().tobytes())
+
+
+def as_tensor(bucket: memoryview, place: Any) -> Any:
+    import torch
+
+    if not place.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bucket, dtype=torch.uint8, count=place.nbytes, offset=place.offset)
+
+
+RIGS: dict[str, type[Rig]] = {one.name: one for one in (LocalRig, StreamRig, DiskRig, CollectiveRig, DirectRig)}
+#: Every transport with every encoding that it carries; `local` and `direct` carry whole versions alone.
+KINDS = [(name, hops) for name in RIGS for hops in (False, True) if not (hops and name in ("local", "direct"))]
 KIND_NAMES = [f"{name}-{'hops' if hops else 'full'}" for name, hops in KINDS]
 
 
@@ -236,8 +278,10 @@ def make_inbox(instruction: Instruction, keys: Keys | None = None) -> Inbox:
     from asyncrl.config import WeightSyncConfig
     from weightsync.transports.catalogue import make_inboxes
 
-    config = WeightSyncConfig(stream_chunk_bytes=CHUNK if sum(instruction.manifest.bucket_bytes) < 1 << 20 else 1 << 20)
-    return make_inboxes(config, keys=keys)[instruction.transport](instruction)
+    chunk = CHUNK if sum(instruction.manifest.bucket_bytes) < 1 << 20 else 1 << 20
+    config = WeightSyncConfig(stream_chunk_bytes=chunk)
+    inbox = make_inboxes(config, keys=keys)[instruction.transport](instruction)
+    return DirectReader(inbox) if instruction.transport == "direct" else inbox
 
 
 def reply_of(ranks: int, generation: int, hops: Sequence[Hop] = ()) -> RoundReply:

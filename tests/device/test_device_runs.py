@@ -10,9 +10,11 @@ import pytest
 from device_run import DeviceRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+TOKENS_BYTES = 100_000  # tokens and log-probs of a run; a version has more than a million bytes
 HALF = "model.dtype=bfloat16"
 LAYOUTS = {
     "local": (),
+    "direct in bfloat16": ("weightsync.transport=direct", "weightsync.in_place=true", HALF),
     "collective in bfloat16": ("weightsync.transport=collective", HALF),
     "in place, idle states away": (
         "weightsync.in_place=true", "learner.offload_idle=true", "learner.gradient_checkpointing=true",
@@ -33,7 +35,7 @@ def complete(run: DeviceRun, done: Any, *, steps: int = 5) -> list[dict[str, Any
     return lines
 
 
-@pytest.mark.long_except("local", "collective in bfloat16")
+@pytest.mark.long_except("local", "direct in bfloat16", "collective in bfloat16")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_on_devices_is_exact(npu_run: DeviceRun, layout: str, figure: Callable[[str], None]) -> None:
     lines = complete(npu_run, npu_run.train(*LAYOUTS[layout]))
@@ -44,8 +46,15 @@ def test_a_run_on_devices_is_exact(npu_run: DeviceRun, layout: str, figure: Call
     for one in (*learners, *producers):
         assert one["operators"] > 20, "the work was done on the device"
     assert [sum(peak > 0 for peak in one["peak"]) for one in learners] == [1, 1], "each rank has a device of its own"
-    if "collective" in layout:
+    ways = {way["transport"] for line in npu_run.lines("metrics/weightsync.jsonl") for way in line["ways"].values()}
+    assert "direct" not in layout or "direct" in ways
+    if "collective" in layout or "direct" in layout:
         assert all(one["collectives"].get("broadcast", 0) > 0 for one in producers), "by hccl"
+    for one in producers:
+        assert one["copies"]["bytes_unpinned"] < TOKENS_BYTES, "weights go through pinned memory"
+        assert "direct" not in ways or one["copies"]["bytes_to_host"] < TOKENS_BYTES, "weights stay on the device"
+    if "direct" in layout:
+        return  # tests/device/test_direct_budget.py looks at its copies
     copies = max((one["copies"] for one in learners), key=lambda one: one["bytes_to_host"])
     pinned = copies["bytes_to_host"] - copies["bytes_unpinned"]
     published = sum(line["publish_bytes"] for line in lines)

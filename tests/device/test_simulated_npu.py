@@ -56,3 +56,34 @@ def test_the_simulation_is_strict(library: Path, tmp_path: Path) -> None:
     done = python(CODE, library, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "as strict as it must be" in done.stdout
+
+
+ENGINE = """
+import numpy as np, torch, torch_npu
+from torch_npu import _C
+from asyncrl.wire import Tensor
+from producers.engines.hf.layout import HostBytes
+
+torch.manual_seed(0)
+kept = [torch.randn(300, 7), torch.randn(41), torch.randn(2000, 9), torch.zeros(0, 4), torch.randn(5)]
+there = [one.to("npu") for one in kept]
+cpu, npu = HostBytes(torch.device("cpu")), HostBytes(torch.device("npu", 0))
+for tensors in ([0, 1, 2, 3, 4], [4], [2, 2, 1]):
+    assert npu.digest([there[n] for n in tensors]) == cpu.digest([kept[n] for n in tensors])
+room = [np.zeros(one.nbytes, np.uint8) for one in kept]
+npu.read(there, room)
+assert [one.tobytes() for one in room] == [one.numpy().tobytes() for one in kept]
+targets = [torch.empty(one.shape, dtype=torch.float64, device="npu") for one in kept]
+npu.load([(to, data, Tensor("", "F32", tuple(one.shape), 0, 0, one.nbytes))
+          for to, data, one in zip(targets, room, kept, strict=True)])
+found = _C.copies()
+assert found["to_host"] > 9 and found["blocking"] == found["unpinned"] == 0, found
+assert all(bool((to.cpu() == one.double()).all()) for to, one in zip(targets, kept, strict=True))
+print("as on the host")
+"""
+
+
+def test_an_engine_reads_and_loads_weights_through_pinned_memory(library: Path, tmp_path: Path) -> None:
+    done = python(ENGINE, library, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "as on the host" in done.stdout

@@ -43,11 +43,11 @@ SETTINGS = (
 class Cluster:
     """The run, its generators and what the weight-sync service says of them."""
 
-    def __init__(self, run: Run, transport: str) -> None:
+    def __init__(self, run: Run, transport: str, *more: str, holds: str = HOLDS) -> None:
         self.run = run
-        words = [w for setting in (*SETTINGS, f"weightsync.transport={transport}") for w in ("--set", setting)]
+        words = [w for setting in (*SETTINGS, f"weightsync.transport={transport}", *more) for w in ("--set", setting)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("ASYNCRL_FAILPOINT", HOLDS)
+            patch.setenv("ASYNCRL_FAILPOINT", holds)
             self.main = run.start("launch", "all", str(run.config), *words)
         run.wait("the configuration", (run.dir / "config.toml").exists)
         address = endpoint(load(run.dir / "config.toml"), "weightsync")

@@ -24,7 +24,6 @@ from standin_group import GroupMember
 
 from weightsync.copy_digest import digest_all
 from weightsync.plan.buckets import bucket_starts
-from weightsync.plan.digest import version_digest
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -39,7 +38,7 @@ class VLLM:
         self.updating = False
         self.transfer = False  # the weight transfer engine was made
         self.group: GroupMember | None = None
-        self.digest = ""
+        self.digests: list[str] = []
         self.faults = Faults()
 
     def app(self) -> web.Application:
@@ -293,7 +292,7 @@ class VLLM:
                 parts.append(part.numpy())
                 self.core.put(name, part.clone().view(DTYPES[dtype]).view(shape))
             digests.append(digest_all(parts))
-        self.digest = version_digest(digests)
+        self.digests = digests
         return web.json_response({"message": "Weights updated"})
 
     async def _bucket(self, path: str, start: int, size: int, whole: int) -> torch.Tensor:
@@ -329,7 +328,8 @@ class VLLM:
         body = await request.json()
         method, args = body.get("method"), body.get("args") or []
         if method == "asyncrl_held":
-            return web.json_response({"results": [{"digest": self.digest, "seconds": {}}]})
+            digests = {str(number): digest for number, digest in enumerate(self.digests)}
+            return web.json_response({"results": [{"digests": digests, "shares": 1, "seconds": {}}]})
         if method == "asyncrl_full_softmax":
             return web.json_response({"results": ["True"]})
         if method == "asyncrl_model":

@@ -9,6 +9,7 @@ SMALLEST = (
     Case(members=1, versions=1, adapter=True),
     Case(members=1, versions=1, transport="auto", spread=True),
     Case(members=1, kinds=("hold",)),
+    Case(members=1, faults=0, transport="direct", in_place=True, says_dirty=True),
 )
 SHORT = (
     *SMALLEST,
@@ -16,6 +17,7 @@ SHORT = (
     Case(members=1, delta=True),
     Case(members=1, in_place=True, says_dirty=True),
     Case(members=1, transport="collective"),
+    Case(members=1, versions=1, transport="direct", in_place=True, says_dirty=True),
     # adapters: who lacks the base gets it first
     Case(members=1, versions=1, transport="collective", adapter=True),
     # two members, one source at a time: relays
@@ -38,6 +40,7 @@ LONG = (
     Case(versions=1, fanout=0, kinds=("learner",)),
     Case(versions=1, transport="collective", kinds=("crash", "learner", "transfer")),
     Case(versions=1, faults=0, transport="auto", spread=True),
+    Case(versions=1, faults=0, transport="direct", in_place=True, says_dirty=True),
     Case(versions=1, transport="auto", spread=True, kinds=("crash", "learner", "transfer")),
     Case(versions=2, faults=0),
     Case(versions=2, faults=0, delta=True),

@@ -18,13 +18,15 @@ from typing import Any, NamedTuple
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import BaseOffer, Hop, Instruction, Manifest, MemberPoll, Publish, RoundRequest
+from weightsync.coordinator.queries import WANTED
 from weightsync.coordinator.records import Formation, Member, Part, Publisher, Round, Route, State, SyncState
 from weightsync.coordinator.rounds import Parts, Rounds
 from weightsync.plan.buckets import TensorSpec, plan_buckets
 from weightsync.plan.digest import version_digest
 
 PLAN = plan_buckets([TensorSpec("w", "F32", (100,))], bucket_bytes=400)
-HOLD = ("local", "stream", "collective", "disk")
+HOLD = ("local", "stream", "collective", "disk", "direct")
+LED = ("collective", "auto", "direct")  # transports with groups
 TIMEOUT_S, SILENT_S = 1.0, 1.0
 
 
@@ -73,7 +75,8 @@ class Process(NamedTuple):
 
 
 class Learner(NamedTuple):
-    """The publisher. `staged`: the two newest versions; `told`: the service took the newest."""
+    """The publisher. `staged`: the two newest versions; `told`: the service took the newest; `offered`: members that
+    missed its group can have it as well (`direct`)."""
 
     alive: bool = True
     epoch: int = 1
@@ -82,6 +85,7 @@ class Learner(NamedTuple):
     round: int = 0
     leading: int = 0  # generation of the group that it sends to
     sent: int = 0
+    offered: bool = False
 
 
 class Node(NamedTuple):
@@ -213,10 +217,10 @@ class World:
         if newest + 1 < self.case.versions + first:
             base = BASE.digest if self.case.adapter else ""
             more = (*learner.staged[-1:], manifest_of(newest + 1, learner.epoch, base=base))
-            yield Move(f"publish {newest + 1}", self._learn(node, staged=more, told=False), False)
+            yield Move(f"publish {newest + 1}", self._learn(node, staged=more, told=False, offered=False), False)
         if learner.staged and not learner.told:
             yield Move("announce", self.announce(node), True)
-        if self.case.transport in ("collective", "auto") and learner.told:
+        if self.case.transport in LED and learner.told:
             if learner.leading:
                 yield Move("learner has sent", self.ask(node, done="sent"), True)
             else:
@@ -350,7 +354,7 @@ class World:
         learner = node.learner
         if job.manifest.base and job.manifest.base != node.processes[name].base:
             return False  # its engine refuses
-        if job.transport == "collective":
+        if job.transport in ("collective", "direct"):
             return learner.alive and job.generation in (learner.leading, learner.sent)
         if job.source == "learner":
             return learner.alive and job.manifest in (*learner.staged, BASE)
@@ -407,6 +411,8 @@ class World:
         ):
             node = node._replace(failed=frozenset())  # another version: another chance
         ways = dict.fromkeys(HOLD, f"learner-{learner.epoch}")
+        if self.case.transport == "direct":
+            ways = {name: way if name == "direct" or learner.offered else "" for name, way in ways.items()}
         base = BaseOffer(BASE, ways, PLAN.tensors) if self.case.adapter else None
         published = rounds.publish(
             Publish("learner", learner.epoch, newest, ways, PLAN.tensors, hops, base), now=node.now
@@ -425,6 +431,8 @@ class World:
             node = self._learn(node, told=False)
         elif reply.ranks:
             node = self._learn(node, leading=reply.generation, round=reply.round)
+        elif reply.rendezvous == WANTED and not learner.offered:
+            node = self._learn(node, told=False, offered=True)
         return self.advance(node)
 
     def _kill_service(self, node: Node) -> Node:
@@ -439,7 +447,7 @@ class World:
         node = self._fork(node)._replace(now=node.now + 1.0)
         late = {name for name, one in node.rounds.state.members.items() if node.now - one.last_seen > SILENT_S}
         node = node._replace(copies=tuple(copy for copy in node.copies if copy.member not in late))
-        if node.learner.alive and node.learner.told and self.case.transport not in ("collective", "auto"):
+        if node.learner.alive and node.learner.told and self.case.transport not in LED:
             return self.ask(node)  # it asks all the time
         return self.advance(node)
 

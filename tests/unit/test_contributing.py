@@ -75,11 +75,12 @@ TRANSPORT = {
         "        from weightsync.transports.tape import TapeOutbox\n\n"
         "        return TapeOutbox(config.disk_dir or str(run_dir / DISK_FOLDER))\n"
         "    raise KeyError(name)\n",
-        '    return {"local": local, "collective": collective, "stream": stream, "disk": disk}\n',
+        '    return {"local": local, "collective": collective, "stream": stream, "disk": disk, "direct": collective}\n',
         "    from weightsync.transports.tape import TapeInbox\n\n"
-        '    return {"local": local, "collective": collective, "stream": stream, "disk": disk, "tape": TapeInbox}\n',
+        '    return {"local": local, "collective": collective, "stream": stream, "disk": disk, "direct": collective}'
+        ' | {"tape": TapeInbox}\n',
     ),
-    "asyncrl/config/sections/weightsync.py": ('"stream", "disk"]', '"stream", "disk", "tape"]'),
+    "asyncrl/config/sections/weightsync.py": ('"disk", "direct"]', '"disk", "direct", "tape"]'),
     "weightsync/publisher/outboxes.py": (
         '    "disk": ("disk",),\n',
         '    "disk": ("disk",),\n    "tape": ("tape",),\n',

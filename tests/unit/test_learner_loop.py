@@ -96,6 +96,8 @@ class FakeBuffer:
 
 
 class FakePublisher:
+    stage_wanted = -1
+
     def __init__(self, buffer: FakeBuffer, *, committed: int = -1) -> None:
         self.digests: dict[int, str] = {}
         self.stats: dict[str, float] = {}

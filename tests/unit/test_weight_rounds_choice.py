@@ -11,7 +11,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.monitor.status import render
 from asyncrl.wire import BaseOffer, Hop, Instruction, Manifest, MemberPoll, Publish, RoundReply, RoundRequest, Tensor
 from weightsync.coordinator import status as reports
-from weightsync.coordinator.queries import FORM_S, WANTED, reply_digest
+from weightsync.coordinator.queries import FORM_S, FORMING, WANTED, reply_digest
 from weightsync.coordinator.records import Publisher, Route
 from weightsync.coordinator.rounds import Rounds
 from weightsync.coordinator.routing import UNUSABLE_S
@@ -21,6 +21,7 @@ from weightsync.transports.base import UNUSABLE
 
 PLAN = plan_buckets([TensorSpec("a", "F32", (100,)), TensorSpec("b", "F32", (50,))], bucket_bytes=400)
 ALL = ("local", "collective", "stream", "disk")
+DIRECT = ("direct", "local", "stream")
 
 
 def manifest_of(version: int, *, encoding: str = "full") -> Manifest:
@@ -87,10 +88,11 @@ class Sim:
     def arrive(self, name: str, job: Instruction) -> Instruction | None:
         """The transfer is whole; commit; acknowledge."""
         assert job.manifest is not None
-        answer = self.poll(name, state="prepared", round=job.round, digest=job.manifest.digest)
+        takes = DIRECT if job.transport == "direct" else ALL
+        answer = self.poll(name, transports=takes, state="prepared", round=job.round, digest=job.manifest.digest)
         assert answer is not None and answer.action == "commit"
         self.held[name] = job.manifest.version
-        return self.poll(name)
+        return self.poll(name, transports=takes)
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
@@ -273,6 +275,77 @@ def test_one_alone_pulls_and_nobody_waits_for_a_group_that_does_not_come() -> No
     assert sim.poll("a") is None
     sim.tick(FORM_S)
     assert job(sim.poll("a")).transport == "stream"
+
+
+def direct() -> Sim:
+    """A service whose publisher sends `direct` and has staged nothing."""
+    sim = Sim("direct", relay_fanout=0)
+    sim.offers = {"direct": "gloo://h:1", "local": "", "stream": ""}
+    sim.hosts.update(dict.fromkeys("abc", "h"))
+    return sim
+
+
+def test_direct_forms_one_group_of_all_that_are_free() -> None:
+    sim = direct()
+    for name in "abc":
+        sim.poll(name, transports=DIRECT)
+    sim.publish(3)
+    assert sim.poll("a", transports=DIRECT) is None, "until the publisher leads the group"
+    reply = sim.ask()
+    assert set(reply.ranks) == set("abc") and reply.digest == manifest_of(3).digest
+    for name in "abc":
+        first = job(sim.poll(name, transports=DIRECT))
+        assert (first.transport, first.address, first.world_size) == ("direct", "gloo://h:1", 4)
+        sim.arrive(name, first)
+    assert sim.rounds.state.committed == 3 and sim.ask(done="sent").rendezvous == ""
+
+
+def test_direct_waits_for_members_that_commit_an_older_version_but_not_for_long() -> None:
+    for seconds, ranks in ((1, {"a", "b"}), (FORM_S, set())):
+        sim = direct()
+        sim.poll("a", transports=DIRECT), sim.poll("b", transports=DIRECT)
+        sim.publish(3)
+        sim.ask()
+        old = {name: job(sim.poll(name, transports=DIRECT)) for name in "ab"}
+        sim.arrive("a", old["a"])
+        sim.publish(4)
+        assert sim.ask().rendezvous == FORMING and not sim.ask().ranks, "b has not committed version 3"
+        sim.tick(seconds)
+        if seconds < FORM_S:
+            sim.arrive("b", old["b"])
+        found = sim.ask()
+        assert set(found.ranks) == ranks and (found.rendezvous == FORMING) is False
+
+
+def test_who_missed_a_direct_version_gets_it_staged() -> None:
+    """It failed, joined late, or cannot reach the group: the publisher is asked to stage, then `local` or `stream`."""
+    sim = direct()
+    sim.hosts["far"] = "elsewhere"
+    for name in "ab":
+        sim.poll(name, transports=DIRECT)
+    sim.publish(3)
+    sim.ask()
+    first = {name: job(sim.poll(name, transports=DIRECT)) for name in "ab"}
+    sim.arrive("a", first["a"])
+    sim.poll("b", transports=DIRECT, round=first["b"].round, error="connection closed")
+    sim.tick(1)
+    for name in ("b", "far"):
+        assert sim.poll(name, transports=DIRECT) is None, "nothing is staged"
+    assert sim.ask(done="failed: connection closed").rendezvous == WANTED
+    sim.offers = {"direct": "gloo://h:1", "local": "/dev/shm/x", "stream": "tcp://h:2"}
+    sim.publish(3)
+    assert job(sim.poll("b", transports=DIRECT)).transport == "local"
+    assert job(sim.poll("far", transports=DIRECT)).transport == "stream"
+    sim.publish(4)
+    assert sim.ask().rendezvous in (FORMING, ""), "the next version goes to a group again"
+
+
+def test_an_engine_without_direct_never_joins_its_group() -> None:
+    sim = direct()
+    sim.poll("a", transports=DIRECT), sim.poll("b", transports=("local", "stream"))
+    sim.publish(3)
+    assert set(sim.ask().ranks) == {"a"}
+    assert sim.poll("b", transports=("local", "stream")) is None and sim.way("b").transport == "stream"
 
 
 def test_group_gets_hops_only_where_all_need_the_same() -> None:

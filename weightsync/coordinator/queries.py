@@ -18,8 +18,14 @@ from weightsync.coordinator.routing import Router, Scene
 from weightsync.encoding import DELTA
 
 FORM_S = 5.0  # after a publish: a member that is in no collective group by then goes alone (`auto`)
+#: Transports in which the publisher leads a group.
+GROUPS = ("collective", "direct")
+#: The group transport by `weightsync.transport`, where members form groups only at a publish.
+GROUPED = {"auto": "collective", "direct": "direct"}
 #: `RoundReply.rendezvous` for a publisher that must open its collective transport and publish again with the address.
 WANTED = "wanted"
+#: For a publisher of `direct`: members are busy, and the group waits for them.
+FORMING = "forming"
 #: Reports of members that take no version now: they have one that is not committed, or keep theirs.
 BUSY = ("prepared", HOLDING)
 
@@ -88,8 +94,8 @@ class Queries:
         return {
             member.name: now + FORM_S
             for member in state.members.values()
-            if state.config.transport == "auto"
-            and "collective" in member.transports
+            if state.config.transport in GROUPED
+            and GROUPED[state.config.transport] in member.transports
             and not member.dead
             and member.reported != HOLDING
             and not member.holds(state.target)
@@ -97,6 +103,13 @@ class Queries:
             and not self.mismatch(member)
             and not self.router.lacks_base(member, state.target)
         }
+
+    def awaits_group(self) -> bool:
+        """With `direct`: whether a member that may join the group is busy with another version."""
+        if self.state.config.transport != "direct":
+            return False
+        members = [self.state.members[name] for name in self.state.grouping]
+        return any(not one.dead and (one.reported == "prepared" or one.part is not None) for one in members)
 
     def hops_wanted(self, now: float) -> bool:
         """Whether a living member takes hops and is not reached by `local`."""

@@ -45,7 +45,7 @@ from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import Fenced, HandshakeError, WorkError
 from asyncrl.wire import Instruction, MemberPoll, Publish, Published, RoundReply, RoundRequest, Tensor
 from weightsync.coordinator.membership import Membership
-from weightsync.coordinator.queries import WANTED, Queries, reply_digest
+from weightsync.coordinator.queries import FORMING, GROUPS, WANTED, Queries, reply_digest
 from weightsync.coordinator.records import Formation, Publisher, SyncState, Target
 from weightsync.coordinator.routing import Router, check_hops, common_hops
 from weightsync.coordinator.transfers import Transfers
@@ -124,7 +124,7 @@ class Rounds:
             member.failed_sources.clear()
             member.full_only = False
             self.membership.count_holder(member)
-        state.grouping = self.queries.group_candidates(now) if "collective" in state.offers else {}
+        state.grouping = self.queries.group_candidates(now) if state.offers.keys() & set(GROUPS) else {}
         self.transfers.settle(current, now)
 
     def _base_tensors(self, message: Publish) -> tuple[Tensor, ...]:
@@ -177,15 +177,17 @@ class Rounds:
     def _form(self, now: float) -> str:
         """Form a collective group if members wait for one; the rendezvous for the publisher."""
         state = self.state
+        address = next((state.offers[name] for name in GROUPS if name in state.offers), "")
         if state.formation is not None:
-            return state.offers["collective"]
+            return address
+        if self.queries.awaits_group():
+            return FORMING
         scene = self.queries.scene(now)
         lack = [member for member in state.members.values() if self.queries.needs_target(member, now)]
         routes = [(member, self.router.choose(member, scene)) for member in lack]
-        waiting = [(member, route) for member, route in routes if route.transport == "collective" and route.address]
+        waiting = [(member, route) for member, route in routes if route.transport in GROUPS and route.address]
         if not waiting:
             return WANTED if any(route.transport and not route.address for _, route in routes) else ""
-        address = state.offers["collective"]
         state.generation += 1
         bases = [(member, route) for member, route in waiting if route.base]  # one group, one version: the base first
         waiting = bases or waiting
@@ -218,7 +220,7 @@ class Rounds:
             return self.transfers.confirm(member, now)
         if self.queries.needs_target(member, now):
             route = self.router.choose(member, self.queries.scene(now))
-            if not route.address or route.transport == "collective":
+            if not route.address or route.transport in GROUPS:
                 return None
             if route.base:
                 round_ = self.transfers.open_base_round(now)

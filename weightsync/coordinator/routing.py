@@ -6,7 +6,8 @@
 3. `stream`: the member joined later, failed, or is alone; from the least busy source: the publisher, or a member that
    serves the target and relays it;
 4. `collective` if nothing else is possible.
-`disk` is taken if it is set. Guarantees:
+`disk` is taken if it is set. With `direct` set, members that lacked the version when it was published take it in one
+group; those that missed it take `local` or `stream`, once the publisher has staged it. Guarantees:
 1. a source serves at most `relay_fanout` pulls at a time (0: no relays, the publisher serves all);
 2. a source that failed a member is not its source again for this version, except the publisher if there is no other;
 3. hops only to a member that holds their base by version and digest, if all are present, smaller than the whole and
@@ -77,19 +78,25 @@ class Router:
             return Route("", f"it cannot take {target.manifest.encoding} weights")
         if self.lacks_base(member, target):
             return self._base_first(member, scene, target.manifest.base)
+        if mode == "direct" and member.name in scene.together and _reaches(member, "direct", scene):
+            return self._grouped(member, scene, "direct", "set by weightsync.transport")
         if self.is_near(member, scene):
             return Route(
                 "local", f"same host as the publisher ({target.host})", scene.offers["local"], target.publisher
             )
         why = _why_not_local(member, target)
         if mode == "auto" and member.name in scene.together and len(scene.together) >= MIN_GROUP:
-            return self._collective(member, scene, f"{why}; {len(scene.together)} members lack the version together")
-        if mode in ("auto", "stream") and "stream" in member.transports:
+            return self._grouped(
+                member, scene, "collective", f"{why}; {len(scene.together)} members lack the version together"
+            )
+        if mode in ("auto", "stream", "direct") and "stream" in member.transports:
             route = self._stream(member, scene, "set by weightsync.transport" if mode == "stream" else why)
             if route is not None:
                 return route
         if mode in ("auto", "collective") and "collective" in member.transports and "collective" in scene.offers:
-            return self._collective(member, scene, "set by weightsync.transport" if mode == "collective" else why)
+            return self._grouped(
+                member, scene, "collective", "set by weightsync.transport" if mode == "collective" else why
+            )
         if mode == "disk" and _reaches(member, "disk", scene):
             hops = self.hops_for(member, scene)
             return Route("disk", "set by weightsync.transport", scene.offers["disk"], target.publisher, hops)
@@ -97,7 +104,7 @@ class Router:
 
     def is_near(self, member: Member, scene: Scene) -> bool:
         """Whether the local transport brings the target to this member."""
-        if scene.target is None or scene.config.transport not in ("auto", "local"):
+        if scene.target is None or scene.config.transport not in ("auto", "local", "direct"):
             return False
         return member.host == scene.target.host and _reaches(member, "local", scene)
 
@@ -146,10 +153,10 @@ class Router:
         route = self.choose(member, scene.base)
         return replace(route, why=f"the base of the adapter first; {route.why}", base=True)
 
-    def _collective(self, member: Member, scene: Scene, why: str) -> Route:
+    def _grouped(self, member: Member, scene: Scene, name: str, why: str) -> Route:
         assert scene.target is not None
-        address = scene.offers.get("collective", "")
-        return Route("collective", why, address, scene.target.publisher, self.hops_for(member, scene))
+        address = scene.offers.get(name, "")
+        return Route(name, why, address, scene.target.publisher, self.hops_for(member, scene))
 
     def _stream(self, member: Member, scene: Scene, why: str) -> Route | None:
         """The pull from the least busy source; an empty route while all are busy; None if there is no source."""

@@ -6,6 +6,7 @@ Guarantees:
    engine can compute it from its own tensors, and pieces can be digested on all cores, in any order;
 2. the digest of a version is blake3-128 over the ASCII of its bucket digests in order, for an adapter followed by a
    line with the digest of its base and one with its configuration.
+With transport `direct` the digest of a bucket is that of `weightsync.plan.sum_digest`; its prefix tells.
 No torch; accepts any object with the buffer protocol. blake3 is nearly as fast as a copy, and still cryptographic. The
 borders of tensors are not part of it: the plan's digest covers them.
 
@@ -20,6 +21,7 @@ from blake3 import blake3
 
 from asyncrl.wire import Buffer, Tensor
 from weightsync.plan.buckets import group_by_bucket
+from weightsync.plan.sum_digest import SUM, SumDigest
 
 DIGEST_BYTES = 16
 PIECE_BYTES = 1 << 20
@@ -47,10 +49,15 @@ def join_pieces(pieces: Iterable[bytes]) -> str:
     return blake3(b"".join(pieces)).hexdigest(length=DIGEST_BYTES)
 
 
-def bucket_digest(tensors: Iterable[Tensor], bucket: Buffer) -> str:
-    """Digest of one bucket from its bytes; `tensors` are those in it."""
+def new_digest(like: str = "") -> Digest | SumDigest:
+    """An empty digest of the kind that this published digest of a bucket has."""
+    return SumDigest() if like.startswith(SUM) else Digest()
+
+
+def bucket_digest(tensors: Iterable[Tensor], bucket: Buffer, *, like: str = "") -> str:
+    """Digest of one bucket from its bytes; `tensors` are those in it. `like`: as in `new_digest`."""
     view = memoryview(bucket).cast("B")
-    digest = Digest()
+    digest = new_digest(like)
     for tensor in tensors:
         digest.update(view[tensor.offset : tensor.offset + tensor.nbytes])
     return digest.hexdigest()

@@ -30,13 +30,13 @@ from weightsync.staging import Slot, Staging
 
 @dataclass(eq=False)
 class Staged:
-    """A version in its slot. `order` is the number of the slot's filling; `round` is 0 until the service took it;
-    `ready` once its hops are final."""
+    """A version in its slot; None while it was only sent `direct`. `order` is the number of the slot's filling; `round`
+    is 0 until the service took it; `ready` once its hops are final."""
 
     manifest: Manifest
     plan: Plan
     staging: Staging
-    slot: Slot
+    slot: Slot | None
     order: int
     round: int = 0
     ready: bool = False
@@ -60,7 +60,12 @@ class Staged:
             yield [memoryview(blob) for hop in self.encoded[-count:] for blob in hop] if known else None
             return
         with self.staging.hold(self.slot, self.order) as intact:
-            yield self.slot.buckets(self.manifest.bucket_bytes) if intact else None
+            yield self.buckets() if intact else None
+
+    def buckets(self) -> list[memoryview]:
+        """The bytes in its slot; hold it meanwhile."""
+        assert self.slot is not None
+        return self.slot.buckets(self.manifest.bucket_bytes)
 
 
 class DeltaChain:
@@ -129,13 +134,12 @@ class DeltaChain:
 
     def _encode(self, base: Staged, version: Staged) -> list[bytes] | None:
         """The blobs of all buckets; None if they are too large, or take too long."""
-        sizes = version.manifest.bucket_bytes
-        old, new = base.slot.buckets(sizes), version.slot.buckets(sizes)
+        old, new = base.buckets(), version.buckets()
         until = time.monotonic() + self._deadline_s
         with ThreadPoolExecutor(self._threads, thread_name_prefix="weightsync-encode") as pool:
             parts = [
                 pool.submit(encode, *of)
-                for of in zip(old, new, group_by_bucket(version.tensors, len(sizes)), strict=True)
+                for of in zip(old, new, group_by_bucket(version.tensors, len(new)), strict=True)
             ]
             try:
                 return self._collect(parts, version.plan.nbytes, until)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import RoundReply
 from weightsync.publisher.delta_chain import Staged
-from weightsync.staging import Staging
+from weightsync.staging import Slot, Staging
 
 
 class Offers:
@@ -52,6 +52,14 @@ class Offers:
     def add(self, version: Staged) -> None:
         with self.changed:
             self.versions = [*(one for one in self.versions if one.slot is not version.slot), version]
+            self.changed.notify_all()
+
+    def fill(self, version: Staged, slot: Slot, order: int) -> None:
+        """A version that was sent `direct` is in a slot now, for members that missed it: offer it again."""
+        with self.changed:
+            self.versions = [one for one in self.versions if one.slot is not slot]
+            version.slot, version.order = slot, order
+            self.announced = None
             self.changed.notify_all()
 
     def set_ready(self, version: Staged) -> None:
@@ -96,12 +104,12 @@ class Offers:
 
     def pin_base(self, base: Staged | None) -> None:
         old = self.base
-        if base is not None and not self._staging.pin(base.slot, base.order):
+        if base is not None and (base.slot is None or not self._staging.pin(base.slot, base.order)):
             base = None
         with self.changed:
             # without its hops: a member that lacks the base needs the full base
             self.base = replace(base, hops=(), encoded=()) if base is not None else None
-        if old is not None and (base is None or old.slot is not base.slot):
+        if old is not None and old.slot is not None and (base is None or old.slot is not base.slot):
             self._staging.unpin(old.slot)
 
     # ------------------------------------------------------------ the service

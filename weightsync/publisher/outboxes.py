@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.wire import RoundReply
 from weightsync.publisher.delta_chain import Staged
 from weightsync.transports.base import Outbox, TransportError
+
+if TYPE_CHECKING:
+    from weightsync.transports.collective import CollectiveOutbox
 
 #: Transports by `weightsync.transport`.
 ALLOWED = {
@@ -24,6 +28,7 @@ ALLOWED = {
     "collective": ("collective",),
     "stream": ("stream",),
     "disk": ("disk",),
+    "direct": ("direct", "local", "stream"),  # these for members that miss a group
 }
 #: Opened for the first version if they are the only ones.
 OPEN_FIRST = ("stream", "disk")
@@ -48,7 +53,11 @@ class Outboxes:
         """
         found = {}
         for name in self._names:
-            if name == "local":
+            if name == "direct":
+                found[name] = self.group().open()
+            elif version.slot is None:
+                found[name] = ""
+            elif name == "local":
                 found[name] = str(version.slot.path)
             elif name in self._open or (name in OPEN_FIRST and len(self._names) == 1):
                 found[name] = self._get(name).offer(version)
@@ -67,6 +76,12 @@ class Outboxes:
         if "collective" not in self._names:
             raise TransportError("the collective transport is not allowed here")
         self._get("collective").send(reply, blobs, deadline_s=deadline_s)
+
+    def group(self) -> CollectiveOutbox:
+        """The leader of the groups of `direct`."""
+        found: Any = self._get("direct")
+        leader: CollectiveOutbox = found
+        return leader
 
     def _get(self, name: str) -> Outbox:
         with self._lock:

@@ -35,7 +35,7 @@ from asyncrl.net.keys import Keys
 from asyncrl.net.requester import Requester
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import BaseOffer, Hello, Manifest, Publish, Published, RoundReply, RoundRequest, Welcome
-from weightsync.coordinator.queries import WANTED, reply_digest
+from weightsync.coordinator.queries import FORMING, WANTED, reply_digest
 from weightsync.copy_digest import cores
 from weightsync.encoding import ADAPTER, FULL
 from weightsync.plan.buckets import Plan
@@ -43,6 +43,7 @@ from weightsync.plan.digest import version_digest
 from weightsync.plan.limits import limit_for
 from weightsync.plan.signature import sign
 from weightsync.publisher.delta_chain import DeltaChain, Staged
+from weightsync.publisher.direct import Direct, Tensors, digest_tensors
 from weightsync.publisher.offers import Offers
 from weightsync.publisher.outboxes import Outboxes
 from weightsync.staging import SLOTS, Chunks, Staging
@@ -87,6 +88,9 @@ class Publisher:
         self._chain: DeltaChain | None = None  # with shared memory alone hops have no use
         if config.encoding == "delta" and config.transport != "local":
             self._chain = DeltaChain(limit=config.delta_chain, deadline_s=config.timeout_s, threads=cores() // 2)
+        self.stage_wanted = -1  # transport `direct`: the newest version, if engines wait for it to be staged
+        self._direct = Direct()
+        self._newest: Staged | None = None  # of `direct`
         self._epoch = 0
         self._announcing = threading.Lock()  # from a request to publish until its round is recorded
         self._requester = self._connect()
@@ -141,9 +145,41 @@ class Publisher:
         self._offers.pin_base(Staged(manifest, plan, self._staging, slot, slot.order, ready=True))
         return manifest
 
+    def announce(self, version: int, plan: Plan, tensors: Tensors) -> Manifest:
+        """Transport `direct`: announce the weights on their device, which stay as they are until `send_direct`."""
+        self._offers.raise_error()
+        digests = digest_tensors(tensors, plan)
+        manifest = Manifest(version, plan.digest, plan.bucket_bytes, digests, version_digest(digests))
+        manifest = sign(manifest, self._keys)
+        self._direct.open(manifest.digest)
+        with self._offers.changed:
+            self.digests[version] = manifest.digest
+            self.stats["publish_bytes"] = float(plan.nbytes)
+        self._newest = Staged(manifest, plan, self._staging, None, 0, ready=True)
+        self.stage_wanted = -1
+        self._offers.add(self._newest)
+        return manifest
+
+    def wait_group(self) -> bool:
+        """Whether engines take the announced version now."""
+        return self._direct.wait_group()
+
+    def send_direct(self, plan: Plan, tensors: Tensors) -> str:
+        """Send the announced weights to the engines of the group: "sent", or why not."""
+        limit_s = limit_for(self._config.timeout_s, plan.nbytes)
+        return self._direct.send(tensors, plan, self._outboxes.group(), limit_s=limit_s)
+
+    def stage_direct(self, plan: Plan, chunks: Chunks) -> None:
+        """Copy out the announced weights for engines that missed them (`stage_wanted`)."""
+        slot, _ = self._staging.fill(plan, chunks)
+        self.stage_wanted = -1
+        if self._newest is not None:
+            self._offers.fill(self._newest, slot, slot.order)
+
     def settle(self) -> None:
         """Copy all chunks that were given so far: for an iterator of chunks that reuses their memory."""
         self._staging.settle()
+        self._direct.settle()
 
     def wait_committed(self, version: int, *, members: int, timeout_s: float) -> RoundReply:
         """Wait until this many generators serve this version or a newer one.
@@ -184,7 +220,8 @@ class Publisher:
                 try:
                     with self._announcing:
                         self._announce(requester, version)
-                    self._staging.prepare(version.slot.size, SLOTS + self._encodes())
+                    if version.slot is not None and self._newest is None:
+                        self._staging.prepare(version.slot.size, SLOTS + self._encodes())
                 except (Unavailable, TransportError):  # also: overwritten before it could be offered
                     time.sleep(PAUSE_S)
                 except AsyncRLError as error:
@@ -272,8 +309,13 @@ class Publisher:
     def _follow(self, reply: RoundReply) -> str:
         """Act on the service's reply; the result of the sending of `reply.round`, empty if nothing was sent."""
         self._offers.take_reply(reply)
+        announced = self._offers.announced
+        if announced is not None and not reply.ranks and reply.rendezvous != FORMING and reply.round >= announced.round:
+            self._direct.note_nobody(announced.manifest.digest)
         if reply.state == "unknown":
             self._offers.announce_again()
+        elif reply.rendezvous == WANTED and announced is not None and announced.slot is None:
+            self.stage_wanted = announced.manifest.version
         elif reply.rendezvous == WANTED:
             self._outboxes.open_remote()
             self._offers.announce_again()
@@ -286,6 +328,9 @@ class Publisher:
             version = self._offers.find(reply.round, reply.digest)
         if version is None:
             return "failed: the version was superseded"
+        if self._newest is not None:
+            limit_s = limit_for(self._config.timeout_s, version.plan.nbytes)
+            return self._direct.hand_over(reply, self._outboxes.group(), limit_s=limit_s)
         with version.blobs(reply.hops) as blobs:
             if blobs is None:
                 return "failed: the version was superseded"

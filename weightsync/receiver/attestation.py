@@ -81,7 +81,8 @@ class Attestor:
             bucket = bytearray(manifest.bucket_bytes[number])
             if not await self._engine.read_bucket(number, memoryview(bucket)):
                 return ""
-            digests.append(await asyncio.to_thread(bucket_digest, group, bucket))
+            like = manifest.bucket_digests[number]
+            digests.append(await asyncio.to_thread(bucket_digest, group, bucket, like=like))
             if changes != self._changes:
                 return ""
         return version_digest(digests, base=manifest.base, adapter=manifest.adapter)

@@ -46,7 +46,7 @@ from weightsync.receiver.attestation import EVERY_S, Attestor
 from weightsync.receiver.hold import POLL_S as HOLD_POLL_S
 from weightsync.receiver.hold import Hold
 from weightsync.receiver.relay_copy import Relay, RelayCopy
-from weightsync.receiver.transfer import HopsUseless, Transfer
+from weightsync.receiver.transfer import HopsUseless, make_transfer
 from weightsync.transports.base import InboxMaker, Outbox, TransportError
 from weightsync.transports.catalogue import make_inboxes, make_outbox
 
@@ -105,6 +105,8 @@ class Receiver:
         self._keys = keys
         self._config = config
         self._transports = dict(transports if transports is not None else built_in_transports(config, keys=keys))
+        if config.transport != "direct" or not hasattr(engine, "receive_update"):
+            self._transports.pop("direct", None)
         self._max_outage_s = max_outage_s
         self._wait_s = min(LONGEST_POLL_S, config.member_timeout_s / 4)
         self._commit_s = config.timeout_s
@@ -330,11 +332,7 @@ class Receiver:
             committed = self._attestor.committed
             self._relay.end_older(committed[0].digest if committed is not None else "")
             async with asyncio.timeout(instruction.deadline_s):
-                await self._engine.begin_update(manifest, tensors)
-                inbox = self._transports[instruction.transport](instruction)
-                pulls = self._config.transport in ("auto", "stream")  # for others a copy costs more than the transfer
-                keep = pulls and self._config.relay_fanout > 0 and instruction.transport != "local"
-                transfer = Transfer(self._engine, instruction, tensors, inbox, keep=keep)
+                transfer = make_transfer(self._engine, instruction, tensors, self._transports, self._config)
                 await transfer.run()
         except HopsUseless as error:
             self._without.add("delta")

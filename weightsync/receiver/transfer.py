@@ -21,17 +21,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from asyncrl.config import WeightSyncConfig
 from asyncrl.engine import Engine
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Buffer, Instruction, Manifest, Tensor
 from weightsync.plan.buckets import group_by_bucket
 from weightsync.plan.digest import bucket_digest, version_digest
 from weightsync.receiver.relay_copy import RelayCopy
-from weightsync.transports.base import Inbox, TransportError, blob_sizes
+from weightsync.transports.base import Inbox, InboxMaker, TransportError, blob_sizes
 
 T = TypeVar("T")
 CLOSE_S = 1.0  # for a read under way; after that its thread goes on alone
@@ -94,6 +95,20 @@ def _retrieve(future: asyncio.Future[T]) -> None:
         future.exception()
 
 
+class DirectTransfer:
+    """A version that the engine itself receives, from device to device (`asyncrl.engine.Receiving`)."""
+
+    copy: RelayCopy | None = None
+    waited_s = 0.0
+
+    def __init__(self, engine: Any, instruction: Instruction, tensors: tuple[Tensor, ...]) -> None:
+        self._engine, self._instruction, self._tensors = engine, instruction, tensors
+
+    async def run(self) -> None:
+        """Bring every bucket into the engine. Raises TransportError."""
+        await self._engine.receive_update(self._instruction, self._tensors)
+
+
 class Transfer:
     """One transfer. `copy` is the host copy after `run`, with `keep`."""
 
@@ -130,6 +145,7 @@ class Transfer:
     async def run(self) -> None:
         """Bring every bucket into the engine. Raises TransportError."""
         manifest = self._manifest
+        await self._engine.begin_update(manifest, self._tensors)
         digest = version_digest(manifest.bucket_digests, base=manifest.base, adapter=manifest.adapter)
         if digest != manifest.digest:
             raise TransportError("the manifest's bucket digests do not make its digest")
@@ -157,11 +173,11 @@ class Transfer:
         return room
 
     async def _take(self, number: int, view: memoryview) -> None:
-        held = await self._engine.apply_bucket(number, view)
+        held, published = await self._engine.apply_bucket(number, view), self._manifest.bucket_digests[number]
         failpoint("weightsync.after_bucket")
         if not held:
-            held = await asyncio.to_thread(bucket_digest, self._groups[number], view)
-        if held != self._manifest.bucket_digests[number]:
+            held = await asyncio.to_thread(bucket_digest, self._groups[number], view, like=published)
+        if held != published:
             kind = HopsUseless if self._hops else TransportError
             raise kind(f"bucket {number} of version {self._manifest.version} has another digest than published")
         if self._keep:
@@ -207,3 +223,17 @@ class Transfer:
             decode = decode_delta
         for blob in blobs:
             decode(blob, bucket, tensors)
+
+
+def make_transfer(
+    engine: Engine,
+    instruction: Instruction,
+    tensors: tuple[Tensor, ...],
+    transports: Mapping[str, InboxMaker],
+    config: WeightSyncConfig,
+) -> Transfer | DirectTransfer:
+    """The transfer of an instruction. A copy is kept for others where they pull; else it costs more than a transfer."""
+    if instruction.transport == "direct":
+        return DirectTransfer(engine, instruction, tensors)
+    keep = config.transport in ("auto", "stream") and config.relay_fanout > 0 and instruction.transport != "local"
+    return Transfer(engine, instruction, tensors, transports[instruction.transport](instruction), keep=keep)

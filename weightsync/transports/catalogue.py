@@ -6,6 +6,7 @@ The packages of a transport are imported when it is first used: torch for `colle
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.net.keys import Keys
@@ -21,14 +22,17 @@ def make_inboxes(config: WeightSyncConfig, *, keys: Keys | None = None) -> dict[
     from weightsync.transports.shared_memory import LocalInbox, Maps
 
     maps = Maps()
+    kept: list[Any] = []  # the groups of `collective`, once it was used
 
     def local(instruction: Instruction) -> Inbox:
         return LocalInbox(instruction, maps)
 
     def collective(instruction: Instruction) -> Inbox:
         from weightsync.transports.collective import CollectiveInbox
+        from weightsync.transports.kept_groups import Groups
 
-        return CollectiveInbox(instruction)
+        kept.extend([] if kept else [Groups()])
+        return CollectiveInbox(instruction, groups=kept[0])
 
     def stream(instruction: Instruction) -> Inbox:
         from weightsync.transports.stream import StreamInbox
@@ -40,14 +44,14 @@ def make_inboxes(config: WeightSyncConfig, *, keys: Keys | None = None) -> dict[
 
         return DiskInbox(instruction)
 
-    return {"local": local, "collective": collective, "stream": stream, "disk": disk}
+    return {"local": local, "collective": collective, "stream": stream, "disk": disk, "direct": collective}
 
 
 def make_outbox(
     name: str, config: WeightSyncConfig, *, run_dir: Path, keys: Keys | None = None, insecure: bool = False
 ) -> Outbox:
     """The outbox of a transport except `local` (whose versions are in the staging slots). Raises KeyError."""
-    if name == "collective":
+    if name in ("collective", "direct"):
         from weightsync.transports.collective import CollectiveOutbox
 
         return CollectiveOutbox(config.collective_host, timeout_s=config.timeout_s, backend=config.collective_backend)

@@ -1,9 +1,9 @@
-"""Transport `collective`: one broadcast per blob in a process group of its own.
+"""Transport `collective`: one broadcast per blob in a process group of the publisher and the members.
 
-The publisher hosts a TCPStore; every formation is a new process group under its own prefix (the generation), never
-re-used. Steps of a generation:
+The publisher hosts a TCPStore, in which every formation has its own prefix (the generation). Steps of a generation:
 1. every member sets `here/<rank>` and the publisher waits for all of them, at most a quarter of the deadline;
-2. it writes the ranks that came (`group`); a member that is not among them leaves, the others build the group;
+2. it writes which group they use (`group`): one of an earlier generation if exactly these members still hold it, else a
+   new one, which they build (`kept_groups`). A member that came too late leaves;
 3. one broadcast of a uint8 tensor per blob (bucket, or encoded bucket of a hop), rank 0 sends. The next blob is staged
    while one is under way; a member has two buffers, so that it works on one blob while the next arrives.
 Guarantees: a member that never comes costs a quarter of the deadline; one that dies or stops in the middle fails the
@@ -19,30 +19,29 @@ This module imports torch; import it only when the transport is needed.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
+import torch
 
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import collective_backend
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Instruction, RoundReply
 from weightsync.transports.base import TransportError, TransportUnusable, Version, blob_sizes
-from weightsync.transports.process_groups import (
-    Place,
-    abort,
-    dist,
-    finish,
-    group_maker,
-    leave,
-    listening_store,
-)
-from weightsync.transports.worker_thread import Worker
+from weightsync.transports.kept_groups import Choice, Group, Groups, Report, come, process_id
+from weightsync.transports.process_groups import Place, broadcast, dist, finish, group_maker, listening_store
 
+T = TypeVar("T")
 JOIN_SHARE = 0.25  # of the deadline: for members to appear
 OPERATION_SHARE = 0.5  # of the deadline: for one broadcast; Gloo cannot be interrupted within it
 REACH_SHARE = 0.2  # of the deadline: to connect to the store, which torch tries twice
-END_S = 0.5  # a healthy group ends at once
 
 
 def _seconds(value: float) -> timedelta:
@@ -50,15 +49,18 @@ def _seconds(value: float) -> timedelta:
 
 
 class CollectiveOutbox:
-    """Rank 0: hosts the store, forms groups, broadcasts. `backend` auto: that of this process's device."""
+    """Rank 0: hosts the store, forms groups, broadcasts. `backend` auto: that of this process's device. `formed` counts
+    the groups that were built."""
 
     def __init__(self, host: str, *, timeout_s: float, backend: str = "auto", device: str = "") -> None:
+        self.formed = 0
         self._host = host
         self._timeout_s = timeout_s
         self._backend = collective_backend(backend)
         self._make_group = group_maker(self._backend)
         self._place = Place(self._backend, device=device)
-        self._generation = 0  # the last one that was formed
+        self._generation = 0  # the last one
+        self._groups = Groups()
         self._store: Any = None
 
     def open(self) -> str:
@@ -74,47 +76,123 @@ class CollectiveOutbox:
 
     def send(self, reply: RoundReply, blobs: Sequence[memoryview], *, deadline_s: float) -> None:
         """Form the generation and broadcast every blob. Raises TransportError."""
+        with self.form(reply, deadline_s=deadline_s) as sending:
+            sending.run(blobs)
+
+    @contextmanager
+    def form(self, reply: RoundReply, *, deadline_s: float) -> Iterator[Sending]:
+        """A generation with its group, for everything that it carries. Raises TransportError, also for errors of the
+        block's own operations; then the group is left."""
+        sending = Sending(self._groups, self._place, str(reply.generation), deadline_s)
+        whole = False
+        try:
+            store = self._begin(reply)
+            choice = sending.meet(store, sorted(reply.ranks.values()))
+            if not choice.built:
+                self.formed += 1
+                sending.build(dist.PrefixStore("pg", store), len(choice.ranks), self._make_group)
+            yield sending
+            sending.settle()
+            whole = True
+        except RuntimeError as error:  # DistError and errors of the backends
+            raise TransportError(f"generation {reply.generation}: {error}") from None
+        finally:
+            sending.end(whole=whole)
+
+    def decline(self, reply: RoundReply) -> None:
+        """Form no group: members that come to this generation leave at once. Raises TransportError."""
+        self._begin(reply).set("group", msgspec.json.encode(Choice("", (), built=False, held=())))
+
+    def _begin(self, reply: RoundReply) -> Any:
+        """The store of a new generation."""
         self.open()
         if reply.generation <= self._generation:
-            raise TransportError(f"generation {reply.generation} after {self._generation}: a group is used once")
+            raise TransportError(f"generation {reply.generation} after {self._generation}: each is sent once")
         self._generation = reply.generation
-        sending = _Sending(self._make_group, self._place, deadline_s)
-        worker = Worker(f"generation-{reply.generation}")
-        store = dist.PrefixStore(f"ws/{reply.generation}", self._store)
-        ranks = sorted(reply.ranks.values())
-        try:
-            worker.run(lambda: sending.run(store, ranks, blobs), timeout_s=deadline_s)
-        except RuntimeError as error:  # DistError and errors of the backends
-            sending.abort()
-            raise TransportError(f"generation {reply.generation}: {error}") from None
-        except TransportError:
-            sending.abort()
-            raise
-        finally:
-            worker.close(sending.end, within_s=END_S)
+        return dist.PrefixStore(f"ws/{reply.generation}", self._store)
 
     def close(self) -> None:
-        """End the store; members of an open generation fail."""
+        """End the groups and the store; members of an open generation fail."""
+        self._groups.close()
         self._store = None
 
 
-class _Sending:
-    """One generation at rank 0. Its group is made, used and ended on one thread; `abort` may come from another."""
+class Sending:
+    """One generation at rank 0."""
 
-    def __init__(self, make_group: Any, place: Place, deadline_s: float) -> None:
-        self._make_group = make_group
+    def __init__(self, groups: Groups, place: Place, name: str, deadline_s: float) -> None:
+        self._groups = groups
         self._place = place
         self._deadline_s = deadline_s
         self._deadline = time.monotonic() + deadline_s
-        self._group: Any = None
+        self._operation_s = deadline_s * OPERATION_SHARE
+        self._group = Group(name)  # not built; replaced by a kept one
+        self._pending: deque[Future[None]] = deque()
 
-    def run(self, store: Any, ranks: list[int], blobs: Sequence[memoryview]) -> None:
-        present = self._gather(store, ranks)
-        store.set("group", ",".join(map(str, present)))
+    def _do(self, work: Callable[[], T]) -> T:
+        return self._group.worker.run(work, timeout_s=self._deadline - time.monotonic())
+
+    def meet(self, store: Any, ranks: list[int]) -> Choice:
+        """Wait for the members and choose the group."""
+        choice = self._do(lambda: self._gather(store, ranks))
+        if choice.built:
+            kept = self._groups.take(choice.name)
+            if kept is None:
+                raise TransportError(f"group {choice.name} is gone")
+            self._group.end()
+            self._group = kept
+        return choice
+
+    def _gather(self, store: Any, ranks: list[int]) -> Choice:
+        until = time.monotonic() + self._deadline_s * JOIN_SHARE
+        while True:
+            try:
+                present = come(store, ranks)
+            except ValueError as error:
+                raise TransportError(f"a report of a member cannot be read: {error}") from None
+            if present.keys() >= set(ranks) or time.monotonic() > until:
+                break
+            time.sleep(0.005)
+        choice = self._groups.choose(self._group.name, present)
+        store.set("group", msgspec.json.encode(choice))
         if not present:
             raise TransportError("no member came to the group")
-        timeout = _seconds(self._deadline_s * OPERATION_SHARE)
-        self._group = self._make_group(dist.PrefixStore("pg", store), 0, len(present) + 1, timeout)
+        return choice
+
+    def build(self, store: Any, others: int, make_group: Any) -> None:
+        """Build the group with its members."""
+
+        def build() -> None:
+            group.store, group.others = store, others
+            group.group = make_group(store, 0, others + 1, _seconds(self._operation_s))
+
+        group = self._group
+        self._do(build)
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        """Broadcast a tensor of bytes, which must not change until `settle`; two are under way at a time."""
+        self.settle(1)
+        mark = self._place.mark()
+        self._pending.append(self._group.worker.submit(lambda: self._carry(tensor, mark)))
+
+    def settle(self, at_most: int = 0) -> None:
+        """Wait until at most this many tensors of `begin` are under way. Raises TransportError, RuntimeError."""
+        while len(self._pending) > at_most:
+            try:
+                self._pending.popleft().result(max(self._deadline - time.monotonic(), 0.0))
+            except FutureTimeout:
+                raise TransportError(f"not sent within {self._deadline_s:g} s") from None
+
+    def _carry(self, tensor: torch.Tensor, mark: Any) -> None:
+        if tensor.numel():
+            failpoint("weightsync.send_blob")
+            self._finish(broadcast(self._group.group, self._place.carry(tensor, mark), within_s=self._operation_s))
+
+    def run(self, blobs: Sequence[memoryview]) -> None:
+        """Broadcast the blobs from host memory."""
+        self._do(lambda: self._broadcast(blobs))
+
+    def _broadcast(self, blobs: Sequence[memoryview]) -> None:
         under_way: Any = None
         for blob in filter(len, blobs):
             tensor = self._place.send(blob)
@@ -123,36 +201,39 @@ class _Sending:
             if time.monotonic() > self._deadline:
                 raise TransportError(f"not sent within {self._deadline_s:g} s")
             failpoint("weightsync.send_blob")
-            under_way = self._group.broadcast(tensor, 0)
+            under_way = broadcast(self._group.group, tensor, within_s=self._operation_s)
         if under_way is not None:
             self._finish(under_way)
 
     def _finish(self, work: Any) -> None:
-        finish(work, self._group, within_s=self._deadline_s * OPERATION_SHARE, on_device=self._place.staged)
+        finish(work, self._group.group, within_s=self._operation_s, on_device=self._place.staged)
 
-    def _gather(self, store: Any, ranks: list[int]) -> list[int]:
-        """The ranks that came in time."""
-        until = time.monotonic() + self._deadline_s * JOIN_SHARE
-        while True:
-            present = [rank for rank in ranks if store.check([f"here/{rank}"])]
-            if len(present) == len(ranks) or time.monotonic() > until:
-                return present
-            time.sleep(0.005)
-
-    def abort(self) -> None:
-        """Interrupt the running operation, if the backend can."""
-        abort(self._group)
-
-    def end(self) -> None:
-        leave(self._group)
-        self._group = None
+    def end(self, *, whole: bool) -> None:
+        """Keep the group after a whole transfer; else interrupt and leave it."""
+        for one in self._pending:
+            one.cancel()
+        self._pending.clear()  # an error in one, its traceback and this object would hold each other
+        if whole:
+            self._groups.give(self._group)
+        else:
+            self._group.end(failed=True)
 
 
 class CollectiveInbox:
-    """A member of one generation."""
+    """A member of one generation, or with `process` (number, of how many) one of its processes. `groups` keeps the
+    group for later ones."""
 
-    def __init__(self, instruction: Instruction, *, device: str = "") -> None:
+    def __init__(
+        self,
+        instruction: Instruction,
+        *,
+        device: str = "",
+        groups: Groups | None = None,
+        process: tuple[int, int] = (0, 1),
+    ) -> None:
         assert instruction.manifest is not None
+        self._id = process_id(instruction.rank, process[0])
+        self._processes = process[1]
         self._instruction = instruction
         self._sizes = blob_sizes(instruction.manifest, instruction.hops)
         self._deadline = time.monotonic() + instruction.deadline_s
@@ -160,12 +241,13 @@ class CollectiveInbox:
         self._device = device
         self._buffers = [bytearray(), bytearray()]  # a result of `read` is valid until the second next read
         self._place: Place | None = None
-        self._group: Any = None
+        self._groups = groups if groups is not None else Groups()
+        self._group: Group | None = None
+        self._left = len(self._sizes)  # blobs to come
         self._failed = False
-        self._worker: Worker | None = None
 
     def open(self) -> None:
-        """Report at the store, wait for the list of ranks, build the group."""
+        """Report at the store, wait for the choice of the group, build it if it is new."""
         backend, _, place = self._instruction.address.rpartition("://")
         host, _, port = place.rpartition(":")
         try:
@@ -173,34 +255,61 @@ class CollectiveInbox:
             self._place = Place(backend or "gloo", device=self._device)
         except ConfigError as error:
             raise TransportUnusable(f"collective: {error.message}") from None
-        self._worker = Worker(f"member-{self._instruction.rank}")
-        self._do(f"generation {self._instruction.generation}", lambda: self._join(make_group, host, int(port)))
+        generation = self._instruction.generation
+        self._group = Group(str(generation), address=self._instruction.address)
+        choice = self._do(f"generation {generation}", lambda: self._meet(host, int(port)))
+        self._groups.keep_only(choice.held, address=self._instruction.address)
+        if choice.built:
+            kept = self._groups.take(choice.name)
+            self._group.end()
+            self._group = kept
+            if kept is None:
+                raise TransportError(f"group {choice.name} is gone")
+            return
+        self._do(f"generation {generation}", lambda: self._build(choice, make_group))
 
-    def _join(self, make_group: Any, host: str, port: int) -> None:
-        rank, timeout = self._instruction.rank, _seconds(self._operation_s)
-        reach = _seconds(self._instruction.deadline_s * REACH_SHARE)
-        whole = dist.TCPStore(host, port, None, False, timeout=reach)
-        whole.set_timeout(timeout)
-        store = dist.PrefixStore(f"ws/{self._instruction.generation}", whole)
-        store.set(f"here/{rank}", "1")
-        present = [int(text) for text in store.get("group").decode().split(",") if text]
-        if rank not in present:
-            raise TransportError(f"came too late to generation {self._instruction.generation}")
-        self._group = make_group(dist.PrefixStore("pg", store), present.index(rank) + 1, len(present) + 1, timeout)
+    def _meet(self, host: str, port: int) -> Choice:
+        assert self._group is not None
+        generation = self._instruction.generation
+        store = dist.TCPStore(host, port, None, False, timeout=_seconds(self._instruction.deadline_s * REACH_SHARE))
+        store.set_timeout(_seconds(self._operation_s))
+        self._group.store = dist.PrefixStore(f"ws/{generation}", store)
+        report = Report(self._groups.names(self._instruction.address), self._processes)
+        self._group.store.set(f"here/{self._id}", msgspec.json.encode(report))
+        choice = msgspec.json.decode(self._group.store.get("group"), type=Choice)
+        if self._id not in choice.ranks:
+            raise TransportError(f"came too late to generation {generation}")
+        return choice
 
-    def _do(self, what: str, work: Any) -> None:
-        """Run it on the worker within the deadline; every failure is a TransportError and ends the group."""
-        worker = self._worker
-        if worker is None or self._failed:
+    def _build(self, choice: Choice, make_group: Any) -> None:
+        group = self._group
+        if group is None:
+            raise TransportError("the group is closed")
+        rank, size = choice.ranks.index(self._id) + 1, len(choice.ranks) + 1
+        group.store = dist.PrefixStore("pg", group.store)
+        group.group = make_group(group.store, rank, size, _seconds(self._operation_s))
+
+    def _do(self, what: str, work: Callable[[], T]) -> T:
+        """Run it on the group's thread within the deadline."""
+        if self._group is None or self._failed:
             raise TransportError(f"{what}: the group is closed, or has failed")
+        return self._await(what, self._group.worker.submit(work))
+
+    def _await(self, what: str, work: Future[T]) -> T:
+        """The result within the deadline; every failure is a TransportError and ends the group."""
         try:
-            worker.run(work, timeout_s=self._deadline - time.monotonic())
-        except (RuntimeError, ValueError) as error:  # DistError, errors of the backends; a bad address
+            return work.result(max(self._deadline - time.monotonic(), 0.0))
+        except FutureTimeout:
+            self._failed = True
+            raise TransportError(f"{what}: not done within {self._instruction.deadline_s:.3g} s") from None
+        except (RuntimeError, ValueError) as error:  # DistError, the backends'; a bad address
             self._failed = True
             raise TransportError(f"{what}: {error}") from None
         except TransportError:
             self._failed = True
             raise
+        finally:
+            del work  # else an error, its traceback and this frame hold each other, and a process group with them
 
     def read(self, number: int, into: memoryview | None = None) -> memoryview:
         """Take part in the broadcast of blob `number`, directly into `into` if given."""
@@ -210,25 +319,48 @@ class CollectiveInbox:
         view = into if into is not None else memoryview(self._buffers[number % 2])[:size]
         if size:
             self._do(f"blob {number}", lambda: self._receive(view))
+        self._left -= 1
         return view
 
     def _receive(self, view: memoryview) -> None:
         assert self._place is not None
-        group = self._group
-        if group is None:
-            raise TransportError("the group is closed")
         tensor = self._place.room(view)
-        finish(group.broadcast(tensor, 0), group, within_s=self._operation_s, on_device=self._place.staged)
+        self._receive_into(tensor)
         self._place.fetch(tensor, view)
 
-    def close(self) -> None:
-        """Leave the group; a hanging operation ends by its own limit."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            if self._failed:
-                abort(self._group)
-            worker.close(self._leave, within_s=END_S)
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Instead of `read`: every blob, uint8 on the device of the backend, while the next one arrives. Valid until
+        the next; the reader's work on the device must have ended by then."""
+        assert self._place is not None
+        rooms = [torch.empty(max(self._sizes), dtype=torch.uint8, device=self._place.device) for _ in range(2)]
+        blobs = [rooms[number % 2][:size] for number, size in enumerate(self._sizes)]
+        under_way = deque([self._begin(blobs[0])])  # not in a variable: see `_await`
+        for number, blob in enumerate(blobs):
+            if number + 1 < len(blobs):
+                under_way.append(self._begin(blobs[number + 1]))
+            self._await(f"blob {number}", under_way.popleft())
+            self._left -= 1
+            yield blob
 
-    def _leave(self) -> None:
-        leave(self._group)
-        self._group = None
+    def _begin(self, into: torch.Tensor) -> Future[None]:
+        if self._group is None or self._failed:
+            raise TransportError("the group is closed, or has failed")
+        return self._group.worker.submit(lambda: self._receive_into(into))
+
+    def _receive_into(self, tensor: torch.Tensor) -> None:
+        group = self._group
+        if group is None or group.group is None or self._place is None:
+            raise TransportError("the group is closed")
+        if tensor.numel():
+            work = broadcast(group.group, tensor, within_s=self._operation_s)
+            finish(work, group.group, within_s=self._operation_s, on_device=self._place.staged)
+
+    def close(self) -> None:
+        """Keep the group after the last blob; else leave it: a hanging operation ends by its own limit."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if self._failed or self._left or group.group is None:
+            group.end(failed=self._failed)
+        else:
+            self._groups.give(group)

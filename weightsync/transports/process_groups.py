@@ -61,6 +61,13 @@ def group_maker(backend: str) -> GroupMaker:
     return GROUPS[backend]
 
 
+def broadcast(group: Any, tensor: torch.Tensor, *, within_s: float) -> Any:
+    """Begin a broadcast from rank 0. The limit is that of this operation: a kept group was made with another one."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.timeout = 0, timedelta(seconds=max(within_s, 0.05))
+    return group.broadcast([tensor], options)
+
+
 def finish(work: Any, group: Any, *, within_s: float, on_device: bool) -> None:
     """Wait for an operation of a group. On a device it is asked again and again: waiting there has no limit. Raises
     RuntimeError if it fails, or after `within_s`; then the group is aborted.
@@ -141,8 +148,21 @@ class Place:
         """Raises `config.type` if this host has no such device; the backend chooses an empty `device`."""
         found = collective_device(backend, device)
         self._device = found.torch_device
-        self._finish = found.synchronize
+        self._found = found
         self.staged = backend != "gloo"
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def mark(self) -> Any:
+        """A mark behind the work that this thread has queued on the device."""
+        return self._found.mark()
+
+    def carry(self, tensor: torch.Tensor, mark: Any) -> torch.Tensor:
+        """The tensor where the backend takes it, once the work before the mark is done."""
+        self._found.wait_for(mark)  # bounded: work of this process; the watchdog ends a rank whose device hangs
+        return tensor.to(self._device)
 
     def send(self, view: memoryview) -> torch.Tensor:
         """A tensor with these bytes."""
@@ -159,4 +179,4 @@ class Place:
         """Copy the received bytes to the view."""
         if self.staged:
             torch.frombuffer(view, dtype=torch.uint8).copy_(tensor)
-            self._finish()
+            self._found.synchronize()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.locations import parse_dotted
-from asyncrl.config.mode import streams
+from asyncrl.config.mode import sends_adapters, streams
 from asyncrl.config.rules import Conflict, conflict
 from asyncrl.config.sections.environment import AGENT
 from asyncrl.config.sections.tracker import ONLINE, tracker_label
@@ -20,6 +20,7 @@ def problems(config: Config) -> Iterator[Conflict]:
     yield from _sandbox_problems(config)
     yield from _tracker_problems(config)
     yield from _cluster_problems(config)
+    yield from _direct_problems(config)
     yield from _each_environment(config, "environment")
     for index, one in enumerate(config.row_environment):
         if not one.agent_name or one.agent_name in [other.agent_name for other in config.row_environment[:index]]:
@@ -39,6 +40,31 @@ def _each_environment(config: Config, path: str) -> Iterator[Conflict]:
         message = problem.message.replace("environment.", f"{path}.")
         own = problem.path[0] == "environment"
         yield problem._replace(message=message, path=(*parse_dotted(path), *problem.path[1:]) if own else problem.path)
+
+
+def _direct_problems(config: Config) -> Iterator[Conflict]:
+    """What cannot use `weightsync.transport = "direct"`."""
+    sync, learner, engine = config.weightsync, config.learner, config.producers.engine
+    if sync.transport != "direct" or streams(config):
+        return
+    direct = "weightsync.transport = 'direct'"
+    if engine in ("vllm_http", "sglang"):
+        what = f"{direct}: servers of engine {engine!r} take no part in the learner's group"
+        yield conflict("weightsync.transport", f"{what}: use engine hf or vllm, or another transport")
+    elif not sync.in_place:
+        what = f"{direct} writes into the weights in use, so generation pauses from the first byte on"
+        yield conflict("weightsync.transport", f"{what}: set weightsync.in_place = true")
+    if learner.backend != "fsdp2":
+        what = f"{direct}: back-end {learner.backend!r} publishes through host memory"
+        yield conflict("weightsync.transport", f"{what}: use fsdp2, or another transport")
+    if sync.encoding != "full":
+        what = f"{direct} carries whole weights, and weightsync.encoding = {sync.encoding!r}"
+        yield conflict("weightsync.encoding", f"{what}: set it to 'full'")
+    if sends_adapters(config):
+        yield conflict("learner.lora.publish", f"{direct} carries no adapters: set learner.lora.publish = 'merged'")
+    if learner.preference.iteration:
+        what = f"{direct}: engines that miss a version get it before the next step alone"
+        yield conflict("weightsync.transport", f"{what}, and learner.preference.iteration keeps it for several")
 
 
 def _sandbox_problems(config: Config) -> Iterator[Conflict]:

@@ -10,7 +10,7 @@ from asyncrl.config.sections.base import Count, Positive, Seconds, Section
 class WeightSyncConfig(Section, frozen=True):
     """`[weightsync]`: how new weights reach the generators."""
 
-    transport: Literal["auto", "local", "collective", "stream", "disk"] = "auto"  # auto: by the place of each member
+    transport: Literal["auto", "local", "collective", "stream", "disk", "direct"] = "auto"  # auto: by members' places
     encoding: Literal["full", "delta"] = "full"  # delta: send only changed elements to members with a recent version
     delta_chain: Count = 4  # consecutive deltas kept for members that are behind; beyond that, full weights
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # cast before sending; auto: model.dtype

@@ -52,7 +52,7 @@ from learners.backends.fsdp2.companion import (
     wants_critic,
     wants_process_rewards,
 )
-from learners.backends.fsdp2.gathering import Gathering, fits
+from learners.backends.fsdp2.gathering import PART_BYTES, Gathering, fits
 from learners.backends.fsdp2.loading import (
     build_optimizer,
     language_layers,
@@ -66,12 +66,12 @@ from learners.backends.fsdp2.loss_scale import LOSS_SCALE, LossScale
 from learners.backends.fsdp2.reference import PREFIX, Reference
 from learners.backends.fsdp2.sharded_module import PLAIN, Rests, Sharded, View
 from learners.backends.hf_folder import write_folder
-from learners.backends.pinned_copies import PinnedCopies
 from learners.backends.sharded_checkpoint import HostShard, host_shard, load_shards, read_about
 from learners.backends.vision import Vision, freeze_parts
 from learners.batch.micro_batches import NO_EXPERTS, MicroBatch, packed_row, padded_rows
 from learners.gang.gang import Gang
 from learners.models.logprobs import TokenNumbers
+from weightsync.transports.pinned_copies import PinnedCopies
 
 
 class FSDP2Backend:
@@ -230,14 +230,29 @@ class FSDP2Backend:
 
     def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
         """Yield name and bytes in the order of `weight_specs` on rank 0; nothing on the others."""
-        gathering = self._make_gathering()
-        found = self._sharded.whole(settle, view=self._view) if gathering is None else gathering.run(settle)
-        for name, data in self._bytes_of(found, settle):
+        for name, data in self._bytes_of(self._iter_whole(settle), settle):
             if name not in self._parts:
                 yield name, data
                 continue
             parts = self._parts[name]  # one after the other in its memory
             yield from zip(parts, data.reshape(len(parts), -1), strict=True)
+
+    def iter_device_weights(self, settle: Callable[[], None], *, part_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors in the memory of this rank's device, gathered in parts of this size."""
+        for name, tensor in self._iter_whole(settle, part_bytes):
+            if not self._gang.lead:
+                continue
+            sent = tensor.to(self._device.torch_device, self._sent_dtype)
+            if name in self._parts:
+                yield from zip(self._parts[name], sent.reshape(len(self._parts[name]), -1), strict=True)
+            else:
+                yield name, sent
+
+    def _iter_whole(
+        self, settle: Callable[[], None] | None, part_bytes: int = PART_BYTES
+    ) -> Iterator[tuple[str, Tensor]]:
+        gathering = self._make_gathering(part_bytes)
+        return self._sharded.whole(settle, view=self._view) if gathering is None else gathering.run(settle)
 
     def _bytes_of(
         self, named: Iterator[tuple[str, Tensor]], settle: Callable[[], None] | None
@@ -247,13 +262,14 @@ class FSDP2Backend:
             if self._pinned is None:
                 sizes = [math.prod(parameter.shape) for parameter in self._policy.parameters()]
                 self._pinned = PinnedCopies(self._device, max(sizes) * self._sent_dtype.itemsize)
-            yield from self._pinned.run(named, self._sent_dtype, settle)
+            sent = ((name, tensor.to(self._sent_dtype)) for name, tensor in named)
+            yield from self._pinned.run(sent, settle)
             return
         for name, tensor in named:
             if self._gang.lead:
                 yield name, tensor_bytes(tensor, self._sent_dtype, lend=settle is not None)
 
-    def _make_gathering(self) -> Gathering | None:
+    def _make_gathering(self, part_bytes: int) -> Gathering | None:
         """Return the gathering by parts, if the layout allows it."""
         if self._gang.size == 1 or self._view is not PLAIN:
             return None
@@ -263,7 +279,7 @@ class FSDP2Backend:
         ]
         if not fits([parameter for _, parameter in named], device=self._device.type):
             return None
-        return Gathering(named, compute=self._dtype, sent=self._sent_dtype)
+        return Gathering(named, compute=self._dtype, sent=self._sent_dtype, part_bytes=part_bytes)
 
     def export_hf(self, folder: Path) -> None:
         """Companions go into folders below it; with adapters it holds merged weights, and a folder with the

@@ -30,9 +30,10 @@ from asyncrl.runtime.device import Device
 from asyncrl.runtime.model_folder import model_fingerprint
 from asyncrl.runtime.model_tensors import stacked_parts
 from asyncrl.runtime.routers import Routers
-from asyncrl.wire import Buffer, Manifest, Tensor
+from asyncrl.wire import Buffer, Instruction, Manifest, Tensor
 from producers.engines.hf.decode_thread import DecodeThread
 from producers.engines.hf.decoder import Decoder
+from producers.engines.hf.direct import receive
 from producers.engines.hf.loading import TRIED, build_decoder, load_model
 from producers.engines.hf.second_weights import SecondWeights
 from producers.engines.hf.weights import ModelWeights
@@ -72,6 +73,7 @@ class HFEngine:
         self._wanted = self._kept = -1  # last version of `keep_version`; -1 in `_kept` if it is not kept
         self._limit: asyncio.TimerHandle | None = None  # of the kept version
         self._dirty = False  # in place: the parameters are of no version
+        self._groups: list[Any] = []  # of transport `direct`, once it was used
         self._swap_s = 0.0
         self._detail = ""
 
@@ -234,6 +236,12 @@ class HFEngine:
         if self._config.weightsync.in_place:
             self._dirty = True
             await self._decoding.call(decoder.halt)
+
+    async def receive_update(self, instruction: Instruction, tensors: Sequence[Tensor]) -> None:
+        """See `asyncrl.engine.Receiving`."""
+        assert instruction.manifest is not None
+        await self.begin_update(instruction.manifest, tensors)
+        await asyncio.to_thread(receive, self._active_weights(), instruction, self._groups)
 
     def bucket_room(self, number: int) -> memoryview | None:
         """Memory for the bytes of a bucket before they are applied; None if they have to be copied."""

@@ -22,9 +22,9 @@ import torch
 
 from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.wire import Buffer, Manifest, Tensor
-from producers.engines.hf.layout import DTYPES, Layout, Room, tensor_bytes
+from producers.engines.hf.layout import DTYPES, HostBytes, Layout, Room
 from weightsync.encoding.adapter import Pair, adapter_product, check_adapter
-from weightsync.plan.digest import Digest, version_digest
+from weightsync.plan.digest import version_digest
 
 
 class BaseWeights(Protocol):
@@ -32,6 +32,8 @@ class BaseWeights(Protocol):
 
     base: str  # their digest
     kept: dict[str, torch.Tensor]  # base values of the parameters that an adapter changed
+
+    host: HostBytes
 
     @property
     def room(self) -> Room: ...
@@ -56,7 +58,7 @@ class AdapterUpdate:
                 f"the model holds {weights.base[:12] or 'none'}",
             )
         self.manifest = manifest
-        self.layout = Layout(manifest, tensors)
+        self.layout = Layout(manifest, tensors, HostBytes(torch.device("cpu")))
         self.missing = set(range(len(self.layout.buckets)))
         self.products: dict[str, str] = {}  # parameter -> digest of the bytes that were computed for it
         self._weights = weights
@@ -82,7 +84,7 @@ class AdapterUpdate:
             merged = self._weights.room.take(name, base.shape, base.dtype, base.device)
             merged.copy_(adapter_product(a, b, scaling=self._scaling).add_(base))
             self._merged[name] = merged
-            self.products[name] = _digest(merged)
+            self.products[name] = self._weights.host.digest([merged])
 
     def exchange(self) -> None:
         """Exchange the storages; W0 is kept."""
@@ -99,8 +101,9 @@ class AdapterUpdate:
     def attest(self, parameters: Mapping[str, torch.nn.Parameter], *, base: str) -> str:
         """Digest of the adapter over what the model holds: A, B, the base, and the products. The bytes of the model are
         not those of the manifest, so they are compared with the computed ones; if they differ, so does the digest."""
+        host = self._weights.host
         digests = [self.layout.bucket_digest(number, self.tensor_for) for number in range(len(self.layout.buckets))]
-        wrong = [name for name, digest in self.products.items() if _digest(parameters[name].data) != digest]
+        wrong = [name for name, digest in self.products.items() if host.digest([parameters[name].data]) != digest]
         return version_digest([*digests, *wrong], base=base, adapter=self.manifest.adapter)
 
     def _exchange(self, name: str, value: torch.Tensor, *, spare: bool = True) -> torch.Tensor:
@@ -129,10 +132,3 @@ def pairs_by_parameter(pairs: Sequence[Pair], weights: BaseWeights) -> dict[str,
             )
         found[f"{pair.module}.weight"] = pair
     return found
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    digest = Digest()
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    digest.update(tensor_bytes(tensor, names[tensor.dtype]).data)
-    return digest.hexdigest()

@@ -32,7 +32,7 @@ import torch
 from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.runtime.model_tensors import Part
 from asyncrl.wire import Buffer, Manifest, Tensor
-from producers.engines.hf.layout import DTYPES, Layout, Named, Room, Update, check_layout, is_plain
+from producers.engines.hf.layout import DTYPES, HostBytes, Layout, Named, Room, Update, check_layout, is_plain
 from producers.engines.hf.lora import AdapterUpdate
 
 
@@ -46,10 +46,11 @@ class FullUpdate:
         tensors: Sequence[Tensor],
         *,
         room: Room,
+        host: HostBytes,
         in_place: bool,
     ) -> None:
         self.manifest = manifest
-        self.layout = Layout(manifest, tensors)
+        self.layout = Layout(manifest, tensors, host)
         self.missing = set(range(len(self.layout.buckets)))
         self.storages: tuple[torch.Tensor, ...] = ()  # by bucket, if the values are views into them
         self._lent = False
@@ -128,6 +129,7 @@ class ModelWeights:
         self._named = Named(model, parts)
         self._parameters = self._named.parameters
         self._device = next(model.parameters()).device
+        self.host = HostBytes(self._device)
         self._stream: Any = None
         self._room = Room()
         self._storages: tuple[torch.Tensor, ...] = ()  # of the current version, if its tensors are views into them
@@ -146,7 +148,9 @@ class ModelWeights:
             self._update = AdapterUpdate(self, manifest, tensors)
         elif manifest.encoding == "full":
             check_layout(self._named, tensors)
-            self._update = FullUpdate(self._named, manifest, tensors, room=self._room, in_place=self._in_place)
+            self._update = FullUpdate(
+                self._named, manifest, tensors, room=self._room, host=self.host, in_place=self._in_place
+            )
             if self._in_place:  # the parameters are of no version now
                 self.layout, self.base = None, ""
         else:
@@ -175,6 +179,16 @@ class ModelWeights:
                 digest = update.layout.bucket_digest(number, update.tensor_for)
             if not update.missing:
                 update.complete()
+        return digest
+
+    def take(self, number: int, data: torch.Tensor) -> str:
+        """Take the bytes of one bucket from memory of the model's device, uint8; the digest of what the model holds."""
+        update = self.pending_update()
+        with self._writing, self._on_side_stream():
+            if self._update is not update:
+                raise WorkError("sync.failed", "the update was aborted")
+            digest = update.layout.take(number, data, update.tensor_for)
+            update.missing.discard(number)
         return digest
 
     def exchange(self, *, kept: bool = False) -> None:
@@ -228,6 +242,10 @@ class ModelWeights:
     def parameter(self, name: str) -> torch.nn.Parameter | None:
         """The parameter of that name."""
         return self._parameters.get(name)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     @property
     def second_copy(self) -> int:

@@ -25,7 +25,9 @@ from producers.engines.model_files import weights_dtype
 from producers.engines.request_checks import request_problem
 from producers.engines.staged_weights import StagedVersion
 from producers.engines.vllm.checksums import Checksums
+from weightsync.plan.digest import version_digest
 from weightsync.plan.limits import limit_for
+from weightsync.plan.sum_digest import SUM
 
 SWAP_LIMIT_S = 120.0  # a commit that takes longer than this, and the time of its bytes, is a broken engine
 CALL_LIMIT_S = 60.0
@@ -61,6 +63,7 @@ class VLLMBase(served.ServedBase):
         self._full_softmax = False  # of the log-probs, for every request
         self._logprobs_mode = "processed_logprobs"
         self._images: ImageInputs | None = None  # of a vision-language model, if the engine sees
+        self._committed: Manifest | None = None
         self._checksums = Checksums(self._checksums_now, self._fail)
 
     async def _decode(self, sample: Sample) -> None:
@@ -188,7 +191,7 @@ class VLLMBase(served.ServedBase):
         started = time.perf_counter()
         self._checksums.forget()
         try:
-            async with asyncio.timeout(swap_limit_s(staged)):
+            async with asyncio.timeout(swap_limit_s(staged.manifest)):
                 digest = await self._swap(staged, label)
         except BaseException as error:  # also a cancellation: the workers may be between two versions
             raise self._fail(f"the commit of version {staged.manifest.version} failed", error) from error
@@ -197,9 +200,9 @@ class VLLMBase(served.ServedBase):
         self._checksums.record(label)
         return digest
 
-    def _set_current(self, staged: StagedVersion, label: str) -> None:
+    def _set_current(self, manifest: Manifest, label: str) -> None:
         """The workers hold the version; decoding has not resumed."""
-        self._labels.current, self._version = label, staged.manifest.version
+        self._labels.current, self._version, self._committed = label, manifest.version, manifest
         if not self._recompute:
             self._submit_anew()
 
@@ -207,21 +210,31 @@ class VLLMBase(served.ServedBase):
         """The manifest's digest while vLLM's checksums are those after the commit, else another; empty if they were
         not taken then (they are now)."""
         self._alive()
-        current = self._staged.current
-        return "" if current is None else await self._checksums.attest(current.manifest.digest)
+        current = self._committed
+        return "" if current is None else await self._checksums.attest(current.digest)
 
 
-def swap_limit_s(staged: StagedVersion) -> float:
+def swap_limit_s(manifest: Manifest) -> float:
     """Longest commit of a version."""
-    return limit_for(SWAP_LIMIT_S, sum(staged.manifest.bucket_bytes))
+    return limit_for(SWAP_LIMIT_S, sum(manifest.bucket_bytes))
 
 
-def one_digest(workers: Sequence[dict[str, Any]]) -> str:
-    """The digest that all workers loaded. Raises `engine.broken` if they differ, or there is none."""
-    digests = {str(worker["digest"]) for worker in workers}
-    if len(digests) != 1:
-        raise WorkError("engine.broken", f"the workers hold different weights: {sorted(digests)}")
-    return digests.pop()
+def join_digests(workers: Sequence[dict[str, Any]], *, buckets: int) -> str:
+    """The digest of the version that the workers loaded, from what each says about its buckets
+    (`weight_transfer.StagedWeightTransfer.held`).
+
+    Raises `engine.broken` if workers differ, or if not each bucket was digested once in every replica.
+    """
+    found: list[str] = []
+    for number in range(buckets):
+        digests = [str(worker["digests"][str(number)]) for worker in workers if str(number) in worker["digests"]]
+        if len(set(digests)) > 1:
+            raise WorkError("engine.broken", f"the workers hold different weights: bucket {number}, {sorted(digests)}")
+        if not digests or len(digests) != len(workers) // workers[0]["shares"]:
+            what = f"bucket {number} was digested by {len(digests)} of {len(workers)} workers"
+            raise WorkError("engine.broken", f"{what}, {workers[0]['shares'] if workers else 0} share the buckets")
+        found.append(digests[0])
+    return version_digest(found)
 
 
 def check_dtypes(tensors: Sequence[Tensor], dtype: str) -> None:
@@ -246,13 +259,15 @@ def unfit_logprobs(request: GenRequest, mode: str) -> str:
     return ""
 
 
-def update_info(staged: StagedVersion, *, path: str) -> dict[str, Any]:
-    """Fields of `weight_transfer.StagedUpdateInfo`."""
+def update_info(manifest: Manifest, tensors: Sequence[Tensor], **where: str) -> dict[str, Any]:
+    """Fields of `weight_transfer.StagedUpdateInfo`; `where` its `path` or `instruction`."""
+    first = manifest.bucket_digests[0] if manifest.bucket_digests else ""
     return {
         "tensors": [
             [tensor.name, tensor.dtype, list(tensor.shape), tensor.bucket, tensor.offset, tensor.nbytes]
-            for tensor in staged.tensors
+            for tensor in tensors
         ],
-        "bucket_bytes": list(staged.manifest.bucket_bytes),
-        "path": path,
+        "bucket_bytes": list(manifest.bucket_bytes),
+        "like": SUM if first.startswith(SUM) else "",
+        **where,
     }

@@ -20,9 +20,12 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
+
+import msgspec
 
 from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, PauseMode
@@ -30,13 +33,27 @@ from asyncrl.errors import ConfigError, WorkError
 from asyncrl.images.decoding import ImageProblem
 from asyncrl.images.model_inputs import open_inputs
 from asyncrl.runtime.host_facts import free_host_bytes
+from asyncrl.wire import Instruction, Manifest, Tensor
+from producers.engines.model_files import check_tensors
 from producers.engines.served import sample_seed
 from producers.engines.staged_weights import StagedVersion
 from producers.engines.vllm.args import arguments, engine_argument_names, logprobs_problem
-from producers.engines.vllm.base import CALL_LIMIT_S, Sample, VLLMBase, one_digest, update_info
+from producers.engines.vllm.base import (
+    CALL_LIMIT_S,
+    SWAP_LIMIT_S,
+    Sample,
+    VLLMBase,
+    check_dtypes,
+    join_digests,
+    swap_limit_s,
+    update_info,
+)
 from producers.engines.vllm.images import image_prompt
 from producers.engines.vllm.lifecycle import end, engine_processes, prepare
 from producers.engines.vllm.stats import Stats
+from weightsync.transports.base import TransportError
+
+WORKERS_SHARE = 0.8  # of a transfer's deadline; the rest is for vLLM's own calls
 
 
 class VLLMEngine(VLLMBase):
@@ -48,6 +65,8 @@ class VLLMEngine(VLLMBase):
         self._args: dict[str, Any] = {}
         self._children: list[int] = []
         self._stats = Stats()
+        self._direct: Manifest | None = None  # received, and not committed
+        self._torn = False  # the workers hold no version; generation is paused
 
     # ------------------------------------------------------------ life
 
@@ -102,7 +121,7 @@ class VLLMEngine(VLLMBase):
         running = min(stats.running, samples)  # vLLM reports nothing while it is idle
         return EngineHealth(
             alive=not detail,
-            version=self._version,
+            version=-1 if self._torn else self._version,
             running=running,
             waiting=min(stats.waiting, samples - running),
             generated_tokens=self._generated,
@@ -124,6 +143,7 @@ class VLLMEngine(VLLMBase):
             kv_tokens=int(cache.kv_cache_size_tokens or 0),
             priority=self._args.get("scheduling_policy") == "priority",
             images=self._images is not None,
+            in_place=self._config.weightsync.transport == "direct",
         )
 
     def _dead(self) -> str:
@@ -217,13 +237,75 @@ class VLLMEngine(VLLMBase):
         llm = self._llm
         await llm.pause_generation(mode="keep", clear_cache=self._recompute)
         await llm.start_weight_update()
-        await llm.update_weights(WeightTransferUpdateRequest(update_info=update_info(staged, path=str(staged.path))))
+        info = update_info(staged.manifest, staged.tensors, path=str(staged.path))
+        await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await llm.finish_weight_update(label)
-        digest = one_digest(await llm.collective_rpc("asyncrl_held"))
-        self._set_current(staged, label)
+        held = await llm.collective_rpc("asyncrl_held")
+        digest = join_digests(held, buckets=len(staged.manifest.bucket_bytes))
+        self._torn = False
+        self._set_current(staged.manifest, label)
         if not self._paused:
             await llm.resume_generation()
         return digest
+
+    async def receive_update(self, instruction: Instruction, tensors: Sequence[Tensor]) -> None:
+        """See `asyncrl.engine.Receiving`: the workers are members of the group. Raises `sync.failed` if one of them got
+        a version not whole; the engine stands still then."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        manifest = instruction.manifest
+        assert manifest is not None
+        self._alive()
+        check_tensors(self._facts, tensors)
+        check_dtypes(tensors, self._dtype)
+        await self.abort_update()
+        order = msgspec.structs.replace(instruction, tensors=(), deadline_s=instruction.deadline_s * WORKERS_SHARE)
+        info = update_info(manifest, tensors, instruction=msgspec.msgpack.encode(order).hex())
+        llm, self._torn = self._llm, True
+        try:
+            await llm.pause_generation(mode="keep", clear_cache=self._recompute)
+            await llm.start_weight_update()
+            self._direct = manifest
+            await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+            held = await llm.collective_rpc("asyncrl_held")
+        except BaseException as error:  # also a cancellation: the workers may still receive
+            raise self._fail(f"version {manifest.version} was not received", error) from error
+        for worker in held:
+            if worker["error"] or tuple(worker["digests"].values()) != manifest.bucket_digests:
+                why = worker["error"] or "a worker got other bytes than published"
+                raise TransportError(f"version {manifest.version}: {why}")
+
+    async def commit_update(self) -> str:
+        """Load the version in every worker between two steps; the digest of the loaded weights."""
+        manifest, self._direct = self._direct, None
+        if manifest is None:
+            return await super().commit_update()
+        self._alive()
+        label, llm, started = self._labels.new(manifest.version), self._llm, time.perf_counter()
+        self._checksums.forget()
+        try:
+            async with asyncio.timeout(swap_limit_s(manifest)):
+                await llm.finish_weight_update(label)
+                held = await llm.collective_rpc("asyncrl_held")
+                digest = join_digests(held, buckets=len(manifest.bucket_bytes))
+                self._torn = False
+                self._set_current(manifest, label)
+                if not self._paused:
+                    await llm.resume_generation()
+        except BaseException as error:  # also a cancellation
+            raise self._fail(f"the commit of version {manifest.version} failed", error) from error
+        self._swap_s = time.perf_counter() - started
+        self._staged.close()  # an older version
+        self._checksums.record(label)
+        return digest
+
+    async def abort_update(self) -> None:
+        """Drop a begun update. After `receive_update` the engine holds no version, and stands still until the next."""
+        manifest, self._direct = self._direct, None
+        if manifest is not None and self._failure is None:  # vLLM ends its update before the next can begin
+            torn = self._labels.new(manifest.version)
+            await self._ask("an update was not ended", lambda llm: llm.finish_weight_update(torn), SWAP_LIMIT_S)
+        await super().abort_update()
 
     async def _checksums_now(self) -> Any:
         return await self._llm.compute_weight_checksums()

@@ -34,7 +34,7 @@ from producers.engines.vllm.base import (
     CALL_LIMIT_S,
     Sample,
     VLLMBase,
-    one_digest,
+    join_digests,
     swap_limit_s,
     update_info,
 )
@@ -302,17 +302,19 @@ class VLLMHTTPEngine(VLLMBase):
         clear = "true" if self._recompute else "false"
         await self._post("/pause", params={"mode": "keep", "clear_cache": clear})
         await self._post("/start_weight_update")
-        info = {"update_info": update_info(staged, path="" if self._group is not None else str(staged.path))}
+        path = "" if self._group is not None else str(staged.path)
+        info = {"update_info": update_info(staged.manifest, staged.tensors, path=path)}
         sending = asyncio.ensure_future(self._send(staged))
         try:
             # bounded: both have a limit of their own, and that of the commit ends it
-            await asyncio.gather(sending, self._post("/update_weights", info, timeout_s=swap_limit_s(staged)))
+            await asyncio.gather(sending, self._post("/update_weights", info, timeout_s=swap_limit_s(staged.manifest)))
         finally:
             sending.cancel()
         await self._post("/finish_weight_update", {"weight_version": label})
         assert self._client is not None
-        digest = one_digest(await rpc(self._client, "asyncrl_held"))
-        self._set_current(staged, label)
+        held = await rpc(self._client, "asyncrl_held")
+        digest = join_digests(held, buckets=len(staged.manifest.bucket_bytes))
+        self._set_current(staged.manifest, label)
         if not self._paused:
             await self._post("/resume")
         return digest

@@ -3,10 +3,11 @@
 vLLM creates it (`WeightTransferConfig(backend="asyncrl")`, registered by `plugin`). `HeldWeights` adds calls to its
 worker. Guarantees:
 1. the tensors of the update come from one mapped file, or from a process group (rank 0 sends bucket after bucket as
-   uint8), and go into `load_weights` inside vLLM's layerwise reload, under their Hugging Face names: each worker of a
-   tensor-parallel engine takes its own shards;
-2. the digest is taken, bucket by bucket, of the memory that `load_weights` reads; nothing can change it in between (a
-   private mapping). `asyncrl_held` returns it;
+   uint8; with transport `direct` that is the learner), and go into `load_weights` inside vLLM's layerwise reload, under
+   their Hugging Face names: each worker of a tensor-parallel engine takes its own shards;
+2. digests are taken, bucket by bucket, of the memory that `load_weights` reads; nothing can change it in between (a
+   private mapping). Of a file, which all workers of a replica map, worker r of n takes those of buckets r, r + n and so
+   on; of a group, whose bytes come to each worker apart, every worker takes all. `asyncrl_held` returns them;
 3. tensors that vLLM keeps until a layer is complete stay valid until the update is finished.
 The layers are without memory between start and finish: the engine must be paused (`producers.engines.vllm.engine`).
 """
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -27,12 +29,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from asyncrl.wire import Tensor
+from asyncrl.wire import Instruction, Tensor
 from producers.engines.vllm.plugin import register
 from producers.engines.vllm.samplers import record_full_softmax
 from weightsync.copy_digest import digest_all
 from weightsync.plan.buckets import bucket_starts, group_by_bucket
-from weightsync.plan.digest import version_digest
+from weightsync.plan.digest import new_digest
+from weightsync.plan.sum_digest import hexdigest
+from weightsync.transports.device_digest import sum_tensors
 
 register()  # as a worker extension this module is imported before the backend is looked up
 
@@ -56,11 +60,14 @@ class StagedInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 @dataclass
 class StagedUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """A version: `tensors` are (name, dtype, shape, bucket, offset, nbytes) in plan order; `path` is its file, empty
-    if it comes through the group."""
+    if it comes through the group, or by transport `direct`: then `instruction` is that of the producer (msgpack, hex).
+    `like`: a digest of its kind (`weightsync.plan.digest.new_digest`)."""
 
     tensors: list[Any]
     bucket_bytes: list[int]
     path: str = ""
+    instruction: str = ""
+    like: str = ""
 
     def plan_tensors(self) -> list[Tensor]:
         return [Tensor(name, dtype, tuple(shape), *place) for name, dtype, shape, *place in self.tensors]
@@ -71,7 +78,9 @@ class _Arrived:
     """Results of the current update."""
 
     started: float = 0.0
-    digest: str = ""
+    digests: dict[str, str] = field(default_factory=dict)  # by number of the bucket
+    shares: int = 1  # workers that share the buckets
+    error: str = ""  # why a version did not come by `direct`
     seconds: dict[str, float] = field(default_factory=dict)
     mapping: mmap.mmap | None = None  # layers may hold views until they are complete
 
@@ -86,11 +95,15 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._tied: list[Any] = []  # output layers that share an embedding's weight
         self._group: Any = None
         self._timeout_s = 60.0
+        self._groups: Any = None  # of transport `direct`, once it was used
 
     @property
     def held(self) -> dict[str, Any]:
-        """Digest of the last update, and the times of its parts."""
-        return {"digest": self._arrived.digest, "seconds": dict(self._arrived.seconds)}
+        """Digests of this worker's buckets of the last update, the number of workers that share them, why it did not
+        come (empty: it came), and times."""
+        arrived = self._arrived
+        found = {"digests": arrived.digests, "shares": arrived.shares, "error": arrived.error}
+        return found | {"seconds": dict(arrived.seconds)}
 
     def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
         """Join the process group, if there is one."""
@@ -123,17 +136,52 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
-        """Load every bucket and record the digest."""
+        """Load every bucket and record the digests of this worker's."""
         groups = group_by_bucket(update_info.plan_tensors(), len(update_info.bucket_bytes))
         began = time.perf_counter()
-        digests = []
+        if update_info.instruction:
+            self._receive_direct(update_info, groups)
+            self._arrived.seconds["load"] = time.perf_counter() - began
+            return
+        arrived, parallel = self._arrived, self.parallel_config
+        arrived.shares = parallel.world_size if update_info.path else 1
         for number, group in enumerate(groups):
             memory = self._bucket(update_info, number)
             parts = {tensor.name: memory[tensor.offset : tensor.offset + tensor.nbytes] for tensor in group}
-            digests.append(digest_all(part.cpu().numpy() for part in parts.values()))
+            if number % arrived.shares == parallel.rank % arrived.shares:
+                bytes_ = [part.cpu().numpy() for part in parts.values()]
+                arrived.digests[str(number)] = digest_like(update_info.like, bytes_)
             self._load([(tensor.name, _view(parts[tensor.name], tensor)) for tensor in group])
-        self._arrived.digest = version_digest(digests)
         self._arrived.seconds["load"] = time.perf_counter() - began
+
+    def _receive_direct(self, update: StagedUpdateInfo, groups: list[list[Tensor]]) -> None:
+        """Load the buckets of transport `direct`, each worker for itself. `held` reports an error: it must not end the
+        engine, which gets the version another way."""
+        from weightsync.transports.base import TransportError
+        from weightsync.transports.collective import CollectiveInbox
+        from weightsync.transports.kept_groups import Groups
+
+        self._groups = self._groups or Groups()
+        instruction = msgspec.msgpack.decode(bytes.fromhex(update.instruction), type=Instruction)
+        parallel = self.parallel_config
+        process = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        processes = parallel.data_parallel_size * parallel.world_size
+        device = "" if instruction.address.startswith("gloo:") else str(self.device)
+        inbox = CollectiveInbox(instruction, device=device, groups=self._groups, process=(process, processes))
+        try:
+            inbox.open()
+            for number, (memory, group) in enumerate(zip(inbox.tensors(), groups, strict=True)):
+                self._take_direct(number, memory.clone(), group)  # layers keep it until they are complete
+        except TransportError as error:
+            self._arrived.error = error.message
+        finally:
+            inbox.close()
+
+    def _take_direct(self, number: int, memory: torch.Tensor, group: list[Tensor]) -> None:
+        parts = {tensor.name: memory[tensor.offset : tensor.offset + tensor.nbytes] for tensor in group}
+        first, second = sum_tensors(parts.values(), memory.device).tolist()
+        self._arrived.digests[str(number)] = hexdigest((first, second))
+        self._load([(tensor.name, _view(parts[tensor.name], tensor)) for tensor in group])
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
@@ -234,6 +282,16 @@ class HeldWeights:
                 return file.read(100)
         except (OSError, ValueError):
             return ""
+
+
+def digest_like(like: str, tensors: list[Any]) -> str:
+    """The digest of a bucket with these bytes, of the kind of another one."""
+    if not like:
+        return digest_all(tensors)
+    digest = new_digest(like)
+    for tensor in tensors:
+        digest.update(tensor)
+    return digest.hexdigest()
 
 
 def _map_file(path: str, size: int) -> mmap.mmap:

@@ -1,4 +1,4 @@
-"""Bytes of tensors on a device through pinned host memory, one tensor ahead of its reader.
+"""Bytes of tensors on a device through pinned host memory, one tensor ahead of their reader or writer.
 
 A copy to ordinary memory waits for the device and is staged by the driver; one to pinned memory runs at the speed of
 the link while the reader works on the tensor before. Guarantees:
@@ -31,17 +31,18 @@ class PinnedCopies:
         self._device = device
         self._rooms = [torch.empty(largest, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
 
+    @property
+    def largest(self) -> int:
+        return self._rooms[0].numel()
+
     @torch.no_grad()
-    def run(
-        self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, settle: Callable[[], None]
-    ) -> Iterator[tuple[str, Bytes]]:
-        """Yield name and bytes, in a dtype, of every tensor."""
+    def run(self, named: Iterable[tuple[str, Tensor]], settle: Callable[[], None]) -> Iterator[tuple[str, Bytes]]:
+        """Yield name and bytes of every tensor."""
         before: tuple[str, Tensor, object] | None = None
-        for number, (name, tensor) in enumerate(named):
+        for number, (name, sent) in enumerate(named):
             settle()  # two tensors before: its memory is used next
-            sent = tensor.to(dtype)
-            room = self._rooms[number % 2][: sent.numel() * dtype.itemsize]
-            room.view(dtype).view(sent.shape).copy_(sent, non_blocking=True)
+            room = self._view(number, sent.nbytes)
+            room.view(sent.dtype).view(sent.shape).copy_(sent, non_blocking=True)
             under_way = (name, room, self._device.mark())
             if before is not None:
                 yield self._finish(*before)
@@ -52,3 +53,23 @@ class PinnedCopies:
     def _finish(self, name: str, room: Tensor, mark: object) -> tuple[str, Bytes]:
         self._device.wait_for(mark)  # bounded: the watchdog ends a rank whose device hangs
         return name, room.numpy()
+
+    @torch.no_grad()
+    def load(self, pairs: Iterable[tuple[Tensor, Bytes, torch.dtype]]) -> None:
+        """Copy bytes, in a dtype, to tensors of the device; a conversion to the tensor's own dtype runs there. Returns
+        when the bytes are not needed any more."""
+        marks: list[object] = [None, None]
+        for number, (target, data, dtype) in enumerate(pairs):
+            if marks[number % 2] is not None:
+                self._device.wait_for(marks[number % 2])  # bounded: the receiver's limits end a worker that hangs
+            room = self._view(number, data.nbytes)
+            room.numpy()[:] = data
+            there = room.to(target.device, non_blocking=True)
+            target.copy_(there.view(dtype).view(target.shape))
+            marks[number % 2] = self._device.mark()
+        for mark in marks:
+            if mark is not None:
+                self._device.wait_for(mark)  # bounded: likewise
+
+    def _view(self, number: int, size: int) -> Tensor:
+        return self._rooms[number % 2][:size]
