@@ -22,7 +22,7 @@ from learners.gang.gang import Gang
 #: The first test of a layout waits for its launch, and for the one whose checkpoint that loads.
 pytestmark = pytest.mark.timeout(1200)
 
-MEGATRON_LAYOUTS = ("megatron_tensor", "megatron_pipeline", "megatron_shares", "megatron_both", "megatron_mixed")
+MEGATRON_LAYOUTS = tuple(f"megatron_{name}" for name in ("tensor", "pipeline", "shares", "both", "mixed", "expert"))
 #: Ranks and job.
 LAYOUTS = [(2, "backend_contract"), (2, "ulysses"), (4, "hsdp"), (4, "tensor"), (4, "expert")]
 LAYOUTS += [(count, job) for count, jobs in ranks.LAUNCHES.items() for job in jobs if job in MEGATRON_LAYOUTS]

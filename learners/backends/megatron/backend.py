@@ -42,21 +42,25 @@ from learners.backends.base import (
     published_dtype,
     toy_samples,
 )
-from learners.backends.hf_folder import write_folder
+from learners.backends.hf_folder import build_skeleton, write_folder
 from learners.backends.megatron import model as models
 from learners.backends.megatron.checkpoint import Store, host_shard, pieces
 from learners.backends.megatron.cpu_shim import cuda_stand_ins
+from learners.backends.megatron.families import read_facts
 from learners.backends.megatron.mapping import (
     Local,
+    Source,
     check_layout,
+    find_holder,
+    rank_buffers,
     rank_parameters,
-    read_facts,
     tensor_shapes,
     tensor_sources,
 )
 from learners.backends.megatron.optimizer import Optimizer, wrap
+from learners.backends.megatron.replay import Replay
 from learners.backends.megatron.stages import Stages
-from learners.backends.megatron.weights import Folder, assemble, export_tensors
+from learners.backends.megatron.weights import Folder, assemble, export_tensors, unstack_sources
 from learners.batch.micro_batches import MicroBatch, packed_row, padded_rows
 from learners.gang.gang import Gang, waiting_s
 from learners.models.logprobs import TokenNumbers
@@ -83,6 +87,8 @@ class MegatronBackend:
         check_head(self._hf)
         self._facts = read_facts(self._hf.to_dict())
         check_layout(self._facts, self._place)
+        self._shapes = self._check_names(path)
+        self._stacked = Folder(Path(path), self._skeleton).stacked()
         self._fused = models.has_engine(self._device)
         self._locals = {local.name: local for local in rank_parameters(self._facts, self._place, fused=self._fused)}
         self._sent_name, self._sent_dtype = DTYPES[published_dtype(config)]
@@ -96,7 +102,32 @@ class MegatronBackend:
             self._optimizer = Optimizer(self._ddp, config.learner.optim, bf16=self._settings.bf16)
         for parameter, whole in self._start(self._model):
             self._optimizer.fill(parameter, {"model": whole}.__getitem__, states=False)
+        self._replay = self._make_replay()
         self._stages = Stages(self._facts, self._settings, config, self._place, self._device)
+
+    def _make_replay(self) -> Replay | None:
+        """Return the routers of the policy, if they replay; a reference chooses for itself."""
+        learner, experts = self._config.learner, self._facts.experts
+        if not learner.router_replay or experts is None:
+            return None
+        split = bool(self._settings.sequence_parallel)
+        recomputes = learner.gradient_checkpointing
+        return Replay(self._model, experts, self._place, recomputes=recomputes, split_rows=split)
+
+    def _check_names(self, path: str) -> dict[str, tuple[int, ...]]:
+        """Return every tensor of transformers' model and its shape, in the publishing order of the backend fsdp2: what
+        is outside the layers, then layer by layer, each in the order of its modules.
+
+        Raises:
+            ConfigError: `config.model`: the mapping has other tensors.
+        """
+        self._skeleton = build_skeleton(self._hf, trust_remote_code=self._config.model.trust_remote_code)
+        theirs = {name: tuple(one.shape) for name, one in self._skeleton.named_parameters()} if self._skeleton else {}
+        ours = tensor_shapes(self._facts)
+        if odd := sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
+            why = f"the model has {theirs.get(odd[0])}, the backend megatron maps {ours.get(odd[0])}"
+            raise ConfigError("config.model", f"{path}: {odd[0]}: {why}")
+        return {name: theirs[name] for name in sorted(theirs, key=lambda name: name.startswith("model.layers."))}
 
     def _build(self) -> tuple[Any, Any]:
         """Return settings and model of this rank, with parameters checked against the mapping."""
@@ -115,8 +146,10 @@ class MegatronBackend:
     @torch.no_grad()
     def _start(self, model: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield every parameter with its start weights, float32, on the host."""
-        folder = Folder(Path(self._config.model.path))
+        folder = Folder(Path(self._config.model.path), self._skeleton)
         try:
+            for local in rank_buffers(self._facts, self._place):
+                model.get_buffer(local.name).copy_(assemble(local, folder.read))
             for name, parameter in model.named_parameters():
                 yield parameter, assemble(self._locals[name], folder.read)
         finally:
@@ -125,10 +158,10 @@ class MegatronBackend:
     # ------------------------------------------------------------ forward and backward
 
     def forward_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
-        return [found.numbers.logprobs for found in self._stages.run(self._model, micro)]
+        return [found.numbers.logprobs for found in self._stages.run(self._model, micro, replay=self._replay)]
 
     def forward_numbers(self, micro: Sequence[MicroBatch], *, squares: bool = False) -> list[TokenNumbers]:
-        return [found.numbers for found in self._stages.run(self._model, micro, squares=squares)]
+        return [found.numbers for found in self._stages.run(self._model, micro, squares=squares, replay=self._replay)]
 
     def reference_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
         if self._reference is None:
@@ -140,7 +173,7 @@ class MegatronBackend:
 
     def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
         sums: dict[str, Tensor] = {}
-        for found in self._stages.run(self._ddp, micro, loss):
+        for found in self._stages.run(self._ddp, micro, loss, replay=self._replay):
             add_sums(sums, found.value, found.sums)
         return {name: float(value) for name, value in sums.items()}  # here, to wait for the device only once
 
@@ -162,16 +195,24 @@ class MegatronBackend:
     # ------------------------------------------------------------ weights out
 
     def weight_specs(self) -> list[WeightSpec]:
-        """First what is outside the layers, then layer by layer: the order of fsdp2."""
-        return [WeightSpec(name, self._sent_name, shape) for name, shape in tensor_shapes(self._facts).items()]
+        """First what is outside the layers, then layer by layer, experts one by one: the order of fsdp2."""
+        return [
+            WeightSpec(name, self._sent_name, some[0].part.shape) for name, some in self._sources(unstack=True).items()
+        ]
 
-    def _export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        sources = tensor_sources(self._facts, self._place, fused=self._fused)
-        return export_tensors(dict(self._model.named_parameters()), sources, rank=self._gang.rank, dtype=dtype)
+    def _sources(self, *, unstack: bool) -> dict[str, list[Source]]:
+        """Return the senders of every tensor by the names of transformers; with `unstack` by those of the folder."""
+        every = tensor_sources(self._facts, self._place, fused=self._fused)
+        ordered = {name: every[name] for name in self._shapes}
+        return unstack_sources(ordered, self._stacked) if unstack else ordered
+
+    def _export(self, dtype: torch.dtype, *, unstack: bool) -> Iterator[tuple[str, Tensor]]:
+        parameters, sources = dict(self._model.named_parameters()), self._sources(unstack=unstack)
+        return export_tensors(parameters, sources, rank=self._gang.rank, dtype=dtype)
 
     def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
         """Yield name and bytes in the order of `weight_specs` on rank 0. Nothing is lent."""
-        for name, whole in self._export(self._sent_dtype):
+        for name, whole in self._export(self._sent_dtype, unstack=True):
             yield name, whole.view(-1).view(torch.uint8).numpy()
 
     def export_hf(self, folder: Path) -> None:
@@ -187,10 +228,10 @@ class MegatronBackend:
         )
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor by its Hugging Face name, in `model.dtype`, on rank 0. Collective: every rank
+        """Yield every tensor by its name in transformers, in `model.dtype`, on rank 0. Collective: every rank
         exhausts it.
         """
-        return self._export(DTYPES[self._config.model.dtype][1])
+        return self._export(DTYPES[self._config.model.dtype][1], unstack=False)
 
     # ------------------------------------------------------------ checkpoints
 
@@ -203,10 +244,11 @@ class MegatronBackend:
         boxes = []
         for number, (name, parameter) in enumerate(self._model.named_parameters()):
             states, local = self._optimizer.whole(parameter), self._locals[name]
-            if not local.copy and number % self._place.shares == self._place.share:  # one of its holders writes it
+            holder, holders = find_holder(local, self._place)
+            if not local.copy and number % holders == holder:  # one of its holders writes it
                 boxes += pieces(local, states)
         count = torch.tensor(self._optimizer.updates)
-        steps = {f"step/{name}": count.clone() for name in tensor_shapes(self._facts)}
+        steps = {f"step/{name}": count.clone() for name in self._shapes}
         return host_shard(boxes, rank=self._gang.rank, extra=self._device.rng_state(), steps=steps)
 
     def load(self, folder: Path) -> None:
@@ -215,7 +257,7 @@ class MegatronBackend:
         try:
             for name, parameter in self._model.named_parameters():
                 self._optimizer.fill(parameter, partial(_read_stored, store, self._locals[name]), states=True)
-            self._optimizer.updates = store.step(next(iter(tensor_shapes(self._facts))))
+            self._optimizer.updates = store.step(next(iter(self._shapes)))
             extra = store.extra(rank=self._gang.rank, ranks=self._gang.size)
         finally:
             store.close()

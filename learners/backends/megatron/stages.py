@@ -24,8 +24,9 @@ from asyncrl.config import Config
 from asyncrl.runtime.device import Device
 from learners.backends.base import LossFunction, Micro, to_device
 from learners.backends.megatron.cpu_shim import cuda_stand_ins
-from learners.backends.megatron.mapping import Facts
+from learners.backends.megatron.families import Facts
 from learners.backends.megatron.model import bounds, hidden_states
+from learners.backends.megatron.replay import Replay
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.topology import Topology
 from learners.models.logprobs import TokenNumbers, chunked_logprobs, split_logprobs, token_numbers
@@ -49,15 +50,23 @@ class Stages:
         self._chunk = config.learner.logprob_chunk_tokens
 
     def run(
-        self, model: Any, micro: Sequence[MicroBatch], loss: LossFunction | None = None, *, squares: bool = False
+        self,
+        model: Any,
+        micro: Sequence[MicroBatch],
+        loss: LossFunction | None = None,
+        *,
+        squares: bool = False,
+        replay: Replay | None = None,
     ) -> list[Found]:
-        """Run forward, and with a loss backward (`model` is then that of `wrap`). Collective; the same result on every
-        rank.
+        """Run forward, and with a loss backward (`model` is then that of `wrap`); `replay`: of the model's routers.
+        Collective; the same result on every rank.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         given = [to_device(piece, self._device.torch_device) for piece in micro]
         multiple = self._place.tensor if self._settings.sequence_parallel else 1
+        if replay is not None:
+            replay.begin(trains=loss is not None)
 
         def forward(numbers: Iterator[int], stage: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number = next(numbers)
@@ -68,7 +77,10 @@ class Stages:
                 found = Found(_detach(values), value.detach().clone(), sums)
                 return value, torch.zeros((), dtype=torch.int), found
 
-            return hidden_states(stage, given[number], bounds(micro[number], multiple=multiple)), last
+            ends = bounds(micro[number], multiple=multiple)
+            if replay is not None:
+                replay.give(given[number].experts, ends[-1])
+            return hidden_states(stage, given[number], ends), last
 
         with cuda_stand_ins(self._device), torch.set_grad_enabled(loss is not None):
             found = get_forward_backward_func()(
@@ -87,7 +99,7 @@ class Stages:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-        if self._settings.sequence_parallel:  # not run
+        if self._settings.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         weight = model.shared_embedding_or_output_weight() if self._facts.tied else model.output_layer.weight
         each = self._facts.padded_rows(self._place.tensor) // self._place.tensor
