@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -148,6 +151,34 @@ def test_fused_norms_have_other_names_and_the_same_parts() -> None:
     assert [one.parts for one in plain] == [one.parts for one in fused]
     moved = {one.name for one in fused} - {one.name for one in plain}
     assert "decoder.layers.3.mlp.linear_fc1.layer_norm_weight" in moved and len(moved) == 8
+
+
+NAMES = json.loads((Path(__file__).parent / "mbridge_names.json").read_text())  # of mbridge 0.15.1, Apache-2.0
+BRIDGED = MODELS | {
+    "qwen3": MODELS["qwen3"]._replace(tied=False),
+    "qwen3_moe": MODELS["mixtral"]._replace(qk_norm=True),
+    "deepseek_v3": MODELS["deepseek"],
+}
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_names_of_transformer_engines_layers_are_those_of_mbridge(family: str) -> None:
+    """They are built on GPUs alone. Experts have one name in transformers and many in the files."""
+
+    def blank(name: str) -> str:
+        return re.sub(r"(layers\.|experts\.|weight)\d+", r"\1{}", name)
+
+    def in_transformers(name: str) -> str:
+        name = name.replace("block_sparse_moe", "mlp")
+        name = re.sub(r"experts\.\{\}\.(gate_proj|up_proj|w1|w3)\.weight", "experts.gate_up_proj", name)
+        return re.sub(r"experts\.\{\}\.(down_proj|w2)\.weight", "experts.down_proj", name)
+
+    facts, place = BRIDGED[family], topology((1, 1, 1))
+    ours = {
+        blank(local.name): {blank(part.name) for part in local.parts}
+        for local in (*rank_parameters(facts, place, fused=True), *rank_buffers(facts, place))
+    }
+    assert ours == {name: set(map(in_transformers, theirs)) for name, theirs in NAMES[family].items()}
 
 
 @every_model
