@@ -256,14 +256,12 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
         "iteration": ("keeps the start weights as the reference", FSDP2),
         "critic": ("does not train", FSDP2),
         "process": ("does not train", FSDP2),
-        "lora": ("trains all weights", FSDP2),
-        **dict.fromkeys(
-            ("replicate", "sequence"), (f"{SPLIT}tensor, pipeline, expert", "set it to 1, or use fsdp2")
-        ),
+        "lora": ("trains all weights: Megatron-core has no adapters", FSDP2),
+        **dict.fromkeys(("replicate", "sequence"), (f"{SPLIT}tensor, pipeline, expert", "set it to 1, or use fsdp2")),
         **{name: (f"has no {name}", FSDP2) for name in ("cpu_offload", "reference_offload", "offload_idle", "liger")},
         "compile": ("does not compile layers", FSDP2),
-        "muon": ("has no muon", "use adamw, or fsdp2"),
-        "adamw_8bit": ("has no adamw_8bit", "use adamw, or fsdp2"),
+        "muon": ("has no muon: Megatron-core's does not divide its states over shares", "use adamw, or fsdp2"),
+        "adamw_8bit": ("has no adamw_8bit: Megatron-core keeps states in 16 bits or more", "use adamw, or fsdp2"),
         **dict.fromkeys((*SENSES, "vision_layout"), TEXT_ALONE),
         "encoder_decoder": ENCODES,
         "architecture": (f"builds {', '.join(MEGATRON_MODELS)}", FSDP2),
