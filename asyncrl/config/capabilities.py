@@ -254,7 +254,6 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
         "float16": ("has no loss scale for float16", "use bfloat16, or fsdp2"),
         "reward_model": ("trains no reward model", FSDP2),
         "iteration": ("keeps the start weights as the reference", FSDP2),
-        "critic": ("does not train", FSDP2),
         "process": ("does not train", FSDP2),
         "lora": ("trains all weights: Megatron-core has no adapters", FSDP2),
         **dict.fromkeys(("replicate", "sequence"), (f"{SPLIT}tensor, pipeline, expert", "set it to 1, or use fsdp2")),

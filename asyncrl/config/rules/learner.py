@@ -137,6 +137,9 @@ def megatron_problems(config: Config) -> Iterator[Conflict]:
     if learner.megatron.sequence_parallel and learner.parallel.tensor == 1:
         what = "learner.megatron.sequence_parallel splits rows over tensor places: learner.parallel.tensor is 1"
         yield conflict("learner.megatron.sequence_parallel", what)
+    if learner.critic.name != "adamw":
+        what = f"learner.critic.name = {learner.critic.name!r}: backend 'megatron' has adamw alone"
+        yield conflict("learner.critic.name", what)
 
 
 def _megatron_model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflict]:

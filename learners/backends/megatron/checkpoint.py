@@ -123,11 +123,11 @@ class Store:
             raise AsyncRLError("learner.checkpoint", f"{missing} elements of {name} are not in {self._folder}")
         return found
 
-    def step(self, name: str) -> float:
+    def step(self, name: str, *, prefix: str = "") -> float:
         """Return the number of updates of a tensor's states."""
-        if not (found := self._boxes.get(f"step/{name}")):
-            raise AsyncRLError("learner.checkpoint", f"step counts are not in {self._folder}")
-        return float(self._files[found[0][0]].get_tensor(f"step/{name}"))
+        if not (found := self._boxes.get(f"{prefix}step/{name}")):
+            raise AsyncRLError("learner.checkpoint", f"{prefix}step counts are not in {self._folder}")
+        return float(self._files[found[0][0]].get_tensor(found[0][1]))
 
     def extra(self, *, rank: int, ranks: int) -> dict[str, Tensor]:
         """Return this rank's own tensors if as many ranks have written as there are now; otherwise nothing."""

@@ -82,6 +82,7 @@ class Facts(NamedTuple):
     qkv_bias: bool = False
     experts: Experts | None = None
     latent: Latent | None = None
+    scores: bool = False  # the head gives one number for each token, not logits
 
     def padded_rows(self, tensor: int) -> int:
         """Return rows of the embedding, rounded up so that every tensor place has the same number."""

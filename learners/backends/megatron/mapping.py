@@ -105,7 +105,9 @@ def rank_parameters(facts: Facts, place: Topology, *, fused: bool = False) -> li
         found += _layer(facts, place, f"decoder.layers.{number}.", f"model.layers.{layer}.", fused=fused)
     if place.stage == place.pipeline - 1:
         found.append(_whole(place, "decoder.final_layernorm.weight", "model.norm.weight", (facts.hidden,)))
-        if not facts.tied:
+        if facts.scores:
+            found.append(_whole(place, "output_layer.weight", "score.weight", (1, facts.hidden)))
+        elif not facts.tied:
             found.append(_vocabulary(facts, place, "output_layer.weight", "lm_head.weight"))
         elif place.pipeline > 1:
             head = _vocabulary(facts, place, "output_layer.weight", "model.embed_tokens.weight")

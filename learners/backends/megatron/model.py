@@ -303,9 +303,11 @@ def build(facts: Facts, hf: Any, settings: Any, topology: Topology, device: Devi
         max_sequence_length=int(hf.max_position_embeddings),
         pre_process=topology.stage == 0,
         post_process=topology.stage == topology.pipeline - 1,
-        share_embeddings_and_output_weights=facts.tied,
+        share_embeddings_and_output_weights=facts.tied and not facts.scores,
         position_embedding_type="rope",
     )
+    if facts.scores and model.post_process:  # every tensor place has the head whole
+        model.output_layer = nn.Linear(facts.hidden, 1, bias=False, dtype=settings.params_dtype)
     rotary = frequencies(hf, facts.latent.rope if facts.latent else facts.head_dim)
     for module in model.modules():
         if getattr(module, "rotary_pos_emb", None) is not None:

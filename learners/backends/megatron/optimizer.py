@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.config import OptimConfig
+from asyncrl.config import CompanionConfig, OptimConfig
 from learners.backends.base import UpdateInfo
 
 STATES = ("exp_avg", "exp_avg_sq")
@@ -31,7 +31,7 @@ STATES = ("exp_avg", "exp_avg_sq")
 class Optimizer:
     """`ddp` is the model in Megatron-core's `DistributedDataParallel`."""
 
-    def __init__(self, ddp: Any, optim: OptimConfig, *, bf16: bool) -> None:
+    def __init__(self, ddp: Any, optim: OptimConfig | CompanionConfig, *, bf16: bool) -> None:
         from megatron.core import parallel_state
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -57,16 +57,27 @@ class Optimizer:
 
     def step(self, *, lr: float, max_norm: float) -> UpdateInfo:
         """Clip by the global norm and update; do nothing if the norm is not finite. Collective."""
-        norm = self._norm()
+        norm = self.clip(max_norm)
         skipped = not math.isfinite(norm)
-        if not skipped:
-            for group in self._inner.param_groups:
-                group["lr"] = lr
-            if norm > max_norm:
-                self._clip(norm, max_norm)
-            self._inner.step_with_ready_grads()
-        self.forget()
+        if skipped:
+            self.forget()
+        else:
+            self.apply(lr)
         return UpdateInfo(norm, skipped)
+
+    def clip(self, max_norm: float) -> float:
+        """Clip by the global norm, if it is finite, and return the norm before. Collective."""
+        norm = self._norm()
+        if max_norm < norm < math.inf:
+            self._clip(norm, max_norm)
+        return norm
+
+    def apply(self, lr: float) -> None:
+        """Update with gradients that `clip` has prepared, and clear them. Collective."""
+        for group in self._inner.param_groups:
+            group["lr"] = lr
+        self._inner.step_with_ready_grads()
+        self.forget()
 
     def discard(self) -> float:
         """Clear the gradients and return their global norm. Collective."""

@@ -101,6 +101,8 @@ class Stages:
 
         if self._settings.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        if self._facts.scores:
+            return _score(hidden[:, 0], model.output_layer.weight, tensors)
         weight = model.shared_embedding_or_output_weight() if self._facts.tied else model.output_layer.weight
         each = self._facts.padded_rows(self._place.tensor) // self._place.tensor
         start = each * self._place.tensor_place
@@ -125,7 +127,7 @@ class Stages:
         """Send the results of the last stage to all stages."""
         from megatron.core import parallel_state
 
-        sizes = [micro.targets.numel() for micro in given]
+        sizes = [micro.targets.numel() + self._facts.scores * micro.scales.numel() for micro in given]
         flat = torch.zeros(3 if squares else 2, sum(sizes), device=self._device.torch_device)
         for one, room in zip(found, torch.split(flat, sizes, dim=1), strict=False):  # other stages have no results
             for row, numbers in zip(room, one.numbers, strict=False):
@@ -145,7 +147,22 @@ def _compute_loss(
     loss: LossFunction | None, values: TokenNumbers, tensors: Micro, number: int
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Return the loss; 0 and no sums without one."""
-    return (torch.zeros(()), {}) if loss is None else loss(values.logprobs, values.entropy, tensors, number)
+    count = tensors.targets.numel()  # a critic has values after responses, too
+    return (
+        (torch.zeros(()), {})
+        if loss is None
+        else loss(values.logprobs[:count], values.entropy[:count], tensors, number)
+    )
+
+
+def _score(hidden: Tensor, weight: Tensor, tensors: Micro) -> TokenNumbers:
+    """Return values `[N + S]` from hidden states `[T, H]`: before each response token, then after the last ones. Zeros
+    stand for entropies.
+    """
+    ends = tensors.positions.new_zeros(tensors.scales.numel())
+    ends = ends.scatter_reduce(0, tensors.sequences, tensors.positions + 1, "amax")
+    values = hidden[torch.cat((tensors.positions, ends))].float() @ weight[0].float()
+    return TokenNumbers(values, torch.zeros_like(values), torch.zeros_like(values))
 
 
 def _detach(values: TokenNumbers) -> TokenNumbers:

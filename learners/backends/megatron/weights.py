@@ -40,6 +40,9 @@ class Folder:
         except Unfit as error:
             raise ConfigError("config.model", f"{path}: no weights in safetensors files: {error}") from error
 
+    def has(self, name: str) -> bool:
+        return name in self._places
+
     def stacked(self) -> dict[str, tuple[tuple[str, ...], ...]]:
         """Return the names in the files of every expert, by stacked tensor."""
         return {name: place.names for name, place in self._places.items() if place.stacked}
