@@ -29,6 +29,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.runtime.model_folder import load_generation_config
+from learners.algorithms.registry import needs_for
 from learners.backends.base import (
     DTYPES,
     LossFunction,
@@ -38,7 +39,6 @@ from learners.backends.base import (
     check_packing,
     published_dtype,
 )
-from learners.backends.fsdp2.companion import wants_critic
 from learners.backends.megatron import model as models
 from learners.backends.megatron.checkpoint import Store, host_shard
 from learners.backends.megatron.cpu_shim import cuda_stand_ins
@@ -70,7 +70,8 @@ class MegatronBackend:
             minutes = math.ceil(waiting_s(config) / 60)
             models.join_groups(place, seed=config.run.seed + models.SEED_OFFSET, minutes=minutes)
         self._policy = Trained(path, hf, config, gang, config.learner.optim)
-        self.critic = Critic(config, gang) if wants_critic(config) else None
+        needs = set(needs_for(config.learner.algorithm)) if config.learner.mode == "rl" else set()
+        self.critic = Critic(config, gang) if needs & {"critic", "values"} else None
 
     # ------------------------------------------------------------ forward and backward
 
