@@ -6,8 +6,8 @@ One table for `asyncrl check`, for the start of the roles (`refuse`) and for doc
 2. nothing is imported and no file is read: a model is its config.json, a device its type.
 
 `tests/unit/test_capabilities.py` builds every pair and compares check, start and table.
-Example: `learner.backend = "megatron"` with a Mixtral: config.model at `model.path`, "mixture of experts (8): backend
-'megatron' builds dense decoders alone".
+Example: `learner.backend = "megatron"` with a Gemma: config.model at `model.path`, "model_type 'gemma': backend
+'megatron' builds llama, qwen2, ..".
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from asyncrl.config.model_facts import (
     Model,
     count_experts,
     find_cap,
-    find_dense_variant,
     find_head_scale,
     find_senses,
+    find_variant,
     list_senses,
 )
 from asyncrl.config.sections import algorithm_catalogue as algorithms
@@ -126,8 +126,8 @@ def _find_beside_vision(config: Config, model: Model) -> str:
 
 
 def _is_plain(model: Model) -> bool:
-    """A dense decoder of token ids."""
-    return bool(model.get("model_type")) and not (count_experts(model) or list_senses(model) or _encodes(model))
+    """A decoder of token ids."""
+    return bool(model.get("model_type")) and not (list_senses(model) or _encodes(model))
 
 
 def _encodes(model: Model) -> bool:
@@ -165,7 +165,7 @@ FEATURES: dict[str, Feature] = {
         lambda c, _: "model.attn_implementation = 'varlen' with model.dtype = 'float32'"
         if (c.model.attn_implementation, c.model.dtype) == ("varlen", "float32") else "",
     ),
-    "sequence_parallel": _switch("learner.megatron.sequence_parallel", needs="transformer_engine"),
+    "sequence_parallel": _switch("learner.megatron.sequence_parallel"),
     # of an engine
     "adapter": Feature(
         "`learner.lora.publish = \"adapter\"`", "learner.lora.publish",
@@ -194,10 +194,10 @@ FEATURES: dict[str, Feature] = {
         "matrices, rows or experts", "learner.vision", _find_beside_vision,
     ),
     "encoder_decoder": _model("an encoder-decoder", lambda m: "encoder-decoder" if _encodes(m) else ""),
-    "architecture": _model(f"a dense decoder other than {', '.join(MEGATRON_MODELS)}", _architecture),
+    "architecture": _model(f"a decoder other than {', '.join(MEGATRON_MODELS)}", _architecture),
     "dense_variant": _model(
-        "other activations, biases, attention windows or rotary scaling",
-        lambda m: find_dense_variant(m) if _is_plain(m) and not _architecture(m) else "",
+        "other activations, biases, attention windows, rotary scaling or ways to choose experts",
+        lambda m: find_variant(m) if _is_plain(m) and not _architecture(m) else "",
     ),
     "head_scale": _head("scaled", find_head_scale),
     "head_cap": _head("capped", lambda m: f"{HEAD_CAP} = {find_cap(m, HEAD_CAP)}" if find_cap(m, HEAD_CAP) else ""),
@@ -254,15 +254,13 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
         "float16": ("has no loss scale for float16", "use bfloat16, or fsdp2"),
         "reward_model": ("trains no reward model", FSDP2),
         "iteration": ("keeps the start weights as the reference", FSDP2),
-        "critic": ("does not train", FSDP2),
         "process": ("does not train", FSDP2),
-        "lora": ("trains all weights", FSDP2),
-        **dict.fromkeys(("replicate", "sequence", "expert"), (f"{SPLIT}tensor, pipeline", "set it to 1, or use fsdp2")),
+        "lora": ("trains all weights: Megatron-core has no adapters", FSDP2),
+        **dict.fromkeys(("replicate", "sequence"), (f"{SPLIT}tensor, pipeline, expert", "set it to 1, or use fsdp2")),
         **{name: (f"has no {name}", FSDP2) for name in ("cpu_offload", "reference_offload", "offload_idle", "liger")},
         "compile": ("does not compile layers", FSDP2),
-        "muon": ("has no muon", "use adamw, or fsdp2"),
-        "adamw_8bit": ("has no adamw_8bit", "use adamw, or fsdp2"),
-        "mixture_of_experts": ("builds dense decoders alone", FSDP2),
+        "muon": ("has no muon: Megatron-core's does not divide its states over shares", "use adamw, or fsdp2"),
+        "adamw_8bit": ("has no adamw_8bit: Megatron-core keeps states in 16 bits or more", "use adamw, or fsdp2"),
         **dict.fromkeys((*SENSES, "vision_layout"), TEXT_ALONE),
         "encoder_decoder": ENCODES,
         "architecture": (f"builds {', '.join(MEGATRON_MODELS)}", FSDP2),

@@ -50,26 +50,52 @@ def find_senses(model: Model, families: tuple[str, ...] = ()) -> str:
     return f"{' and '.join(senses)} inputs{ways}" if senses and right else ""
 
 
-MEGATRON_MODELS = ("llama", "qwen2", "qwen3")
+MEGATRON_MODELS = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
 ROPE_TYPES = ("default", "linear", "llama3")  # frequencies independent of the length of a row
 #: Fields that scale the logits behind the head.
 HEAD_SCALES = ("logits_scaling", "logit_scale")
 #: Fields of soft caps, `cap tanh(x / cap)`, of the logits behind the head and of attention scores.
 HEAD_CAP, ATTENTION_CAP = "final_logit_softcapping", "attn_logit_softcapping"
+#: Fields of the families above that Megatron's layers follow with one value alone.
+_FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "router_jitter_noise": 0.0,
+    "rope_interleave": True,
+}
 
 
-def find_dense_variant(model: Model) -> str:
-    """What a dense decoder has beyond those that Megatron's layers are built for; empty: nothing."""
-    for name, right in (("hidden_act", "silu"), ("mlp_bias", False), ("use_sliding_window", False)):
+def find_variant(model: Model) -> str:
+    """What a decoder has beyond those that Megatron's layers are built for; empty: nothing."""
+    for name, right in _FIXED.items():
         if model.get(name, right) != right:
             return f"{name} = {model[name]!r}"
-    if model.get("model_type") != "qwen2" and model.get("attention_bias", False):
+    kind = model.get("model_type")
+    if kind != "qwen2" and model.get("attention_bias", False):
         return "attention_bias = true"
+    if kind == "mixtral" and model.get("sliding_window"):
+        return f"sliding_window = {model['sliding_window']}"
     if set(model.get("layer_types") or ()) - {"full_attention"}:
         return "layer_types other than full_attention"
+    if kind == "deepseek_v3" and (found := _find_routing_variant(model)):
+        return found
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    return "" if kind in ROPE_TYPES else f"rope type {kind!r}"
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    known = (*ROPE_TYPES, "yarn") if model.get("kv_lora_rank") else ROPE_TYPES
+    return "" if rope_type in known else f"rope type {rope_type!r}"
+
+
+def _find_routing_variant(model: Model) -> str:
+    """Megatron-core scores a group of experts by its best `num_experts_per_tok // topk_group`, transformers by its best
+    two; it always normalises; and transformers has its own epsilon in the norms of latent vectors.
+    """
+    groups, chosen = model.get("n_group") or 1, model.get("topk_group") or 1
+    if groups != chosen and (model.get("num_experts_per_tok") or 0) // chosen != 2:
+        return f"num_experts_per_tok = {model.get('num_experts_per_tok')} with topk_group = {chosen}, not twice as many"
+    if not model.get("norm_topk_prob", True):
+        return "norm_topk_prob = false"
+    return "" if model.get("rms_norm_eps", 1e-6) == 1e-6 else f"rms_norm_eps = {model['rms_norm_eps']}, not 1e-6"
 
 
 def find_head_scale(model: Model) -> str:

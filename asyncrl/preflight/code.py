@@ -173,14 +173,6 @@ def check_extras(config: Config) -> Iterator[AsyncRLError]:
             where="learner.liger",
             remedy="pip install 'asyncrl[cuda]'",
         )
-    here = "learner.megatron.sequence_parallel"
-    if (
-        config.learner.backend == "megatron"
-        and config.learner.megatron.sequence_parallel
-        and importlib.util.find_spec("transformer_engine") is None
-    ):
-        what = "it needs the package transformer_engine, which this environment lacks"
-        yield ConfigError("config.extra", what, where=here, remedy="pip install transformer-engine, or leave it out")
     for name in ("optim", "critic", "process_reward"):
         if getattr(config.learner, name).name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
             what = f"learner.{name}.name = 'adamw_8bit' needs the package torchao, which this environment lacks"

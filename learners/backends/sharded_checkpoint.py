@@ -7,7 +7,8 @@ Guarantees:
 1. a file holds plain tensors and text: reading it runs no code;
 2. loading fills every element of every tensor that is not optional, or raises `learner.checkpoint`;
 3. what several ranks hold (a replica, a step count) is written by one of them;
-4. an 8-bit tensor is written in 8 bits (codes, scales, values of codes, as `NAME#part`): the same box is restored bit
+4. further boxes of a tensor in the same file are `NAME~1`, `NAME~2` and so on (experts of the backend megatron);
+5. an 8-bit tensor is written in 8 bits (codes, scales, values of codes, as `NAME#part`): the same box is restored bit
    by bit, any other layout or optimizer gets the numbers.
 
 `learners.checkpoints.checkpoint` makes the files durable and complete as a set.
@@ -95,6 +96,11 @@ def local_parts(tensor: Tensor) -> dict[str, Tensor]:
     return {f"#{part}": getattr(local, part) for part in PARTS} if hasattr(local, "codes") else {"": local}
 
 
+def own_name(key: str) -> str:
+    """Return the name of the tensor that a box in a file belongs to."""
+    return key.partition("~")[0]
+
+
 def shard_path(folder: Path, rank: int) -> Path:
     return folder / f"shard_{rank:05d}.safetensors"
 
@@ -157,8 +163,9 @@ def load_shards(
     for number, path in enumerate(paths):
         with safe_open(path, framework="pt") as file:
             starts = msgspec.json.decode(file.metadata()["starts"], type=dict[str, Start])
-            for name in starts.keys() & state.keys():
-                missing[name] -= _fill(state[name], boxes[name], file, name, starts[name], numbers)
+            for key, start in starts.items():
+                if (name := own_name(key)) in state:
+                    missing[name] -= _fill(state[name], boxes[name], file, key, start, numbers)
             if number == rank and len(paths) == ranks:
                 for key in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
                     if key.startswith(_EXTRA):
@@ -196,7 +203,7 @@ def _fill(target: Tensor, box: Box, file: Any, name: str, start: Start, numbers:
         theirs.append(slice(left - other, right - other))
         count *= right - left
     if narrow:
-        local = numbers.setdefault(name, torch.zeros(box.shape, device=local.device))
+        local = numbers.setdefault(own_name(name), torch.zeros(box.shape, device=local.device))
     local[tuple(mine)].copy_((_numbers(file, name) if written else piece)[tuple(theirs)])
     return count
 

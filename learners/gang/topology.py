@@ -1,7 +1,7 @@
 """The place of a rank in the layout of `[learner.parallel]`: its share of a batch, and whether its sums count. Pure.
 
 Ranks are numbered as in Megatron-core and the device meshes of transformers: tensor places are neighbours, then
-sequence places, then shares, then pipeline stages; `replicate` and `expert` divide the shares.
+sequence places, then shares, then pipeline stages; `replicate` divides the shares, `expert` the ranks of a stage.
 
 Guarantees:
 1. ranks that differ only in tensor, sequence or pipeline place have the same share of every batch;
@@ -42,9 +42,11 @@ class Topology(NamedTuple):
         each = config.tensor * config.sequence * config.pipeline
         if size % each:
             raise _refusal(f"{size} ranks do not divide by tensor * sequence * pipeline = {each}")
-        for name in ("replicate", "expert"):
-            if found.shares % getattr(config, name):
-                raise _refusal(f"{found.shares} shares do not divide by {name} = {getattr(config, name)}")
+        if found.shares % config.replicate:
+            raise _refusal(f"{found.shares} shares do not divide by replicate = {config.replicate}")
+        if found.tensor * found.shares % config.expert:
+            ranks = found.tensor * found.shares
+            raise _refusal(f"tensor * shares = {ranks} ranks do not divide by expert = {config.expert}")
         return found
 
     @property
@@ -66,6 +68,11 @@ class Topology(NamedTuple):
     def share(self) -> int:
         """The share of this rank, 0 .. shares - 1."""
         return self.rank // (self.tensor * self.sequence) % self.shares
+
+    @property
+    def expert_place(self) -> int:
+        """Which experts this rank has, 0 .. expert - 1: neighbouring ranks of a stage have different ones."""
+        return self.rank % (self.tensor * self.shares) % self.expert
 
     @property
     def stage(self) -> int:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from made_batches import a_batch, a_group, a_sample
-from ranks import settings
+from ranks import HAS_MEGATRON, in_layout, settings
 
 from asyncrl import config as configuration
+from asyncrl.plugins import find
 from learners.backends.fsdp2.backend import FSDP2Backend
 from learners.gang.gang import Gang
 from learners.step.resilient_step import StepRunner
@@ -34,6 +35,14 @@ CASES = {
     "vtrace": "learner.algorithm.advantage=vtrace;learner.algorithm.loss=reinforce",
     "warmup": "learner.critic.critic_warmup=2",
     "few": "",  # fewer samples than ranks
+}
+#: With the backend megatron on two ranks: the case of fsdp2 that gives the same.
+MEGATRON = {
+    f"{name}_{split.partition('=')[0]}": (name, f"learner.backend=megatron;learner.ranks=2;learner.parallel.{split}")
+    for name, split in (
+        ("minibatches", "tensor=2;learner.megatron.sequence_parallel=true"),
+        ("bootstrap", "pipeline=2"),
+    )
 }
 SAME = ("small_rows", "padded", "offload", "checkpointing")
 
@@ -97,12 +106,15 @@ def train(trial: StepRunner, gang: Gang, batch: Any) -> Any:
 
 def policy_weights(backend: FSDP2Backend) -> dict[str, list[float]]:
     """By name; empty but on rank 0."""
-    return {name: data.view(np.float32).tolist() for name, data in backend.iter_hf_weights()}
+    return {name: np.array(data).view(np.float32).tolist() for name, data in backend.iter_hf_weights()}
 
 
 def critic_weights(backend: FSDP2Backend) -> dict[str, list[float]]:
     """By name, on every rank. Collective."""
     assert backend.critic is not None
+    if hasattr(backend.critic, "trained"):  # of megatron: on rank 0
+        every = backend.critic.trained.export(torch.float32, unstack=False)
+        return {f"model.{name}": whole.flatten().tolist() for name, whole in every}
     found = {}
     for name, parameter in backend.critic._model.named_parameters():
         whole: Any = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
@@ -122,7 +134,7 @@ def digest(backend: FSDP2Backend) -> str:
 def case(model: Path, gang: Gang, *, extra: str, groups: int = 6) -> dict[str, Any]:
     """Three steps: metrics of each, policy and critic after each."""
     config = make_config(model, extra)
-    backend = FSDP2Backend(config, gang)
+    backend: Any = find("asyncrl.backends", config.learner.backend)(config, gang)
     backend.self_check()
     trial = make_trial(config, backend, gang, {})
     steps = []
@@ -138,6 +150,22 @@ def case(model: Path, gang: Gang, *, extra: str, groups: int = 6) -> dict[str, A
             }
         )
     return {"start": start, "steps": steps}
+
+
+def by_megatron(model: Path, gang: Gang, name: str, out: Path) -> dict[str, Any]:
+    """A case, then a step of another backend: its weights, checkpoint and export."""
+    base, layout = MEGATRON[name]
+    placed, extra = in_layout(gang, layout), f"{CASES[base]};{layout}".lstrip(";")
+    found = case(model, placed, extra=extra)
+    config = make_config(model, extra)
+    backend: Any = find("asyncrl.backends", "megatron")(config, placed)
+    train(make_trial(config, backend, placed, {}), placed, make_batch(1))
+    if gang.lead:
+        out.mkdir(parents=True)
+    gang.barrier()
+    backend.save(out)
+    backend.export_hf(out / "export")
+    return found | {"out": str(out), "written": {"policy": policy_weights(backend), "critic": critic_weights(backend)}}
 
 
 def resume(model: Path, gang: Gang, folder: Path, extra: str = "") -> dict[str, Any]:
@@ -167,6 +195,8 @@ def resume(model: Path, gang: Gang, folder: Path, extra: str = "") -> dict[str, 
 def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
     """Results by case; a checkpoint under `out`."""
     results = {name: case(model, gang, extra=extra, groups=1 if name == "few" else 6) for name, extra in CASES.items()}
+    if HAS_MEGATRON and gang.size == 2:
+        results |= {name: by_megatron(model, gang, name, out / name) for name in MEGATRON}
     # In the second one the policy has not been trained yet: its optimizer has no state of its own.
     return results | {
         "resume": resume(model, gang, out / "checkpoint"),

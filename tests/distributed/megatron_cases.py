@@ -48,10 +48,7 @@ def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
     placed, settings = layouts["tensor"]
     found["names"] = left_behind(model, placed, settings)
     found["packing"] = wrong_packing(model, placed, settings)
-    found["refused"] = {
-        extra: refused(model, placed, f"{settings};{extra}")
-        for extra in ("learner.megatron.sequence_parallel=true", "model.path=nowhere")
-    }
+    found["refused"] = refused(model, placed, f"{settings};model.path=nowhere")
     return found
 
 

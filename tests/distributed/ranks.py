@@ -59,6 +59,8 @@ CASE_MODULES = (
     "vision_cases",
     "routing_cases",
 )
+#: The extra `megatron` is optional.
+HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 #: By the number of ranks, jobs by name.
 LAUNCHES: dict[int, dict[str, Job]] = {
     2: {name: Job(name) for name in CASE_MODULES}
@@ -68,22 +70,29 @@ LAUNCHES: dict[int, dict[str, Job]] = {
         for name, layout in {"hsdp": "replicate=2", "tensor": "tensor=2"}.items()
     }
     | {
-        "expert": Job("backend_contract", "learner.ranks=4;learner.parallel.expert=2", model=MOE),
+        "expert": Job(
+            "backend_contract",
+            "learner.ranks=4;learner.parallel.expert=2",
+            other=(2, "megatron_expert") if HAS_MEGATRON else None,
+            model=MOE,
+        ),
     },
 }
-#: The extra `megatron` is optional.
-HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 MEGATRON = "learner.backend=megatron;learner.ranks={};learner.parallel.tensor={};learner.parallel.pipeline={}"
+EXPERTS = ";learner.parallel.expert=2"
 if HAS_MEGATRON:
     LAUNCHES[2] |= {
         "megatron_tensor": Job("backend_contract", MEGATRON.format(2, 2, 1), other=(2, "backend_contract")),
         "megatron_pipeline": Job("backend_contract", MEGATRON.format(2, 1, 2), other=(2, "megatron_tensor")),
         "megatron_shares": Job("backend_contract", MEGATRON.format(2, 1, 1), other=(2, "megatron_pipeline")),
         "megatron_cases": Job("megatron_cases"),
+        "moe_cases": Job("moe_cases"),
+        "megatron_expert": Job("backend_contract", MEGATRON.format(2, 1, 1) + EXPERTS, model=MOE),
     }
     LAUNCHES[4] |= {
         "megatron_both": Job("backend_contract", MEGATRON.format(4, 2, 2), other=(2, "megatron_tensor")),
         "megatron_mixed": Job("backend_contract", MEGATRON.format(4, 2, 1), other=(2, "megatron_pipeline")),
+        "moe_cases": Job("moe_cases"),
     }
 #: So is `lora`: peft with what it imports.
 HAS_PEFT = all(importlib.util.find_spec(name) for name in ("peft", "accelerate"))

@@ -26,6 +26,16 @@ LAYOUTS = {
 }
 
 
+MEGATRON = {
+    f"megatron_{name}": f"learner.backend=megatron;learner.ranks=2;{layout}"
+    for name, layout in {
+        "expert": "learner.parallel.expert=2",
+        "tensor": "learner.parallel.tensor=2;learner.megatron.sequence_parallel=true",
+        "pipeline": "learner.parallel.pipeline=2;learner.gradient_checkpointing=true",
+    }.items()
+}
+
+
 def samples(count: int, seed: int) -> list[Sample]:
     """Most with experts that no router would choose together, some without any."""
     rng = np.random.default_rng(seed)
@@ -65,4 +75,5 @@ def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
     moe = model / ranks.MOE
     if gang.size == 1:
         return {"replay": steps(moe, gang, REPLAY), "own": steps(moe, gang, REPLAY, replay=False)}
-    return {name: steps(moe, ranks.in_layout(gang, layout), f"{layout};{REPLAY}") for name, layout in LAYOUTS.items()}
+    layouts = LAYOUTS | (MEGATRON if ranks.HAS_MEGATRON else {})
+    return {name: steps(moe, ranks.in_layout(gang, layout), f"{layout};{REPLAY}") for name, layout in layouts.items()}

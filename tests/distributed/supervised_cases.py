@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ranks import settings
+from ranks import HAS_MEGATRON, in_layout, settings
 
 from asyncrl import config as configuration
-from learners.backends.fsdp2.backend import FSDP2Backend
+from asyncrl.plugins import find
+from learners.backends.base import Backend
 from learners.batch.micro_batches import Sample
 from learners.gang.gang import Gang
 from learners.step.supervised import train_step, update
@@ -30,6 +31,11 @@ CASES = {
     "renewed_offload": ("dpo", "learner.preference.iteration=2;learner.reference_offload=true"),
     "reward_model": ("reward_model", "learner.preference.center_coeff=0.1"),
     "reward_model_small_rows": ("reward_model", "learner.preference.center_coeff=0.1;learner.micro_batch_tokens=64"),
+}
+#: With the backend megatron on two ranks: the case of fsdp2 that gives the same.
+MEGATRON = {
+    f"{name}_{split}": (name, f"{CASES[name][1]};learner.backend=megatron;learner.ranks=2;learner.parallel.{split}=2")
+    for name, split in (("sft", "tensor"), ("dpo", "pipeline"), ("kto", "tensor"))
 }
 SAME = {
     "sft": ("sft_small_rows", "sft_padded"),
@@ -75,7 +81,7 @@ def units(count: int, seed: int, size: int) -> list[list[Sample]]:
 def case(model: Path, gang: Gang, mode: str, extra: str, count: int = 11) -> dict[str, Any]:
     """Three steps: metrics of each and the weights after them."""
     config = make_config(model, mode, extra)
-    backend = FSDP2Backend(config, gang)
+    backend: Backend = find("asyncrl.backends", config.learner.backend)(config, gang)
     backend.self_check()
     metrics = []
     for step in range(1, STEPS + 1):
@@ -83,11 +89,14 @@ def case(model: Path, gang: Gang, mode: str, extra: str, count: int = 11) -> dic
         share = [part[gang.topology.share] for part in update(rows, config.learner, ranks=gang.shares)]
         result = train_step(share, backend=backend, gang=gang, config=config.learner, step=step)
         metrics.append(result.metrics)
-    weights = {name: data.view(np.float32).tolist() for name, data in backend.iter_hf_weights()}
+    weights = {name: np.array(data).view(np.float32).tolist() for name, data in backend.iter_hf_weights()}
     return {"metrics": metrics, "weights": weights}
 
 
 def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
     """Results by case. Nothing is written to `out`."""
     found = {name: case(model, gang, mode, extra) for name, (mode, extra) in CASES.items()}
+    if HAS_MEGATRON and gang.size == 2:
+        for name, (mode, extra) in MEGATRON.items():
+            found[name] = case(model, in_layout(gang, extra.lstrip(";")), CASES[mode][0], extra.lstrip(";"))
     return found | {"few": case(model, gang, "dpo", "", count=1)}  # fewer pairs than ranks

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from ranks import check_no_trace
+from ranks import HAS_MEGATRON, check_no_trace
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import AsyncRLError, ConfigError
@@ -57,6 +57,22 @@ def same(left: dict[str, Any], right: dict[str, Any], limit: float) -> None:
 @pytest.mark.parametrize("name", sorted(cases.CASES))
 def test_two_ranks_equal_one(two: Any, one: Any, name: str) -> None:
     compare(two[0][name], one[0][name])
+
+
+@pytest.mark.skipif(not HAS_MEGATRON, reason="the extra megatron is not installed")
+@pytest.mark.parametrize("name", cases.MEGATRON)
+def test_megatron_equals_fsdp2_and_its_checkpoint_loads_there(
+    two: Any, one: Any, gang: Gang, model: Path, name: str
+) -> None:
+    result = two[0][name]
+    compare(result, one[0][cases.MEGATRON[name][0]])
+    fresh = FSDP2Backend(cases.make_config(model), gang)
+    fresh.load(Path(result["out"]))
+    loaded = {"policy": cases.policy_weights(fresh), "critic": cases.critic_weights(fresh)}
+    assert loaded == result["written"]
+    exported = load_scorer(str(Path(result["out"]) / "export" / "critic"), seed=7, trust_remote_code=False)
+    for own, parameter in exported.named_parameters():
+        assert parameter.flatten().tolist() == result["written"]["critic"][f"model.{own}"], own
 
 
 @pytest.mark.parametrize("name", cases.SAME)

@@ -102,8 +102,5 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(results_of: Any, one: Any, m
     compare(got, {"metrics": plain["metrics"][2:], "weights": plain["weights"], "names": plain["names"]})
 
 
-def test_what_the_machine_cannot_do_is_refused(found: Any) -> None:
-    said = found["refused"]
-    assert said["learner.megatron.sequence_parallel=true"].startswith("config.conflict: ")
-    assert "transformer_engine" in said["learner.megatron.sequence_parallel=true"]
-    assert said["model.path=nowhere"].startswith("config.model: ")
+def test_a_missing_folder_is_refused(found: Any) -> None:
+    assert found["refused"].startswith("config.model: ")

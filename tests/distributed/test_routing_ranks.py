@@ -15,7 +15,7 @@ from learners.gang.gang import Gang
 pytestmark = pytest.mark.timeout(1200)  # the first one waits for the launch of all jobs of two ranks
 
 
-@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("layout", [*cases.LAYOUTS, *(cases.MEGATRON if ranks.HAS_MEGATRON else ())])
 def test_two_ranks_replay_as_one(two: Any, one: Any, layout: str) -> None:
     got, wanted = two[0][layout], one[0]["replay"]
     for mine, theirs in zip(got["metrics"], wanted["metrics"], strict=True):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ranks
 import supervised_cases as cases
 import torch
 from padded_rows import collate
@@ -32,6 +33,12 @@ def compare(got: dict[str, Any], wanted: dict[str, Any], *, limit: float = 1e-5)
 @pytest.mark.parametrize("name", [*cases.CASES, "few"])
 def test_two_ranks_equal_one(two: Any, one: Any, name: str) -> None:
     compare(two[0][name], one[0][name])
+
+
+@pytest.mark.skipif(not ranks.HAS_MEGATRON, reason="the extra megatron is not installed")
+@pytest.mark.parametrize("name", cases.MEGATRON)
+def test_megatron_equals_fsdp2(two: Any, one: Any, name: str) -> None:
+    compare(two[0][name], one[0][cases.MEGATRON[name][0]])
 
 
 @pytest.mark.parametrize(("name", "other"), [(name, other) for name, others in cases.SAME.items() for other in others])

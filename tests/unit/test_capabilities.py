@@ -186,8 +186,7 @@ def test_check_and_the_start_of_a_producer_agree_with_the_table(part: str, featu
 @pytest.mark.parametrize(("kind", "feature"), pairs(tuple(DEVICES), tuple(n for n, f in FEATURES.items() if f.needs)))
 def test_check_and_the_start_agree_about_a_device(kind: str, feature: str, named: bool, place: Path) -> None:
     """Named, or what `auto` is on the machine."""
-    part = "megatron" if feature == "sequence_parallel" else "fsdp2"
-    settings = (f"learner.backend={part}", f"learner.device={kind if named else 'auto'}")
+    settings = (f"learner.device={kind if named else 'auto'}",)
     machine = Machine(8, 1 << 40, {} if kind == "cpu" else {kind: 1}, 1 << 40, 1 << 40)
     wanted = FEATURES[feature].needs not in DEVICES[kind]
     what = f"needs a device with {FEATURES[feature].needs}"
@@ -278,7 +277,7 @@ def test_parts_of_other_packages_refuse_for_themselves(place: Path) -> None:
 def startable() -> Iterator[Any]:
     for part in BACKENDS:
         for name in OF_LEARNERS:
-            if FEATURES[name].key.startswith("learner.parallel"):
+            if FEATURES[name].key.startswith(("learner.parallel", "learner.megatron")):
                 continue  # ranks: tests/distributed
             if name in ("lora", "adamw_8bit", "liger") and name not in REFUSED[part]:
                 packages = {"lora": "peft", "adamw_8bit": "torchao", "liger": "liger_kernel"}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +15,14 @@ from asyncrl import config
 from asyncrl.config.rules import learner
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from learners.backends.megatron.checkpoint import Store, host_shard, pieces
+from learners.backends.megatron.families import Experts, Facts, Latent, read_facts
 from learners.backends.megatron.mapping import (
-    Facts,
     check_layout,
+    find_holder,
     intersect,
     merge_parts,
+    rank_buffers,
     rank_parameters,
-    read_facts,
     slices,
     stage_layers,
     tensor_shapes,
@@ -34,7 +38,12 @@ MODELS = {
     "qwen3": Facts(4, 8, 8, 4, 4, 12, 13, tied=True, qk_norm=True),
     "qwen2": Facts(4, 8, 8, 4, 2, 12, 13, qkv_bias=True),
     "llama": Facts(4, 8, 4, 4, 2, 12, 16),
-}
+    "mixtral": Facts(4, 8, 4, 4, 2, 12, 16, experts=Experts(4, 2, 12)),
+    "deepseek": Facts(
+        4, 8, 4, 4, 6, 12, 16,
+        experts=Experts(4, 2, 8, dense=(0, 2), shared=16, groups=2, bias=True), latent=Latent(6, 5, 4, 2, 3),
+    ),
+}  # fmt: skip
 PLACES = [
     (1, 1, 1),
     (2, 1, 1),
@@ -44,14 +53,17 @@ PLACES = [
     (2, 2, 1),
     (2, 2, 2),
     (4, 2, 1),
-]  # tensor, stages, shares
+    (1, 1, 4, 2),
+    (2, 1, 2, 4),
+    (2, 2, 2, 2),
+]  # tensor, stages, shares, expert places
 every_model = pytest.mark.parametrize("name", sorted(MODELS))
 every_place = pytest.mark.parametrize("place", PLACES, ids=str)
 
 
-def topology(place: tuple[int, int, int], rank: int = 0) -> Topology:
-    tensor, pipeline, shares = place
-    return Topology(rank, tensor * pipeline * shares, tensor=tensor, pipeline=pipeline)
+def topology(place: tuple[int, ...], rank: int = 0) -> Topology:
+    tensor, pipeline, shares, expert = (*place, 1)[:4]
+    return Topology(rank, tensor * pipeline * shares, tensor=tensor, pipeline=pipeline, expert=expert)
 
 
 def weights(facts: Facts) -> dict[str, torch.Tensor]:
@@ -72,7 +84,7 @@ def parameters(facts: Facts, place: Topology, start: dict[str, torch.Tensor]) ->
 
 @every_model
 @every_place
-def test_every_element_comes_in_and_goes_out_once(name: str, place: tuple[int, int, int]) -> None:
+def test_every_element_comes_in_and_goes_out_once(name: str, place: tuple[int, ...]) -> None:
     """The parts of all ranks cover every element exactly once."""
     facts, start = MODELS[name], weights(MODELS[name])
     shapes = tensor_shapes(facts)
@@ -101,6 +113,13 @@ def test_only_padding_of_the_vocabulary_is_left_free(name: str) -> None:
                 assert free == padded
             else:
                 assert free == 0
+
+
+def test_biases_of_routers_are_of_the_sparse_layers() -> None:
+    assert [one.parts[0].name for one in rank_buffers(MODELS["deepseek"], topology((1, 2, 1), 1))] == [
+        "model.layers.3.mlp.gate.e_score_correction_bias"
+    ]
+    assert not rank_buffers(MODELS["mixtral"], topology((1, 1, 1)))
 
 
 def test_query_key_and_value_heads_interleave_by_group() -> None:
@@ -134,15 +153,47 @@ def test_fused_norms_have_other_names_and_the_same_parts() -> None:
     assert "decoder.layers.3.mlp.linear_fc1.layer_norm_weight" in moved and len(moved) == 8
 
 
+NAMES = json.loads((Path(__file__).parent / "mbridge_names.json").read_text())  # of mbridge 0.15.1, Apache-2.0
+BRIDGED = MODELS | {
+    "qwen3": MODELS["qwen3"]._replace(tied=False),
+    "qwen3_moe": MODELS["mixtral"]._replace(qk_norm=True),
+    "deepseek_v3": MODELS["deepseek"],
+}
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_names_of_transformer_engines_layers_are_those_of_mbridge(family: str) -> None:
+    """They are built on GPUs alone. Experts have one name in transformers and many in the files."""
+
+    def blank(name: str) -> str:
+        return re.sub(r"(layers\.|experts\.|weight)\d+", r"\1{}", name)
+
+    def in_transformers(name: str) -> str:
+        name = name.replace("block_sparse_moe", "mlp")
+        name = re.sub(r"experts\.\{\}\.(gate_proj|up_proj|w1|w3)\.weight", "experts.gate_up_proj", name)
+        return re.sub(r"experts\.\{\}\.(down_proj|w2)\.weight", "experts.down_proj", name)
+
+    facts, place = BRIDGED[family], topology((1, 1, 1))
+    ours = {
+        blank(local.name): {blank(part.name) for part in local.parts}
+        for local in (*rank_parameters(facts, place, fused=True), *rank_buffers(facts, place))
+    }
+    assert ours == {name: set(map(in_transformers, theirs)) for name, theirs in NAMES[family].items()}
+
+
 @every_model
-@pytest.mark.parametrize("places", [((2, 2, 1), (1, 1, 1)), ((1, 1, 1), (4, 2, 1)), ((4, 1, 1), (2, 2, 2))], ids=str)
+@pytest.mark.parametrize(
+    "places",
+    [((2, 2, 1), (1, 1, 1)), ((1, 1, 1), (4, 2, 1)), ((4, 1, 1), (2, 2, 2)), ((2, 1, 2, 4), (1, 2, 2, 2))],
+    ids=str,
+)
 def test_a_checkpoint_goes_from_any_layout_to_any_other(name: str, places: Any, tmp_path: Any) -> None:
     facts, start = MODELS[name], weights(MODELS[name])
     writer, reader = topology(places[0]), topology(places[1])
     for rank in range(writer.size):
         boxes = []
         for local in rank_parameters(facts, writer.peer(rank)):
-            if not local.copy:
+            if not local.copy and find_holder(local, writer.peer(rank))[0] == 0:
                 whole = parameters(facts, writer.peer(rank), start)[local.name]
                 boxes += pieces(local, {"model": whole, "exp_avg": -whole})
         steps = {f"step/{tensor}": torch.tensor(7.0) for tensor in start}
@@ -201,7 +252,12 @@ def test_facts_of_a_config() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model_type": "qwen3_moe"}, "builds llama, qwen2, qwen3"),
+        ({"model_type": "gpt_oss"}, "builds llama, qwen2, qwen3"),
+        ({"model_type": "mixtral", "sliding_window": 64}, "sliding_window = 64"),
+        ({"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2}, "topk_group = 2"),
+        ({"model_type": "deepseek_v3", "norm_topk_prob": False}, "norm_topk_prob"),
+        ({"model_type": "deepseek_v3", "rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ({"model_type": "deepseek_v3", "rope_interleave": False}, "rope_interleave"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
@@ -215,11 +271,49 @@ def test_what_cannot_be_built_is_refused(change: dict[str, Any], says: str) -> N
         read_facts({**JSON, **change})
 
 
+DEEPSEEK = JSON | {
+    "model_type": "deepseek_v3", "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "n_routed_experts": 8, "n_shared_experts": 2, "moe_intermediate_size": 24, "n_group": 4,
+    "topk_group": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+    "rope_scaling": {"type": "yarn", "factor": 40.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
+
+
+def test_facts_of_experts() -> None:
+    facts = read_facts(DEEPSEEK)
+    assert facts.latent == Latent(0, 16, 8, 4, 8, scale=(40.0, 1.0))
+    assert facts.experts == Experts(
+        8, 4, 24, dense=(0,), shared=48, groups=4, chosen_groups=2, sigmoid=True, scale=2.5, bias=True, float32=True
+    )
+    found = read_facts(JSON | {
+        "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False,
+    }).experts  # fmt: skip
+    assert found == Experts(8, 2, 24, dense=(0, 2, 3), normalised=False)
+
+
+def test_experts_are_whole_on_the_ranks_of_their_place() -> None:
+    """4 ranks, tensor = 2: expert places alternate, and so do the holders of the same expert."""
+    facts = MODELS["mixtral"]
+    ranks = [topology((2, 1, 2, 2), rank) for rank in range(4)]
+    held = [[one for one in rank_parameters(facts, place) if one.expert] for place in ranks]
+    first = [[part.box[0] for part in one[0].parts] for one in held]
+    assert first == [[(0, 1), (0, 1)], [(2, 3), (2, 3)]] * 2 and held[0][0].shape == (24, 8)
+    assert [find_holder(one[0], place) for one, place in zip(held, ranks, strict=True)] == [(0, 2)] * 2 + [(1, 2)] * 2
+
+
 @pytest.mark.parametrize(("place", "says"), [((4, 1, 1), "num_key_value_heads = 2"), ((1, 5, 1), "num_hidden_layers")])
-def test_a_model_that_does_not_divide_is_refused(place: tuple[int, int, int], says: str) -> None:
+def test_a_model_that_does_not_divide_is_refused(place: tuple[int, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_layout(read_facts(JSON), topology(place))
     check_layout(read_facts(JSON), topology((2, 2, 1)))
+
+
+@pytest.mark.parametrize(("place", "says"), [((1, 1, 3, 3), "8 experts do not divide"), ((8, 1, 1), "shared experts")])
+def test_experts_that_do_not_divide_are_refused(place: tuple[int, ...], says: str) -> None:
+    facts = read_facts(DEEPSEEK | {"num_attention_heads": 8, "n_shared_experts": 1, "moe_intermediate_size": 20})
+    with pytest.raises(ConfigError, match=says):
+        check_layout(facts, topology(place))
 
 
 # ---------------------------------------------------------------- settings
@@ -242,7 +336,7 @@ function = "a:b"
         ("learner.cpu_offload=true", "cpu_offload"),
         ("learner.optim.name=muon", "no muon"),
         ("learner.compile=true", "compile"),
-        ("learner.algorithm.advantage=gae", "critic"),
+        ("learner.critic.name=muon", "adamw alone"),
         ("learner.algorithm.advantage=prime", "process"),
         ("learner.megatron.sequence_parallel=true", "tensor is 1"),
         ("learner.parallel.replicate=2", "cannot split so"),
@@ -264,3 +358,13 @@ def test_there_are_layers_enough_and_inner_widths_divide() -> None:
     said = [message for _, message, *_ in learner.model_problems(made, model)]
     assert len(said) == 2 and "num_hidden_layers = 1" in "".join(said) and "intermediate_size = 95" in "".join(said)
     assert not list(learner.model_problems(made, JSON))
+    said = [message for _, message, *_ in learner.model_problems(made, DEEPSEEK)]
+    assert len(said) == 1 and "learner.megatron.sequence_parallel = true alone" in said[0]
+    split = ["learner.parallel.tensor=2", "learner.megatron.sequence_parallel=true"]
+    assert not list(learner.model_problems(config.parse(TOML, overrides=split), DEEPSEEK))
+    wide = DEEPSEEK | {"moe_intermediate_size": 25}
+    assert [m for _, m, *_ in learner.model_problems(config.parse(TOML, overrides=split), wide)] == [
+        "learner.parallel.tensor = 2: moe_intermediate_size = 25 of the model does not divide by it"
+    ]
+    whole = config.parse(TOML, overrides=[*split, "learner.parallel.expert=4"])
+    assert not list(learner.model_problems(whole, wide))

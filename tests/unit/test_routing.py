@@ -181,7 +181,7 @@ def test_experts_of_another_model_set_their_group_aside() -> None:
 
 REPLAY = "learner.router_replay=true"
 REFUSED = {
-    "learner.backend=megatron": "use fsdp2",
+    "learner.backend=mine": "use fsdp2",
     "learner.mode=sft": "mode rl alone",
     "learner.compile=true": "learner.compile is not supported",
     "learner.ranks=2;learner.parallel.sequence=2": "rows must be whole",

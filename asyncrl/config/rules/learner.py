@@ -64,12 +64,15 @@ def _layout_problems(config: Config) -> Iterator[Conflict]:
             f"learner.ranks = {learner.ranks} does not divide by tensor * sequence * pipeline = {each}",
         )
         return
-    for name in ("replicate", "expert"):
-        if (learner.ranks // each) % sizes[name]:
+    shares = learner.ranks // each
+    for name, words, ranks in (
+        ("replicate", "(tensor * sequence * pipeline)", shares),
+        ("expert", "(sequence * pipeline)", shares * sizes["tensor"]),
+    ):
+        if ranks % sizes[name]:
             yield conflict(
                 f"learner.parallel.{name}",
-                f"learner.ranks / (tensor * sequence * pipeline) = {learner.ranks // each} does not divide by "
-                f"learner.parallel.{name} = {sizes[name]}",
+                f"learner.ranks / {words} = {ranks} does not divide by learner.parallel.{name} = {sizes[name]}",
             )
 
 
@@ -77,7 +80,7 @@ def _replay_problems(config: Config) -> Iterator[Conflict]:
     learner, here = config.learner, "learner.router_replay"
     if not learner.router_replay:
         return
-    if learner.backend != "fsdp2":
+    if learner.backend not in ("fsdp2", "megatron"):
         yield conflict(here, f"{here} with learner.backend = {learner.backend!r} is not supported: use fsdp2")
     if learner.mode != "rl":
         yield conflict(here, f"{here} with learner.mode = {learner.mode!r}: an engine chooses experts in mode rl alone")
@@ -115,7 +118,7 @@ def model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflic
     counts = {
         "num_attention_heads": (heads, ("tensor", "sequence")),
         "num_key_value_heads": (model.get("num_key_value_heads") or heads, ("tensor", "sequence")),
-        "num_experts": (model.get("num_experts") or model.get("num_local_experts") or 0, ("expert",)),
+        "num_experts": (count_experts(model), ("expert",)),
     }
     for key, (count, names) in counts.items():
         for name in names:
@@ -134,6 +137,9 @@ def megatron_problems(config: Config) -> Iterator[Conflict]:
     if learner.megatron.sequence_parallel and learner.parallel.tensor == 1:
         what = "learner.megatron.sequence_parallel splits rows over tensor places: learner.parallel.tensor is 1"
         yield conflict("learner.megatron.sequence_parallel", what)
+    if learner.critic.name != "adamw":
+        what = f"learner.critic.name = {learner.critic.name!r}: backend 'megatron' has adamw alone"
+        yield conflict("learner.critic.name", what)
 
 
 def _megatron_model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflict]:
@@ -141,13 +147,20 @@ def _megatron_model_problems(config: Config, model: Mapping[str, Any]) -> Iterat
     parallel = config.learner.parallel
     if config.learner.backend != "megatron":
         return
-    wide, layers = model.get("intermediate_size"), model.get("num_hidden_layers")
-    if isinstance(wide, int) and wide % parallel.tensor:
+    for name in ("intermediate_size", "moe_intermediate_size"):
+        wide = model.get(name)
+        if isinstance(wide, int) and wide % parallel.tensor and (name[0] == "i" or parallel.expert == 1):
+            yield conflict(
+                "learner.parallel.tensor",
+                f"learner.parallel.tensor = {parallel.tensor}: {name} = {wide} of the model does not divide by it",
+            )
+    if count_experts(model) and parallel.tensor > 1 and not config.learner.megatron.sequence_parallel:
         yield conflict(
-            "learner.parallel.tensor",
-            f"learner.parallel.tensor = {parallel.tensor}: intermediate_size = {wide} of the model does not divide by "
-            "it",
+            "learner.megatron.sequence_parallel",
+            f"learner.parallel.tensor = {parallel.tensor} with a mixture of experts: Megatron-core trains it with "
+            "learner.megatron.sequence_parallel = true alone",
         )
+    layers = model.get("num_hidden_layers")
     if isinstance(layers, int) and layers < parallel.pipeline:
         yield conflict(
             "learner.parallel.pipeline",

@@ -94,7 +94,7 @@ class ParallelConfig(Section, frozen=True):
 class MegatronConfig(Section, frozen=True):
     """`[learner.megatron]`: settings of the backend megatron."""
 
-    sequence_parallel: bool = False  # norms on slices of a row over the tensor ranks; needs TransformerEngine
+    sequence_parallel: bool = False  # norms on slices of a row over the tensor ranks; tensor > 1 with experts needs it
 
 
 class VisionConfig(Section, frozen=True):

@@ -127,10 +127,13 @@ def _derive_settings(settings: Values, notes: list[str]) -> None:
 
 def _set_ranks(settings: Values) -> None:
     """The least number of ranks that the parts of the model need, if the given one does not do."""
-    megatron = settings.get("learner.backend") == "megatron"
-    parts = ("tensor", "pipeline") if megatron else ("tensor", "sequence", "expert")
-    sizes = [settings.get(f"learner.parallel.{part}", 1) for part in parts]
-    least = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+    parts = ("tensor", "expert", "pipeline", "sequence")
+    found = [settings.get(f"learner.parallel.{part}", 1) for part in parts]
+    tensor, expert, pipeline, sequence = (size if isinstance(size, int) and size > 0 else 1 for size in found)
+    if settings.get("learner.backend") == "megatron":
+        least = pipeline * math.lcm(tensor, expert)
+    else:
+        least = tensor * sequence * expert
     if settings.get("learner.ranks", 1) % least:
         settings["learner.ranks"] = least
 

@@ -15,6 +15,7 @@ Example: written at tensor = 2, read at tensor = 4: rank 3 reads the lower half 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch import Tensor
 from asyncrl.errors import UNREADABLE, AsyncRLError
 from learners.backends.megatron.mapping import Local, Part, intersect, merge_parts, slices, translate
 from learners.backends.safetensors_writer import open_tensors
-from learners.backends.sharded_checkpoint import HostShard, Start
+from learners.backends.sharded_checkpoint import HostShard, Start, own_name
 from weightsync.plan.buckets import Box, full_box, volume
 
 _EXTRA, _STARTS = "extra/", "starts"
@@ -40,7 +41,8 @@ def pieces(local: Local, states: Mapping[str, Tensor]) -> list[tuple[str, Box, T
     for name, box, parts in merge_parts(local):
         for kind, value in states.items():
             rows = torch.cat([value.detach()[slices(part.local)] for part in parts])
-            found.append((f"{kind}/{name}", box, rows.to("cpu", copy=True).contiguous()))
+            rows = rows.to("cpu", copy=True).reshape([high - low for low, high in box])
+            found.append((f"{kind}/{name}", box, rows))
     return found
 
 
@@ -54,8 +56,11 @@ def host_shard(
     """Return the content of this rank's file: its boxes, its `extra` tensors and, on rank 0, step counts by name."""
     tensors = {_EXTRA + name: value for name, value in extra.items()}
     starts: dict[str, Start] = {}
-    for name, box, value in boxes:
+    written: Counter[str] = Counter()
+    for own, box, value in boxes:
         if value.numel():
+            name = f"{own}~{written[own]}" if written[own] else own
+            written[own] += 1
             tensors[name] = value
             starts[name] = tuple(low for low, _ in box)
     for name, value in steps.items() if rank == 0 else ():
@@ -69,7 +74,7 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: list[Any] = []
-        self._boxes: dict[str, list[tuple[int, Box]]] = {}
+        self._boxes: dict[str, list[tuple[int, str, Box]]] = {}  # by tensor: file, name in it, box
         try:
             for path in sorted(folder.glob("shard_*.safetensors")):
                 self._open(path)
@@ -88,7 +93,7 @@ class Store:
                 shape = file.get_slice(name).get_shape()
                 begin = (start, *[0] * len(shape))[: len(shape)] if isinstance(start, int) else start
                 box = tuple((low, low + side) for low, side in zip(begin, shape, strict=True))
-                self._boxes.setdefault(name, []).append((len(self._files) - 1, box))
+                self._boxes.setdefault(own_name(name), []).append((len(self._files) - 1, name, box))
         except (OSError, SafetensorError, *UNREADABLE) as error:
             raise AsyncRLError("learner.checkpoint", f"{path} cannot be read: {error}") from error
 
@@ -106,23 +111,23 @@ class Store:
         name = f"{kind}/{part.name}"
         found = torch.empty([high - low for low, high in part.box], dtype=torch.float32)
         missing = volume(part.box)
-        for number, box in self._boxes.get(name, ()):
+        for number, key, box in self._boxes.get(name, ()):
             common = intersect(box, part.box)
             if common is None:
                 continue
             there = full_box([high - low for low, high in box])
-            elements = self._files[number].get_slice(name)[slices(translate(common, box, there))]
+            elements = self._files[number].get_slice(key)[slices(translate(common, box, there))]
             found[slices(translate(common, part.box, full_box(found.shape)))] = elements
             missing -= volume(common)
         if missing:
             raise AsyncRLError("learner.checkpoint", f"{missing} elements of {name} are not in {self._folder}")
         return found
 
-    def step(self, name: str) -> float:
+    def step(self, name: str, *, prefix: str = "") -> float:
         """Return the number of updates of a tensor's states."""
-        if not (found := self._boxes.get(f"step/{name}")):
-            raise AsyncRLError("learner.checkpoint", f"step counts are not in {self._folder}")
-        return float(self._files[found[0][0]].get_tensor(f"step/{name}"))
+        if not (found := self._boxes.get(f"{prefix}step/{name}")):
+            raise AsyncRLError("learner.checkpoint", f"{prefix}step counts are not in {self._folder}")
+        return float(self._files[found[0][0]].get_tensor(found[0][1]))
 
     def extra(self, *, rank: int, ranks: int) -> dict[str, Tensor]:
         """Return this rank's own tensors if as many ranks have written as there are now; otherwise nothing."""

@@ -13,7 +13,7 @@ Example: `torch.zeros(3, device="cuda")` inside it is a tensor on the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ class _Stream:
         pass
 
     def wait_stream(self, _: Any) -> None: ...
+
+    def record_event(self) -> _Stream:
+        return self
 
     def synchronize(self) -> None: ...
 
@@ -66,6 +69,7 @@ STAND_INS: dict[str, Any] = {
     "Stream": _Stream,
     "current_stream": _Stream,
     "default_stream": _Stream,
+    "stream": nullcontext,
 }
 
 
@@ -99,6 +103,11 @@ def _tracker_state(*_: Any, **__: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
 
+def _counts(value: Any, *, as_numpy: bool = False, **_: Any) -> Any:
+    """Megatron-core's own copy of token counts to the host, which leaves tensors there as they are."""
+    return value.numpy() if as_numpy and isinstance(value, torch.Tensor) else value
+
+
 @contextmanager
 def cuda_stand_ins(device: Device) -> Iterator[None]:
     """Allow calls into Megatron-core in this block. Reentrant."""
@@ -106,11 +115,13 @@ def cuda_stand_ins(device: Device) -> Iterator[None]:
         yield
         return
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
 
     places = [(torch.cuda, name, value) for name, value in STAND_INS.items()]
     places += [
         (random, "_get_cuda_rng_state", _tracker_state),
         (random, "_set_cuda_rng_state", _set_generator_state),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _counts),
     ]
     before = [(place, name, getattr(place, name)) for place, name, _ in places]
     for place, name, value in places:

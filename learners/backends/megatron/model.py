@@ -8,8 +8,8 @@ Guarantees:
    logits, is never called (`stages`);
 4. unsupported settings are refused before anything is built.
 
-Layers are Megatron-core's local ones, or TransformerEngine's if it is installed and there is CUDA. The latter, and
-sequence-parallel norms with them, are untested.
+Layers are Megatron-core's local ones, or TransformerEngine's if it is installed and there is CUDA. The latter are
+untested.
 Example: tensor = 2, pipeline = 2 and 4 layers: rank 3 holds layers 2 and 3, half of every matrix, half of the head.
 """
 
@@ -33,7 +33,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
 from asyncrl.runtime.model_folder import model_json
 from learners.backends.base import Micro
-from learners.backends.megatron.mapping import Facts, stage_layers
+from learners.backends.megatron.families import Experts, Facts, Latent
+from learners.backends.megatron.mapping import stage_layers
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.topology import Topology
 
@@ -51,8 +52,12 @@ def require() -> None:
         try:
             importlib.import_module("megatron.core.optimizer")
             importlib.import_module("megatron.core.models.gpt")
+            routing: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+            latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
         except ImportError as error:
             raise ConfigError("config.extra", f"learner.backend = 'megatron': {error}", where="learner") from error
+    if importlib.util.find_spec("transformer_engine") is None:  # two modules of 0.16.1 then take it for installed
+        routing.te_general_gemm, latent.HAVE_TE = None, False
 
 
 def has_engine(device: Device) -> bool:
@@ -64,7 +69,7 @@ def refuse(config: Config, place: Topology, device: Device) -> None:
     """Raise for settings, models and layouts that this backend or this machine does not support.
 
     Raises:
-        ConfigError: `config.conflict`, `config.model`; `config.extra`: TransformerEngine is missing.
+        ConfigError: `config.conflict`, `config.model`.
     """
     refuse_requests(config, model_json(config.model.path), role="learner", device=device.type)
     problems = [one.message for one in megatron_problems(config)]
@@ -75,9 +80,6 @@ def refuse(config: Config, place: Topology, device: Device) -> None:
     ]
     if problems:
         raise ConfigError("config.conflict", "; ".join(problems), where="learner")
-    if config.learner.megatron.sequence_parallel and not has_engine(device):
-        where = "learner.megatron.sequence_parallel"
-        raise ConfigError("config.extra", "its norms are those of transformer_engine", where=where)
 
 
 def join_groups(topology: Topology, *, seed: int, minutes: int) -> None:
@@ -92,9 +94,21 @@ def join_groups(topology: Topology, *, seed: int, minutes: int) -> None:
             return
         state.destroy_model_parallel()
     state.initialize_model_parallel(
-        topology.tensor, topology.pipeline, create_gloo_process_groups=False, distributed_timeout_minutes=minutes
+        topology.tensor,
+        topology.pipeline,
+        expert_model_parallel_size=topology.expert,
+        expert_tensor_parallel_size=_expert_tensor(topology),
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=minutes,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _expert_tensor(topology: Topology) -> int:
+    """Over how many ranks each expert is split. Experts of many are too narrow to split; without expert places
+    Megatron-core would not sum the gradients of whole ones over tensor places.
+    """
+    return 1 if topology.expert > 1 else topology.tensor
 
 
 def _groups_fit(state: Any, topology: Topology) -> bool:
@@ -103,8 +117,12 @@ def _groups_fit(state: Any, topology: Topology) -> bool:
         alive = bool(dist.get_process_group_ranks(state.get_model_parallel_group()))
     except (KeyError, ValueError):  # a destroyed process group
         return False
-    sizes = state.get_tensor_model_parallel_world_size(), state.get_pipeline_model_parallel_world_size()
-    return alive and sizes == (topology.tensor, topology.pipeline)
+    sizes = (
+        state.get_tensor_model_parallel_world_size(),
+        state.get_pipeline_model_parallel_world_size(),
+        state.get_expert_model_parallel_world_size(),
+    )
+    return alive and sizes == (topology.tensor, topology.pipeline, topology.expert)
 
 
 def stages_text(facts: Facts, topology: Topology) -> str | None:
@@ -119,13 +137,13 @@ def stages_text(facts: Facts, topology: Topology) -> str | None:
 
 def transformer_config(facts: Facts, config: Config, topology: Topology, device: Device, *, eps: float) -> Any:
     """Return Megatron-core's settings of the model."""
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
     recompute: dict[str, Any] = {}
     if config.learner.gradient_checkpointing:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(
+    return (MLATransformerConfig if facts.latent else TransformerConfig)(
         num_layers=facts.layers,
         hidden_size=facts.hidden,
         ffn_hidden_size=facts.mlp,
@@ -134,7 +152,7 @@ def transformer_config(facts: Facts, config: Config, topology: Topology, device:
         kv_channels=facts.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=eps,
-        qk_layernorm=facts.qk_norm,
+        qk_layernorm=facts.qk_norm or facts.latent is not None,
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
         add_bias_linear=False,
@@ -143,8 +161,10 @@ def transformer_config(facts: Facts, config: Config, topology: Topology, device:
         hidden_dropout=0.0,
         tensor_model_parallel_size=topology.tensor,
         pipeline_model_parallel_size=topology.pipeline,
+        expert_model_parallel_size=topology.expert,
+        expert_tensor_parallel_size=_expert_tensor(topology),
         pipeline_model_parallel_layout=stages_text(facts, topology),
-        sequence_parallel=config.learner.megatron.sequence_parallel and topology.tensor > 1,  # not run
+        sequence_parallel=config.learner.megatron.sequence_parallel and topology.tensor > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -160,7 +180,60 @@ def transformer_config(facts: Facts, config: Config, topology: Topology, device:
         apply_rope_fusion=False,
         persist_layer_norm=False,
         **recompute,
+        **(_expert_settings(facts.experts, facts.layers, grouped=has_engine(device)) if facts.experts else {}),
+        **(_latent_settings(facts.latent) if facts.latent else {}),
     )
+
+
+def _expert_settings(experts: Experts, layers: int, *, grouped: bool) -> dict[str, Any]:
+    """No auxiliary loss, and biases of routers stay: experts are balanced in pretraining. `grouped`: one kernel for all
+    experts, of TransformerEngine.
+    """
+    limited = experts.groups != experts.chosen_groups
+    return {
+        "num_moe_experts": experts.total,
+        "moe_router_topk": experts.chosen,
+        "moe_ffn_hidden_size": experts.inner,
+        "moe_layer_freq": [int(layer not in experts.dense) for layer in range(layers)],
+        "moe_shared_expert_intermediate_size": experts.shared or None,
+        "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",
+        "moe_router_pre_softmax": not experts.normalised,
+        "moe_router_topk_scaling_factor": None if experts.scale == 1.0 else experts.scale,
+        "moe_router_num_groups": experts.groups if limited else None,
+        "moe_router_group_topk": experts.chosen_groups if limited else None,
+        "moe_router_enable_expert_bias": experts.bias,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_dtype": "fp32" if experts.float32 else None,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": grouped,
+    }
+
+
+def _latent_settings(latent: Latent) -> dict[str, Any]:
+    """`rope_type` is rope, with the frequencies of transformers; YaRN then only scales the scores."""
+    factor, mscale = latent.scale
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.q_rank or None,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": latent.nope,
+        "qk_pos_emb_head_dim": latent.rope,
+        "v_head_dim": latent.value,
+        "rope_type": "rope",
+        "rotary_scaling_factor": factor,
+        "mscale_all_dim": mscale,
+    }
+
+
+class Norm(nn.RMSNorm):
+    """RMS norm of Megatron-core's local layers. Its own one refuses rows that are split over tensor places: gradients
+    of a slice are summed over them only with this mark.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class BySequence(nn.Module):
@@ -168,12 +241,12 @@ class BySequence(nn.Module):
     attention does not take packed rows.
     """
 
-    def __init__(self, config: Any, *_: Any, **__: Any) -> None:
+    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
         super().__init__()
-        self.scale = config.kv_channels**-0.5
+        self.scale = softmax_scale or config.kv_channels**-0.5
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any, **__: Any) -> Tensor:
-        """Convert heads `[T, H, D]` (keys and values `[T, G, D]`, G divides H) to `[T, H, D]`."""
+        """Convert heads `[T, H, D]` (keys `[T, G, D]`, values `[T, G, E]`, G divides H) to `[T, H, E]`."""
         ends: list[int] = packed_seq_params.cu_seqlens_q.tolist()
         lengths = [high - low for low, high in itertools.pairwise(ends)]
         found = []
@@ -190,14 +263,26 @@ class BySequence(nn.Module):
         return torch.cat(found)
 
 
-def layer_spec(facts: Facts, device: Device) -> Any:
-    """Return the layers: Megatron-core's own with attention by sequence, or those of TransformerEngine."""
-    from megatron.core.models.gpt import gpt_layer_specs as specs
+def block_spec(settings: Any, device: Device) -> Any:
+    """Return this stage's layers: Megatron-core's own with attention by sequence, or those of TransformerEngine."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.post_training.modelopt.layers import Linear
+    from megatron.core.transformer.identity_op import IdentityOp
 
-    if has_engine(device):  # not run
-        return specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=facts.qk_norm)
-    spec = specs.get_gpt_layer_local_spec(qk_layernorm=facts.qk_norm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = BySequence
+    engine = has_engine(device)
+    spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=engine, normalization="RMSNorm")
+    if engine:  # not run
+        return spec
+    spec.layer_norm = Norm
+    for layer in spec.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = BySequence
+        for parts in (layer.submodules, attention):
+            for name in vars(parts):
+                if name.endswith("layernorm") and getattr(parts, name) is not IdentityOp:
+                    setattr(parts, name, Norm)
+                elif name.endswith("down_proj"):  # its own split ones lose the gradient of the shared key's other heads
+                    setattr(parts, name, Linear)
     return spec
 
 
@@ -213,21 +298,31 @@ def build(facts: Facts, hf: Any, settings: Any, topology: Topology, device: Devi
 
     model = Policy(
         settings,
-        layer_spec(facts, device),
+        block_spec(settings, device),
         vocab_size=facts.padded_rows(topology.tensor),
         max_sequence_length=int(hf.max_position_embeddings),
         pre_process=topology.stage == 0,
         post_process=topology.stage == topology.pipeline - 1,
-        share_embeddings_and_output_weights=facts.tied,
+        share_embeddings_and_output_weights=facts.tied and not facts.scores,
         position_embedding_type="rope",
     )
-    model.rotary_pos_emb.inv_freq = frequencies(hf, facts.head_dim)
+    if facts.scores and model.post_process:  # every tensor place has the head whole
+        model.output_layer = nn.Linear(facts.hidden, 1, bias=False, dtype=settings.params_dtype)
+    rotary = frequencies(hf, facts.latent.rope if facts.latent else facts.head_dim)
+    for module in model.modules():
+        if getattr(module, "rotary_pos_emb", None) is not None:
+            module.rotary_pos_emb.inv_freq = rotary  # latent attention has its own in every layer
+        if getattr(module, "expert_bias", None) is not None:
+            module._apply_expert_bias = _count_nothing  # the bias stays: no tokens are counted, by a compiled function
     if settings.bf16:
         model.bfloat16()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()  # padding rows stay zero
     return model.to(device.torch_device)
+
+
+def _count_nothing(*_: Any, **__: Any) -> None: ...
 
 
 def mark_split(model: Any, axes: Mapping[str, int | None]) -> None:

@@ -15,14 +15,14 @@ Example: at 2 shares each rank updates one half of the flat memory of all parame
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.config import OptimConfig
+from asyncrl.config import CompanionConfig, OptimConfig
 from learners.backends.base import UpdateInfo
 
 STATES = ("exp_avg", "exp_avg_sq")
@@ -31,12 +31,13 @@ STATES = ("exp_avg", "exp_avg_sq")
 class Optimizer:
     """`ddp` is the model in Megatron-core's `DistributedDataParallel`."""
 
-    def __init__(self, ddp: Any, optim: OptimConfig, *, bf16: bool) -> None:
+    def __init__(self, ddp: Any, optim: OptimConfig | CompanionConfig, *, bf16: bool) -> None:
         from megatron.core import parallel_state
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         self._ddp = ddp
-        self._shares = parallel_state.get_data_parallel_group()
+        self._all_shares = parallel_state.get_data_parallel_group()
+        self._shares_of_experts = parallel_state.get_expert_data_parallel_group()
         settings = OptimizerConfig(
             optimizer="adam",
             lr=optim.lr,
@@ -52,21 +53,31 @@ class Optimizer:
             clip_grad=0.0,
         )
         # Empty overrides: without them norms and biases would not decay.
-        chained = get_megatron_optimizer(settings, [ddp], config_overrides={}, use_gloo_process_groups=False)
-        (self._inner,) = chained.chained_optimizers
+        self._inner = get_megatron_optimizer(settings, [ddp], config_overrides={}, use_gloo_process_groups=False)
 
     def step(self, *, lr: float, max_norm: float) -> UpdateInfo:
         """Clip by the global norm and update; do nothing if the norm is not finite. Collective."""
-        norm = self._norm()
+        norm = self.clip(max_norm)
         skipped = not math.isfinite(norm)
-        if not skipped:
-            for group in self._inner.param_groups:
-                group["lr"] = lr
-            if norm > max_norm:
-                self._clip(norm, max_norm)
-            self._inner.step_with_ready_grads()
-        self.forget()
+        if skipped:
+            self.forget()
+        else:
+            self.apply(lr)
         return UpdateInfo(norm, skipped)
+
+    def clip(self, max_norm: float) -> float:
+        """Clip by the global norm, if it is finite, and return the norm before. Collective."""
+        norm = self._norm()
+        if max_norm < norm < math.inf:
+            self._clip(norm, max_norm)
+        return norm
+
+    def apply(self, lr: float) -> None:
+        """Update with gradients that `clip` has prepared, and clear them. Collective."""
+        for group in self._inner.param_groups:
+            group["lr"] = lr
+        self._inner.step_with_ready_grads()
+        self.forget()
 
     def discard(self) -> float:
         """Clear the gradients and return their global norm. Collective."""
@@ -85,21 +96,23 @@ class Optimizer:
     def _clip(self, norm: float, max_norm: float) -> None:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-        clip_grad_by_total_norm_fp32(self._inner.get_parameters(), max_norm, norm)
+        for each in self._inner.chained_optimizers:
+            clip_grad_by_total_norm_fp32(each.get_parameters(), max_norm, norm)
 
     # ------------------------------------------------------------ whole states
 
     def _mine(self, parameter: Tensor) -> tuple[slice, dict[str, Tensor]] | None:
         """Return the flat range of a parameter that this rank updates, its master weights and states; None: no part."""
-        if parameter not in self._inner.model_param_gbuf_map:
+        holders = (one for one in self._inner.chained_optimizers if parameter in one.model_param_gbuf_map)
+        if (inner := next(holders, None)) is None:
             return None
-        part = self._inner._get_model_param_range_map(parameter)["param"]
-        group, place = self._inner.model_param_group_index_map[parameter]
-        master = self._inner.optimizer.param_groups[group]["params"][place]
-        states = self._inner.optimizer.state[master]
+        part = inner._get_model_param_range_map(parameter)["param"]
+        group, place = inner.model_param_group_index_map[parameter]
+        master = inner.optimizer.param_groups[group]["params"][place]
+        states = inner.optimizer.state[master]
         for name in STATES:
             states.setdefault(name, torch.zeros_like(master))
-        if "step" not in self._inner.optimizer.param_groups[group]:  # fused AdamW counts by group
+        if "step" not in inner.optimizer.param_groups[group]:  # fused AdamW counts by group
             states.setdefault("step", torch.zeros((), dtype=torch.float32))
         return slice(part.start, part.end), {"model": master.detach(), **{name: states[name] for name in STATES}}
 
@@ -110,13 +123,14 @@ class Optimizer:
         """
         found = {}
         mine = self._mine(parameter)
+        shares = self._all_shares if getattr(parameter, "allreduce", True) else self._shares_of_experts
         for name in ("model", *STATES):
             flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
             if mine is not None:
                 flat[mine[0]] = mine[1][name].view(-1)
-            if self._shares.size() > 1:
+            if shares.size() > 1:
                 # As integers: a sum with zeros that keeps every bit.
-                dist.all_reduce(flat.view(torch.int32), group=self._shares)
+                dist.all_reduce(flat.view(torch.int32), group=shares)
             found[name] = flat.view(parameter.shape)
         return found
 
@@ -138,23 +152,29 @@ class Optimizer:
     @property
     def updates(self) -> float:
         """Number of updates of the states."""
-        for group in self._inner.optimizer.param_groups:
+        for states, group in self._groups():
             if "step" in group:  # fused AdamW of TransformerEngine
                 return float(group["step"])
             for master in group["params"]:
-                found = self._inner.optimizer.state.get(master, {}).get("step")
+                found = states.get(master, {}).get("step")
                 if found is not None:
                     return float(found)
         return 0.0
 
     @updates.setter
     def updates(self, count: float) -> None:
-        for group in self._inner.optimizer.param_groups:
+        for states, group in self._groups():
             if "step" in group:
                 group["step"] = int(count)
             for master in group["params"]:
-                if "step" in self._inner.optimizer.state[master]:
-                    self._inner.optimizer.state[master]["step"].fill_(count)
+                if "step" in states[master]:
+                    states[master]["step"].fill_(count)
+
+    def _groups(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield the states and the groups of parameters: experts have optimizers of their own."""
+        for inner in self._inner.chained_optimizers:
+            if inner.optimizer is not None:  # no parameters here
+                yield from ((inner.optimizer.state, group) for group in inner.optimizer.param_groups)
 
 
 def wrap(model: Any, settings: Any) -> Any:

@@ -24,8 +24,9 @@ from asyncrl.config import Config
 from asyncrl.runtime.device import Device
 from learners.backends.base import LossFunction, Micro, to_device
 from learners.backends.megatron.cpu_shim import cuda_stand_ins
-from learners.backends.megatron.mapping import Facts
+from learners.backends.megatron.families import Facts
 from learners.backends.megatron.model import bounds, hidden_states
+from learners.backends.megatron.replay import Replay
 from learners.batch.micro_batches import MicroBatch
 from learners.gang.topology import Topology
 from learners.models.logprobs import TokenNumbers, chunked_logprobs, split_logprobs, token_numbers
@@ -49,15 +50,23 @@ class Stages:
         self._chunk = config.learner.logprob_chunk_tokens
 
     def run(
-        self, model: Any, micro: Sequence[MicroBatch], loss: LossFunction | None = None, *, squares: bool = False
+        self,
+        model: Any,
+        micro: Sequence[MicroBatch],
+        loss: LossFunction | None = None,
+        *,
+        squares: bool = False,
+        replay: Replay | None = None,
     ) -> list[Found]:
-        """Run forward, and with a loss backward (`model` is then that of `wrap`). Collective; the same result on every
-        rank.
+        """Run forward, and with a loss backward (`model` is then that of `wrap`); `replay`: of the model's routers.
+        Collective; the same result on every rank.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         given = [to_device(piece, self._device.torch_device) for piece in micro]
         multiple = self._place.tensor if self._settings.sequence_parallel else 1
+        if replay is not None:
+            replay.begin(trains=loss is not None)
 
         def forward(numbers: Iterator[int], stage: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number = next(numbers)
@@ -68,7 +77,10 @@ class Stages:
                 found = Found(_detach(values), value.detach().clone(), sums)
                 return value, torch.zeros((), dtype=torch.int), found
 
-            return hidden_states(stage, given[number], bounds(micro[number], multiple=multiple)), last
+            ends = bounds(micro[number], multiple=multiple)
+            if replay is not None:
+                replay.give(given[number].experts, ends[-1])
+            return hidden_states(stage, given[number], ends), last
 
         with cuda_stand_ins(self._device), torch.set_grad_enabled(loss is not None):
             found = get_forward_backward_func()(
@@ -87,8 +99,10 @@ class Stages:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-        if self._settings.sequence_parallel:  # not run
+        if self._settings.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        if self._facts.scores:
+            return _score(hidden[:, 0], model.output_layer.weight, tensors)
         weight = model.shared_embedding_or_output_weight() if self._facts.tied else model.output_layer.weight
         each = self._facts.padded_rows(self._place.tensor) // self._place.tensor
         start = each * self._place.tensor_place
@@ -113,7 +127,7 @@ class Stages:
         """Send the results of the last stage to all stages."""
         from megatron.core import parallel_state
 
-        sizes = [micro.targets.numel() for micro in given]
+        sizes = [micro.targets.numel() + self._facts.scores * micro.scales.numel() for micro in given]
         flat = torch.zeros(3 if squares else 2, sum(sizes), device=self._device.torch_device)
         for one, room in zip(found, torch.split(flat, sizes, dim=1), strict=False):  # other stages have no results
             for row, numbers in zip(room, one.numbers, strict=False):
@@ -133,7 +147,22 @@ def _compute_loss(
     loss: LossFunction | None, values: TokenNumbers, tensors: Micro, number: int
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Return the loss; 0 and no sums without one."""
-    return (torch.zeros(()), {}) if loss is None else loss(values.logprobs, values.entropy, tensors, number)
+    count = tensors.targets.numel()  # a critic has values after responses, too
+    return (
+        (torch.zeros(()), {})
+        if loss is None
+        else loss(values.logprobs[:count], values.entropy[:count], tensors, number)
+    )
+
+
+def _score(hidden: Tensor, weight: Tensor, tensors: Micro) -> TokenNumbers:
+    """Return values `[N + S]` from hidden states `[T, H]`: before each response token, then after the last ones. Zeros
+    stand for entropies.
+    """
+    ends = tensors.positions.new_zeros(tensors.scales.numel())
+    ends = ends.scatter_reduce(0, tensors.sequences, tensors.positions + 1, "amax")
+    values = hidden[torch.cat((tensors.positions, ends))].float() @ weight[0].float()
+    return TokenNumbers(values, torch.zeros_like(values), torch.zeros_like(values))
 
 
 def _detach(values: TokenNumbers) -> TokenNumbers:

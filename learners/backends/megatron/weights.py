@@ -1,10 +1,11 @@
 """Reads Hugging Face weights into this rank's Megatron-core parameters, and sends those of all ranks to rank 0.
 
 Guarantees:
-1. a rank reads only its own parts of the files, directly from safetensors: no pickle, no whole copy;
+1. a rank reads only its own parts of the files, directly from safetensors: no pickle, no whole copy; of experts that
+   transformers stacks, each matrix by its name in the files (`asyncrl.runtime.model_tensors`);
 2. a tensor that is missing or has another shape is `config.model`, with its name;
-3. weights are sent one by one in the order of `tensor_shapes`; only rank 0 gets data, one whole tensor at a time; every
-   rank takes part to the end.
+3. weights are sent one by one in a given order; only rank 0 gets data, one whole tensor at a time; every rank takes
+   part to the end.
 
 Example: at tensor = 2 rank 0 has the left half of `model.layers.0.mlp.down_proj.weight` and gets the right half from
 rank 1 in one message.
@@ -21,22 +22,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.runtime.model_tensors import Unfit, tensor_files
+from asyncrl.runtime.model_tensors import Unfit, find_sources, tensor_files
 from learners.backends.megatron.mapping import Local, Part, Source, slices
 from learners.backends.safetensors_writer import open_tensors
 from weightsync.plan.buckets import volume
 
 
 class Folder:
-    """The safetensors files of a Hugging Face folder."""
+    """The safetensors files of a Hugging Face folder. `skeleton`: its model without memory for weights."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, skeleton: Any) -> None:
         self._path = path
         self._open: dict[Path, Any] = {}
         try:
             self._files = tensor_files(path)
+            self._places = find_sources(skeleton, self._files)
         except Unfit as error:
             raise ConfigError("config.model", f"{path}: no weights in safetensors files: {error}") from error
+
+    def has(self, name: str) -> bool:
+        return name in self._places
+
+    def stacked(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """Return the names in the files of every expert, by stacked tensor."""
+        return {name: place.names for name, place in self._places.items() if place.stacked}
 
     def read(self, part: Part) -> Tensor:
         """Return the elements of a part, in the dtype of the file.
@@ -46,9 +55,10 @@ class Folder:
         """
         from safetensors import SafetensorError
 
-        path = self._files.get(part.name)
-        if path is None:
+        if (place := self._places.get(part.name)) is None:
             raise ConfigError("config.model", f"{self._path}: no tensor {part.name}")
+        part = expert_part(place.names, part) if place.stacked else part._replace(name=place.names[0][0])
+        path = self._files[part.name]
         try:
             if path not in self._open:
                 self._open[path] = open_tensors(path)
@@ -64,6 +74,30 @@ class Folder:
     def close(self) -> None:
         while self._open:
             self._open.popitem()[1].__exit__(None, None, None)
+
+
+def expert_part(names: Sequence[Sequence[str]], part: Part) -> Part:
+    """Return a part of a stacked tensor as one of a matrix in the files. `names`: of each expert, joined along rows."""
+    (expert, _), (low, high), columns = part.box
+    rows = part.shape[1] // len(names[expert])
+    at = low - low % rows
+    return Part(names[expert][low // rows], (rows, part.shape[2]), ((low - at, high - at), columns), part.local)
+
+
+def unstack_sources(
+    sources: Mapping[str, Sequence[Source]], places: Mapping[str, Sequence[Sequence[str]]]
+) -> dict[str, list[Source]]:
+    """Return the senders by the names of the files. `places`: those of each expert, by stacked tensor."""
+    found: dict[str, list[Source]] = {}
+    for name, senders in sources.items():
+        if name not in places:
+            found[name] = list(senders)
+            continue
+        found |= {one: [] for names in places[name] for one in names}
+        for source in senders:
+            part = expert_part(places[name], source.part)
+            found[part.name].append(source._replace(part=part))
+    return found
 
 
 def assemble(local: Local, read: Any, *, dtype: torch.dtype = torch.float32) -> Tensor:
