@@ -149,6 +149,7 @@ class Place:
         found = collective_device(backend, device)
         self._device = found.torch_device
         self._found = found
+        self._pinned = torch.empty(0, dtype=torch.uint8)
         self.staged = backend != "gloo"
 
     @property
@@ -176,7 +177,11 @@ class Place:
         return torch.empty(view.nbytes, dtype=torch.uint8, device=self._device)
 
     def fetch(self, tensor: torch.Tensor, view: memoryview) -> None:
-        """Copy the received bytes to the view."""
+        """Copy the received bytes to the view, from a device through pinned memory."""
         if self.staged:
-            torch.frombuffer(view, dtype=torch.uint8).copy_(tensor)
+            if self._pinned.numel() < tensor.numel():
+                self._pinned = torch.empty(tensor.numel(), dtype=torch.uint8, pin_memory=self._found.pin_memory_ok)
+            room = self._pinned[: tensor.numel()]
+            room.copy_(tensor, non_blocking=True)
             self._found.synchronize()
+            torch.frombuffer(view, dtype=torch.uint8).copy_(room)
