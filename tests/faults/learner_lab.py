@@ -55,6 +55,7 @@ learner.steps = {steps}
 learner.micro_batch_tokens = 64
 learner.checkpoint_every = 2
 learner.optim.lr = 1e-3
+learner.engine_gap = "warn"
 log.tensorboard = false
 log.heartbeat_s = 0.5
 network.request_timeout_s = 20
