@@ -35,7 +35,9 @@ class Source(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A published tensor: the rows `start .. start + rows` of one expert of the parameter `name`."""
+    """A published tensor: the rows `start .. start + rows` of one expert of the parameter `name`, or (expert -1) all of
+    that parameter.
+    """
 
     name: str
     expert: int
@@ -44,12 +46,17 @@ class Part(NamedTuple):
 
     def view(self, whole: Any) -> Any:
         """Its view of the parameter `[experts, rows, columns]`, a tensor or an array."""
-        return whole[self.expert, self.start : self.start + self.rows]
+        return whole if self.expert < 0 else whole[self.expert, self.start : self.start + self.rows]
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Its shape in a parameter of this shape."""
+        return whole if self.expert < 0 else (self.rows, *whole[2:])
 
 
 def stacked_parts(model: Any, folder: str | Path) -> dict[str, dict[str, Part]]:
-    """The published tensors of every stacked parameter, in their order in its memory; empty for a model without, and
-    for a folder whose names cannot be told.
+    """The published tensors of every stacked parameter, in their order in its memory, and of parameters of the same
+    block that have another name in the folder, such as Mixtral's router; empty for a model without experts, and for a
+    folder whose names cannot be told.
     """
     try:
         sources = find_sources(model, tensor_files(Path(folder)))
@@ -65,6 +72,10 @@ def stacked_parts(model: Any, folder: str | Path) -> dict[str, dict[str, Part]]:
                 for expert, names in enumerate(sources[name].names)
                 for place, one in enumerate(names)
             }
+    blocks = {name.partition(".experts.")[0] for name in found}
+    for name, source in sources.items():
+        if not source.stacked and name.rpartition(".")[0].rpartition(".")[0] in blocks and source.names[0][0] != name:
+            found[name] = {source.names[0][0]: Part(name, -1, 0, 0)}
     return found
 
 

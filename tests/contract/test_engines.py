@@ -553,6 +553,7 @@ def test_a_model_that_ignores_positions_is_decoded_otherwise(
     ("family", "more"),
     [
         ("Qwen3Moe", {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+        ("Mixtral", {"num_local_experts": 4}),
         ("GPTNeoX", {}),
         ("Gemma", {"head_dim": 8}),
         ("OPT", {"ffn_dim": 32, "word_embed_proj_dim": 32}),

@@ -42,27 +42,30 @@ def test_a_run_on_vllm_is_exact(run: Any, figure: Callable[[str], None]) -> None
 MIXTURE = """
 import sys
 from learners.warm_start.tiny_model import make_tokenizer
-from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
-import torch
+import torch, transformers
+from transformers import GenerationConfig
 tokenizer = make_tokenizer(sys.argv[1])
 torch.manual_seed(0)
-config = Qwen3MoeConfig(
-    vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
-    num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=8, num_experts_per_tok=2,
-    norm_topk_prob=True, tie_word_embeddings=False, max_position_embeddings=512,
-    pad_token_id=0, bos_token_id=1, eos_token_id=2,
+family = sys.argv[2]
+more = {"Mixtral": {"num_local_experts": 8, "sliding_window": None},
+        "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True}}[family]
+config = getattr(transformers, family + "Config")(
+    vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32, num_experts_per_tok=2, tie_word_embeddings=False,
+    max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2, **more,
 )
-model = Qwen3MoeForCausalLM(config).float()
+model = getattr(transformers, family + "ForCausalLM")(config).float()
 model.generation_config = GenerationConfig(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 model.save_pretrained(sys.argv[1])
 """
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-def test_a_mixture_of_experts_gets_its_weights_on_vllm(run: Any, figure: Callable[[str], None]) -> None:
-    """Versions have the names of folders, experts one by one: vLLM knows no others."""
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
+def test_a_mixture_of_experts_gets_its_weights_on_vllm(run: Any, family: str, figure: Callable[[str], None]) -> None:
+    """Versions have the names of folders, experts one by one, and Mixtral's router: vLLM knows no others."""
     folder = run.folder / "moe"
-    warm.run([sys.executable, "-c", MIXTURE, str(folder)], cwd=ROOT, check=True, timeout=120)
+    warm.run([sys.executable, "-c", MIXTURE, str(folder), family], cwd=ROOT, check=True, timeout=120)
     settings = ["producers.engine=vllm", "weightsync.timeout_s=120", f"model.path={folder}", *SETTINGS, *OWN]
     found = assert_exact(run, run.launch(*settings, timeout=580))
-    figure(f"vllm, 8 experts: engine and learner at lag 0 differ by at most {found.largest:.1g} nats")
+    figure(f"vllm, {family}, 8 experts: engine and learner at lag 0 differ by at most {found.largest:.1g} nats")

@@ -223,7 +223,7 @@ class FSDP2Backend:
         for name in (name for names in self._sharded.names for name in filter(self._view.name, names)):
             sent, shape = self._view.name(name), shapes[name]
             parts = self._parts.get(sent, {})
-            found += [WeightSpec(one, self._sent_name, (part.rows, *shape[2:])) for one, part in parts.items()]
+            found += [WeightSpec(one, self._sent_name, part.shape(shape)) for one, part in parts.items()]
             if not parts:
                 found.append(WeightSpec(sent, self._sent_name, shape))
         return found

@@ -167,7 +167,7 @@ class Trained:
         """Return the senders of every tensor by the names of transformers; with `unstack` by those of the folder."""
         every = tensor_sources(self.facts, self._place, fused=self._fused)
         ordered = {name: every[name] for name in self._shapes}
-        return unstack_sources(ordered, Folder(self._path, self._skeleton).stacked()) if unstack else ordered
+        return unstack_sources(ordered, Folder(self._path, self._skeleton).names()) if unstack else ordered
 
     def export(self, dtype: torch.dtype, *, unstack: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of `sources`, whole, on rank 0. Collective: every rank exhausts it."""

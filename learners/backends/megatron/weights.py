@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
+from asyncrl.runtime.model_tensors import Source as Place
 from asyncrl.runtime.model_tensors import Unfit, find_sources, tensor_files
 from learners.backends.megatron.mapping import Local, Part, Source, slices
 from learners.backends.safetensors_writer import open_tensors
@@ -43,9 +44,9 @@ class Folder:
     def has(self, name: str) -> bool:
         return name in self._places
 
-    def stacked(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """Return the names in the files of every expert, by stacked tensor."""
-        return {name: place.names for name, place in self._places.items() if place.stacked}
+    def names(self) -> dict[str, Place]:
+        """Return the names in the files of every expert, by stacked tensor, and of tensors with another name there."""
+        return {name: place for name, place in self._places.items() if place.stacked or place.names != ((name,),)}
 
     def read(self, part: Part) -> Tensor:
         """Return the elements of a part, in the dtype of the file.
@@ -84,18 +85,17 @@ def expert_part(names: Sequence[Sequence[str]], part: Part) -> Part:
     return Part(names[expert][low // rows], (rows, part.shape[2]), ((low - at, high - at), columns), part.local)
 
 
-def unstack_sources(
-    sources: Mapping[str, Sequence[Source]], places: Mapping[str, Sequence[Sequence[str]]]
-) -> dict[str, list[Source]]:
-    """Return the senders by the names of the files. `places`: those of each expert, by stacked tensor."""
+def unstack_sources(sources: Mapping[str, Sequence[Source]], places: Mapping[str, Place]) -> dict[str, list[Source]]:
+    """Return the senders by the names of the files. `places`: of tensors that differ there (`Folder.names`)."""
     found: dict[str, list[Source]] = {}
     for name, senders in sources.items():
         if name not in places:
             found[name] = list(senders)
             continue
-        found |= {one: [] for names in places[name] for one in names}
+        names, stacked = places[name]
+        found |= {one: [] for several in names for one in several}
         for source in senders:
-            part = expert_part(places[name], source.part)
+            part = expert_part(names, source.part) if stacked else source.part._replace(name=names[0][0])
             found[part.name].append(source._replace(part=part))
     return found
 
