@@ -74,9 +74,11 @@ SITES: dict[str, str] = {
     "weightsync.at_publish": "the service knows the version, the learner has no answer",
     "weightsync.serve_blob": "a source of weights is about to answer for the first piece of a blob",
     "weightsync.send_blob": "the publisher is about to broadcast a blob",
+    "weightsync.send_tensor": "the publisher is about to broadcast a bucket from its device",
     "weightsync.write_blob": "the publisher is about to write a bucket or a hop to the disk, in a hidden folder",
     "weightsync.before_rename": "all files of a version are written, its folder is still hidden",
     "weightsync.after_bucket": "a generator has taken a bucket, the version is not whole",
+    "weightsync.after_direct_bucket": "an engine has taken a bucket of a direct transfer",
     "weightsync.before_commit": "a generator holds a complete version next to the current one",
     "weightsync.after_commit": "a generator has swapped, the service has not heard of it",
 }

@@ -48,7 +48,7 @@ def test_one_joins_late_and_one_is_killed_in_a_version(run: Run, tiny_model: Pat
     run.fresh = True
     cluster = Cluster(run, "direct", *SETTINGS, holds=HOLDS)
     learner = hold(run)
-    killed = cluster.join(KILLED, f"weightsync.after_bucket:kill:{buckets + buckets // 2}")
+    killed = cluster.join(KILLED, f"weightsync.after_direct_bucket:kill:{buckets + buckets // 2}")
     run.wait("the one that is going to be killed", lambda: KILLED in cluster.members())
     os.kill(learner, signal.SIGCONT)
 

@@ -185,7 +185,7 @@ class Sending:
 
     def _carry(self, tensor: torch.Tensor, mark: Any) -> None:
         if tensor.numel():
-            failpoint("weightsync.send_blob")
+            failpoint("weightsync.send_tensor")
             self._finish(broadcast(self._group.group, self._place.carry(tensor, mark), within_s=self._operation_s))
 
     def run(self, blobs: Sequence[memoryview]) -> None:

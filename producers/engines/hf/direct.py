@@ -28,7 +28,7 @@ def receive(weights: ModelWeights, instruction: Instruction, kept: list[Any]) ->
         wrong = ""
         for number, data in enumerate(inbox.tensors()):
             held = weights.take(number, data)
-            failpoint("weightsync.after_bucket")
+            failpoint("weightsync.after_direct_bucket")
             if held != instruction.manifest.bucket_digests[number]:
                 wrong = wrong or f"bucket {number} of version {instruction.manifest.version}"
         if wrong:  # after the last bucket: the others in the group get theirs

@@ -125,6 +125,8 @@ class HFEngine:
         """Stop the decode thread after its step; iterators under way end with an error."""
         if self._thread is not None:
             await self._thread.close(grace_s=grace_s)
+        while self._groups:
+            await asyncio.to_thread(self._groups.pop().close)
 
     def health(self) -> EngineHealth:
         """A snapshot; any thread."""
