@@ -67,12 +67,13 @@ class Tokenizer:
         return ids[:-1] if ends else ids
 
     def ordinary_ids(self) -> list[int]:
-        """Ids of the tokens that are neither special nor placeholders, in order."""
+        """Ids of the model's tokens that are neither special nor placeholders, in order."""
         if self._fast is None:
             known, added = self._auto.get_vocab(), self._auto.added_tokens_decoder
         else:
             known, added = self._fast.get_vocab(), self._fast.get_added_tokens_decoder()
-        return sorted(set(known.values()) - set(added) - set(self.eos_ids)) or [self.end_id]
+        ids = {*range(self._count_rows())} & set(known.values()) - set(added) - set(self.eos_ids)
+        return sorted(ids) or [self.end_id]
 
     def encode_answer(self, text: str) -> list[int]:
         """Ids of an answer: no special token at the start, one end of sequence at the end."""
@@ -132,11 +133,16 @@ class Tokenizer:
 
     def has_ids(self, ids: Sequence[int]) -> bool:
         """Whether the model has a row for each of these ids."""
+        count = self._count_rows()
+        return all(0 <= token < count for token in ids)
+
+    def _count_rows(self) -> int:
+        """Tokens of the model, else those of the tokenizer."""
         tree = self._json("config.json")
         count = (tree.get("text_config") or {}).get("vocab_size") or tree.get("vocab_size")
-        if not isinstance(count, int):
-            count = len(self._auto) if self._fast is None else self._fast.get_vocab_size()
-        return all(0 <= token < count for token in ids)
+        if isinstance(count, int):
+            return count
+        return len(self._auto) if self._fast is None else int(self._fast.get_vocab_size())
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids without special tokens."""

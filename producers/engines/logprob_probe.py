@@ -33,7 +33,6 @@ SAMPLES = 64  # of each prompt and setting
 SIGMAS = 5.0  # standard errors: a sound engine is refused once in a million starts
 ROUNDING = 0.01  # of a sum of probabilities in half precision
 TRIES = 5  # new weights in the middle of a probe make its samples incomparable
-LIMIT_S = 120.0
 
 Draw = tuple[int, float]  # of one sample: its token, and the log-prob
 
@@ -60,7 +59,7 @@ async def check_logprobs(engine: Engine, config: Config, ordinary_ids: Sequence[
     found: list[Draws] = []
     for attempt in range(TRIES):
         before = engine.health().version
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(config.run.hang_timeout_s):
             found = [await _draw(engine, config, prompt, f"probe/{attempt}/{at}") for at, prompt in enumerate(prompts)]
         if engine.health().version == before:
             break
@@ -93,7 +92,8 @@ async def _draw(engine: Engine, config: Config, prompt: npt.NDArray[np.int32], n
 
 async def _first_tokens(engine: Engine, request: GenRequest) -> list[Draw]:
     found = {delta.index: delta async for delta in engine.generate(request) if len(delta.token_ids)}
-    return [(int(found[index].token_ids[0]), float(found[index].logprobs[0])) for index in request.indices]
+    drawn = [found[index] for index in request.indices if index in found]  # without what was aborted
+    return [(int(delta.token_ids[0]), float(delta.logprobs[0])) for delta in drawn]
 
 
 # ---------------------------------------------------------------- what the samples show (pure)
@@ -170,6 +170,7 @@ def shares(prompts: Sequence[Sequence[Draw]]) -> tuple[float, float, float]:
             if token not in known:
                 known[token] = math.exp(logprob)
                 mass += known[token]
+    count = max(count, 1)
     return predicted / count, seen / count, math.sqrt(variance) / count
 
 

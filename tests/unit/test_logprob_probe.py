@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from bare_config import BARE
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models
 
 from asyncrl.config import SamplingConfig, parse
 from asyncrl.errors import ConfigError
 from learners.engine_gap import EngineGap
+from producers.data.tokenizer import Tokenizer
 from producers.engines.logprob_probe import PROMPTS, SAMPLES, Draws, find_problem, shares
 
 VOCABULARY = 40
@@ -150,6 +155,15 @@ def test_shares_are_those_of_tokens_seen_before() -> None:
     predicted, seen, sigma = shares([[half, quarter, half, (9, -9.0)]])
     assert (predicted, seen) == (pytest.approx((0 + 0.5 + 0.75 + 0.75) / 4), 0.25)
     assert sigma == pytest.approx((0.25 + 0.1875 * 2) ** 0.5 / 4)
+
+
+def test_prompts_are_of_ordinary_tokens_that_the_model_has(tmp_path: Path) -> None:
+    words = FastTokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2, "<image>": 3, "c": 4}, unk_token="<eos>"))
+    words.add_special_tokens(["<eos>", "<image>"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    for rows, expected in ((5, [1, 2, 4]), (4, [1, 2])):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 0, "vocab_size": rows}))
+        assert Tokenizer(tmp_path, trust_remote_code=False).ordinary_ids() == expected
 
 
 # ---------------------------------------------------------------- the learner's comparison
