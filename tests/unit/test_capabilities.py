@@ -314,7 +314,7 @@ def test_a_back_end_starts_or_refuses_as_the_table_says(part: str, feature: str,
     ("module", "feature", "settings"),
     [
         ("learners.main", "other_senses", ()),
-        ("learners.main", "mixture_of_experts", ("learner.backend=megatron",)),
+        ("learners.main", "muon", ("learner.backend=megatron",)),
         ("producers.main", "other_senses", ()),
         ("producers.main", "encoder_decoder", ()),
     ],
