@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weightsync.plan.sum_digest import CHUNK_WORDS, MASK, SumDigest, hexdigest, mix
-from weightsync.transports.device_digest import DeviceSums, as_words, sum_tensors
+from weightsync.transports.device_digest import DeviceSums, sum_tensors, word_view
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 5), (), (0, 4), (CHUNK_WORDS - 9,), (40,), (70 * CHUNK_WORDS + 3,), (2, CHUNK_WORDS), (CHUNK_WORDS - 31,)]
@@ -49,7 +49,7 @@ def on_device(parts: list[bytes]) -> str:
     found = DeviceSums(CPU)
     for part in parts:
         if part:
-            found._add(as_words(torch.frombuffer(bytearray(part), dtype=torch.uint8)))
+            found._add(word_view(torch.frombuffer(bytearray(part), dtype=torch.uint8)))
     first, second = found.sums.tolist()
     return hexdigest((first, second))
 

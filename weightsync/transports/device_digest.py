@@ -39,7 +39,7 @@ class DeviceSums:
             self._host.update((ctypes.c_uint8 * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b"")
             np.copyto(self.sums.numpy(), np.array(self._host.sums, np.uint64).view(np.int64))
         else:
-            self._add(as_words(tensor))
+            self._add(word_view(tensor))
 
     def _add(self, words: Tensor) -> None:
         for span in spans(self._words, words.numel()):
@@ -52,7 +52,7 @@ class DeviceSums:
         self._words += words.numel()
 
 
-def as_words(tensor: Tensor) -> Tensor:
+def word_view(tensor: Tensor) -> Tensor:
     """The bytes of a tensor as int32, padded with zeros: a view if they are aligned and whole."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 4:
