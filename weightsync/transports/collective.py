@@ -36,7 +36,7 @@ from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Instruction, RoundReply
 from weightsync.transports.base import TransportError, TransportUnusable, Version, blob_sizes
 from weightsync.transports.kept_groups import Choice, Group, Groups, Report, come, process_id
-from weightsync.transports.process_groups import Place, broadcast, dist, finish, group_maker, listening_store
+from weightsync.transports.process_groups import Place, broadcast, dist, finish, form, group_maker, listening_store
 
 T = TypeVar("T")
 JOIN_SHARE = 0.25  # of the deadline: for members to appear
@@ -164,7 +164,7 @@ class Sending:
 
         def build() -> None:
             group.store, group.others = store, others
-            group.group = make_group(store, 0, others + 1, _seconds(self._operation_s))
+            group.group = form(make_group, store, 0, others + 1, _seconds(self._operation_s))
 
         group = self._group
         self._do(build)
@@ -287,7 +287,7 @@ class CollectiveInbox:
             raise TransportError("the group is closed")
         rank, size = choice.ranks.index(self._id) + 1, len(choice.ranks) + 1
         group.store = dist.PrefixStore("pg", group.store)
-        group.group = make_group(group.store, rank, size, _seconds(self._operation_s))
+        group.group = form(make_group, group.store, rank, size, _seconds(self._operation_s))
 
     def _do(self, what: str, work: Callable[[], T]) -> T:
         """Run it on the group's thread within the deadline."""

@@ -20,6 +20,7 @@ import torch
 import torch.distributed
 
 from asyncrl.errors import ConfigError
+from asyncrl.net.closed_listeners import closed_afterwards
 from asyncrl.runtime.device import collective_device, device_module
 
 #: Names of torch.distributed that type checkers do not know.
@@ -66,6 +67,15 @@ def broadcast(group: Any, tensor: torch.Tensor, *, within_s: float) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank, options.timeout = 0, timedelta(seconds=max(within_s, 0.05))
     return group.broadcast([tensor], options)
+
+
+def form(make_group: GroupMaker, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A group whose members are all connected. It is kept for long, so Gloo's listener is closed to later clients."""
+    with closed_afterwards(lambda: None):
+        group = make_group(store, rank, size, timeout)
+        if make_group is _gloo:
+            group.barrier(dist.BarrierOptions()).wait(timeout)
+    return group
 
 
 def finish(work: Any, group: Any, *, within_s: float, on_device: bool) -> None:
