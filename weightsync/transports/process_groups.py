@@ -71,10 +71,11 @@ def broadcast(group: Any, tensor: torch.Tensor, *, within_s: float) -> Any:
 
 def form(make_group: GroupMaker, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """A group whose members are all connected. It is kept for long, so Gloo's listener is closed to later clients."""
+    if make_group is not _gloo:
+        return make_group(store, rank, size, timeout)
     with closed_afterwards(lambda: None):
         group = make_group(store, rank, size, timeout)
-        if make_group is _gloo:
-            group.barrier(dist.BarrierOptions()).wait(timeout)
+        group.barrier(dist.BarrierOptions()).wait(timeout)
     return group
 
 
