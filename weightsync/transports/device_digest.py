@@ -36,7 +36,8 @@ class DeviceSums:
         """Add the bytes of the next tensor."""
         if tensor.is_cpu:  # numpy is three times as fast as torch here; `numpy()` would make the storage unresizable
             data = tensor.contiguous()
-            self._host.update((ctypes.c_uint8 * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b"")
+            memory = (ctypes.c_uint8 * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b""
+            self._host.update(memoryview(memory).cast("B"))
             np.copyto(self.sums.numpy(), np.array(self._host.sums, np.uint64).view(np.int64))
         else:
             self._add(word_view(tensor))
