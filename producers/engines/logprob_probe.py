@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from asyncrl.config import Config, SamplingConfig
 from asyncrl.config.mode import streams
 from asyncrl.engine import GAP_LIMIT, Engine, GenRequest
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError
 
 PROMPTS, PROMPT_TOKENS = 4, 6
 SAMPLES = 64  # of each prompt and setting
@@ -50,6 +50,7 @@ async def check_logprobs(engine: Engine, config: Config, ordinary_ids: Sequence[
 
     Raises:
         ConfigError: `config.conflict`: it records other log-probs than the run needs.
+        AsyncRLError: `engine.broken`: it does not answer.
     """
     if streams(config):
         return  # rows of a data set have no distribution
@@ -59,8 +60,13 @@ async def check_logprobs(engine: Engine, config: Config, ordinary_ids: Sequence[
     found: list[Draws] = []
     for attempt in range(TRIES):
         before = engine.health().version
-        async with asyncio.timeout(config.run.hang_timeout_s):
-            found = [await _draw(engine, config, prompt, f"probe/{attempt}/{at}") for at, prompt in enumerate(prompts)]
+        try:
+            async with asyncio.timeout(config.run.hang_timeout_s):
+                names = [f"probe/{attempt}/{at}" for at in range(PROMPTS)]
+                found = [await _draw(engine, config, *one) for one in zip(prompts, names, strict=True)]
+        except TimeoutError:
+            what = f"no answer to the probe of its log-probs within run.hang_timeout_s = {config.run.hang_timeout_s:g}"
+            raise AsyncRLError("engine.broken", what, where="producers.engine") from None
         if engine.health().version == before:
             break
     else:

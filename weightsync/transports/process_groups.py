@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,10 +74,20 @@ def form(make_group: GroupMaker, store: Any, rank: int, size: int, timeout: time
     """A group whose members are all connected. It is kept for long, so Gloo's listener is closed to later clients."""
     if make_group is not _gloo:
         return make_group(store, rank, size, timeout)
-    with closed_afterwards(lambda: None):
+    with closed_afterwards(_warn_of_listeners):
         group = make_group(store, rank, size, timeout)
         group.barrier(dist.BarrierOptions()).wait(timeout)
     return group
+
+
+@cache
+def _warn_of_listeners() -> None:
+    """Once in a process: groups are made again and again."""
+    print(
+        "warning: this system forbids packet filters, so the ports of a kept Gloo group stay open: any process that "
+        "reaches them can use up descriptors (docs/security.md, Connections)",
+        flush=True,
+    )
 
 
 def finish(work: Any, group: Any, *, within_s: float, on_device: bool) -> None:
