@@ -76,7 +76,8 @@ def form(make_group: GroupMaker, store: Any, rank: int, size: int, timeout: time
         return make_group(store, rank, size, timeout)
     with closed_afterwards(_warn_of_listeners):
         group = make_group(store, rank, size, timeout)
-        group.barrier(dist.BarrierOptions()).wait(timeout)
+        met = group.barrier(dist.BarrierOptions())  # bounded: it only starts the operation
+        met.wait(timeout)
     return group
 
 
