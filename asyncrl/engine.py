@@ -226,6 +226,22 @@ class Keeping(Protocol):
         """
 
 
+class Sleeping(Protocol):
+    """Optional part of an engine, its attribute `sleeping`: it leaves its device to others (`cluster.devices =
+    "turns"`). `start` ends awake.
+
+    `loads_asleep`: updates and `attest` work while it sleeps. Any other engine is awake at `commit_update`.
+    """
+
+    loads_asleep: bool
+
+    async def sleep(self) -> None:
+        """Free the memory of weights, K and V on the device. No sample is in progress. Nothing if it sleeps."""
+
+    async def wake(self) -> None:
+        """Go back to the device, with the weights of the last commit. Nothing if it is awake."""
+
+
 def join_deltas(deltas: Iterable[GenDelta]) -> GenDelta:
     """Join the deltas of one sample.
 

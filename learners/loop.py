@@ -36,6 +36,7 @@ from learners.backends.base import Backend
 from learners.batch import sample_log
 from learners.checkpoints import checkpoint
 from learners.checkpoints.saving import Checkpoints
+from learners.device_turns import DeviceTurns
 from learners.direct_weights import DirectWeights, send_weights
 from learners.engine_gap import EngineGap
 from learners.gang.gang import Gang
@@ -82,6 +83,7 @@ class Learner:
         gang: Gang,
         backend: Backend,
         services: Services | None,
+        turns: DeviceTurns | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
@@ -106,6 +108,7 @@ class Learner:
             seed=config.run.seed,
             group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
         )
+        self._turns = turns or DeviceTurns(config, gang)
         self._direct = DirectWeights(config, gang=gang, backend=backend, services=services)
         self._based = False  # this process has staged the base weights of the adapters
         self._skipped = 0
@@ -135,6 +138,8 @@ class Learner:
                 continue
             self._runner.retune(order.tuning)
             self._times.lap("assemble")
+            self._turns.begin(after=step, services=self._services)
+            self._times.lap("wait")
             result, batch = self._runner.train(data, step=order.step, batch=batch)
             step = order.step
             self._check(result, step)
@@ -156,12 +161,15 @@ class Learner:
             if step < self._config.learner.steps and step % self._config.learner.checkpoint_every == 0:
                 self._checkpoint(step)
                 self._times.lap("checkpoint")
+            self._turns.end(self._backend)
             self._profiler.end_step(step)
             self._progress()
         self._profiler.close(step)
         self._saver.settle()
         if step > self._saver.saved:
+            self._turns.begin()
             self._checkpoint(step, last=True)
+            self._turns.end(self._backend)
         if order.what == "leave":
             raise self._trouble(order.reason)
         self._finish(step, order.reason)
@@ -189,16 +197,19 @@ class Learner:
         self._saver.resume_from(order.step)
         if order.publish:
             self._publish(order.step)
+        self._turns.end(self._backend)
         return order.step
 
     def _start_again(self, step: int) -> None:
         """The buffer lost its state: save the current weights and register with their ledger."""
         self._saver.settle()
+        self._turns.begin()
         if step > self._saver.saved:
             self._checkpoint(step, wait=True)
         order = Order(step, self._services.register_again(step)) if self._services is not None else None
         if self._share(order).publish:
             self._publish(step)
+        self._turns.end(self._backend)
 
     def _trouble(self, reason: str) -> AsyncRLError:
         trouble = self._services.trouble if self._services is not None else None
@@ -348,7 +359,9 @@ class Learner:
         if not reason:
             self._await_evaluation()
             failpoint("learner.at_export")
+            self._turns.begin()
             self._backend.export_hf(self._run.export)
+            self._turns.end(self._backend)
         if self._services is None:
             return
         if not reason:  # ask for the ledger before saying goodbye

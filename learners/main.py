@@ -43,6 +43,7 @@ def body(args: RoleArgs, config: Config, stop: Stop) -> None:
 def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
     """Join the gang, build the backend, connect (rank 0), train."""
     from asyncrl.plugins import find
+    from learners.device_turns import DeviceTurns
     from learners.gang.gang import Gang, lost_peer
     from learners.gang.watchdog import Watchdog
     from learners.loop import Learner
@@ -51,6 +52,8 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
     _quiet()
     gang = Gang.join(config)
     gang.device.seed_all(config.run.seed + gang.topology.share)
+    turns = DeviceTurns(config, gang)
+    turns.begin()
     backend = find("asyncrl.backends", config.learner.backend)(config, gang)
     refuse_cuts(config, able=getattr(backend, "supports", False), key="learner.backend")
     backend.self_check()
@@ -59,14 +62,16 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
     services = _connect(args, config, stop, backend) if gang.lead else None
 
     def diagnosis() -> str:
-        waits = services.waits_for() if services is not None else "an order or a collective of the other ranks"
-        return f"rank {gang.rank} of {gang.size} waits for {waits or 'a collective of the other ranks'}"
+        waits = turns.waiting_for or (services.waits_for() if services is not None else "")
+        return f"rank {gang.rank} of {gang.size} waits for {waits or 'an order or a collective of the other ranks'}"
 
-    ticker.waits = services.waits_for if services is not None else str
+    ticker.waits = lambda: turns.waiting_for or (services.waits_for() if services is not None else "")
     watchdog = Watchdog(config.run.hang_timeout_s, diagnosis=diagnosis)
     lost = False
     try:
-        learner = Learner(config, gang=gang, backend=backend, services=services, progress=watchdog.progress)
+        learner = Learner(
+            config, gang=gang, backend=backend, services=services, turns=turns, progress=watchdog.progress
+        )
         reason = learner.run()
     except RuntimeError as error:
         if lost_peer(error):

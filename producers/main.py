@@ -16,6 +16,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.config.capabilities import NO_CHOICES, NO_SECOND, refuse, refuse_cuts
 from asyncrl.config.mode import demonstrates, streams
+from asyncrl.device_turn import DeviceTurn
 from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.net.frames import keep_memory
@@ -27,6 +28,7 @@ from asyncrl.runtime.liveness import Sign
 from asyncrl.runtime.model_folder import model_json
 from buffers.client.producer import ProducerClient
 from producers.data.evaluation_prompts import HeldOutPrompts
+from producers.engines.turns import TurnTaking
 from producers.support.retry import Patience
 from producers.worker import GIVE_BACK_S, Producer
 from weightsync.receiver.receiver import Receiver
@@ -103,6 +105,9 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evalu
     )
     client.may_rename = role.MAY_RENAME in os.environ
     engine: Any = find("asyncrl.engines", config.producers.engine)(own_url(config, args.name))
+    if config.cluster.devices == "turns":
+        turn = DeviceTurn(rundir.RunDir(config.run_dir).root, together=True, limit_s=config.run.hang_timeout_s)
+        engine = TurnTaking(engine, turn)
     held_out = HeldOutPrompts(config)
     leave = asyncio.Event()
     reason = "stopping"

@@ -345,7 +345,7 @@ class Producer:
     def waits(self) -> str:
         """The reason of its waiting; empty while it works."""
         waits = self.receiver.waiting_for if self.engine.health().version < 0 else self.waiting_for
-        return waits or self.patience.waits_for
+        return waits or self.patience.waits_for or getattr(self.engine, "waiting_for", "")
 
     async def signs(self, sign: Sign) -> None:
         """Write signs of life for the launcher."""

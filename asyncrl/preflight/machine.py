@@ -119,7 +119,7 @@ def find_missing(config: Config, roles: Sequence[str], machine: Machine, memory:
         and not (role == "producer" and config.producers.engine not in ("hf", "vllm"))
     ]
     total = sum(int(words.split()[0]) for words in asked)
-    if kind and total > machine.devices[kind]:
+    if kind and total > machine.devices[kind] and config.cluster.devices != "turns":
         yield f"{' and '.join(asked)} share {machine.devices[kind]} {kind} device{'s' * (machine.devices[kind] != 1)}"
     needs = {place: sum(one.total_bytes * one.count for one in memory if one.place == place) for place in ("host",)}
     if needs["host"] > machine.memory_bytes:

@@ -110,9 +110,16 @@ def _learner(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMem
         resident = [] if learner.cpu_offload else states
         found.insert(0, RoleMemory("learner", "device", ranks, (*resident, *working)))
         host += states if learner.cpu_offload else []
+        host += _resting(config, sum(part.bytes for part in resident if part.name != "gradients"))
     else:
         host += [*states, *working]
     return [*found, RoleMemory("learner", "host", ranks, tuple(host))]
+
+
+def _resting(config: Config, size: int) -> list[Part]:
+    """What leaves the device between turns."""
+    turns = config.cluster.devices == "turns"
+    return [Part("off the device", size, "weights and optimizer between turns (cluster.devices)")] if turns else []
 
 
 def _states(config: Config, shape: Shape) -> list[Part]:
@@ -240,6 +247,7 @@ def _engines(config: Config, shape: Shape, role: str, count: int, *, accelerator
     if staged:
         host.append(Part("weights to come", 2 * weights, f"2 x {_count(shape.parameters)} x {width} B, in /dev/shm"))
     if accelerator and producers.device != "cpu":
+        host += _resting(config, weights)
         return [
             RoleMemory(role, "device", count * each, tuple(parts)),
             RoleMemory(role, "host", count, tuple(host)),

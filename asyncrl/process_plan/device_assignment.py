@@ -5,9 +5,10 @@ producer, evaluator, or worker of a judge or teacher with a model of its own see
 environment variable of the device type, so processes of its engine keep to them as well. Guarantees:
 1. devices are shared only if there are too few; a note reports it;
 2. an engine of several devices (tensor or pipeline parallel) gets that many neighbours, and shares none of them;
-3. explicit settings win: `"cpu"` and `"cuda:1"` are left unchanged, a named device counts as taken, and numbers are
+3. with `cluster.devices = "turns"` engines have the devices of the learner's ranks, from the first one on;
+4. explicit settings win: `"cpu"` and `"cuda:1"` are left unchanged, a named device counts as taken, and numbers are
    relative to the devices that a scheduler made visible (`CUDA_VISIBLE_DEVICES`);
-4. torch is not imported: devices are files of the host.
+5. torch is not imported: devices are files of the host.
 
 Example: 4 devices, 2 ranks, 3 producers: ranks 0 and 1, producers 2, 3 and 2 again. With
 `producers.engine_args.tensor_parallel_size = 2` one producer has devices 2 and 3, and a second one is refused.
@@ -127,7 +128,9 @@ def assign_devices(
         learner = tuple(rank % count for rank in range(ranks)) or _find_named(config.learner.device, devices)
     wanted = _list_settings(config, roles, judges)
     named = {number for setting, _ in wanted for number in _find_named(setting, devices)}
-    free = [number for number in range(count) if number not in {*learner, *named}] or list(range(count))
+    turns = config.cluster.devices == "turns"
+    taken = named if turns else {*learner, *named}
+    free = [number for number in range(count) if number not in taken] or list(range(count))
     place, given = 0, []
     for setting, each in wanted:
         numbers = _find_named(setting, devices) if each else ()
@@ -185,7 +188,7 @@ def keeps_number(setting: str, engine: str) -> bool:
 def problems(config: Config, roles: Sequence[str], devices: Devices) -> Iterator[Conflict]:
     """Too few devices for the configuration."""
     found_ = assign_devices(config, roles, devices)
-    count, own = len(devices.ids), config.producers
+    count, own, turns = len(devices.ids), config.producers, config.cluster.devices == "turns"
     each = devices_each(own.engine, own.engine_args)
     engines = [numbers for numbers in (*found_.producers, *found_.evaluators) if numbers]
     if found_.learner and config.learner.ranks > count:
@@ -195,7 +198,7 @@ def problems(config: Config, roles: Sequence[str], devices: Devices) -> Iterator
             "devices: every rank needs one",
             ("learner", "ranks"),
         )
-    elif each > 1 and engines and _overlap(each, engines, found_):
+    elif each > 1 and engines and _overlap(each, engines, found_, turns=turns):
         yield (
             "config.conflict",
             f"{len(engines)} engines of {each} devices each (producers.engine_args: tensor_parallel_size * "
@@ -211,6 +214,13 @@ def problems(config: Config, roles: Sequence[str], devices: Devices) -> Iterator
             f"{count} {devices.kind} devices",
             ("cluster", "devices"),
         )
+    if turns and (judges := [number for numbers in found_.judges for number in numbers]):
+        yield (
+            "config.conflict",
+            f"cluster.devices = 'turns': judges with a model on {devices.kind} {judges[0]} take no turns: set their "
+            "device to 'cpu'",
+            ("cluster", "devices"),
+        )
     if each > 1 and own.count > 1 and count and "producer" in roles and config.cluster.devices == "share":
         yield (
             "config.conflict",
@@ -219,10 +229,10 @@ def problems(config: Config, roles: Sequence[str], devices: Devices) -> Iterator
         )
 
 
-def _overlap(each: int, engines: Sequence[Numbers], placed: Placed) -> bool:
-    """Whether an engine of several devices lacks one, or shares one with any other process."""
+def _overlap(each: int, engines: Sequence[Numbers], placed: Placed, *, turns: bool) -> bool:
+    """Whether an engine of several devices lacks one, or shares one with any other process, without `turns`."""
     mine = [number for numbers in engines for number in numbers]
-    others = {*placed.learner, *(number for numbers in placed.judges for number in numbers)}
+    others = {*(() if turns else placed.learner), *(number for numbers in placed.judges for number in numbers)}
     return len(set(mine)) < len(mine) or not others.isdisjoint(mine) or any(len(one) < each for one in engines)
 
 

@@ -9,6 +9,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import re
@@ -150,6 +151,13 @@ class Device:
         """Release cached blocks; no effect on a CPU."""
         if self.type != "cpu":
             self._torch_module().empty_cache()
+
+    def release_memory(self) -> None:
+        """Return freed memory to other processes: cached blocks of a device, pages of the heap on a CPU (glibc)."""
+        if self.type != "cpu":
+            self.empty_cache()
+        elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)
 
     def memory(self) -> dict[str, int]:
         """`used` and `peak` in bytes: of the allocator on an accelerator, resident memory of this process on a CPU."""

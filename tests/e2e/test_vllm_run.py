@@ -39,6 +39,13 @@ def test_a_run_on_vllm_is_exact(run: Any, figure: Callable[[str], None]) -> None
     figure(f"vllm: {found.versions} versions, engine and learner at lag 0 differ by at most {found.largest:.1g} nats")
 
 
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_vllm_and_the_learner_take_turns(run: Any) -> None:
+    """On a CPU a sleeping vLLM keeps its memory; what sleeps, wakes and loads is the same."""
+    turns = ("producers.engine=vllm", "weightsync.timeout_s=120", "cluster.devices=turns")
+    assert_exact(run, run.launch(*turns, *SETTINGS, *OWN, timeout=580))
+
+
 MIXTURE = """
 import sys
 from learners.warm_start.tiny_model import make_tokenizer

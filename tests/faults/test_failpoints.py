@@ -20,11 +20,12 @@ from asyncrl.runtime.failpoints import SITES
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL = re.compile(r'(?<!def )\bfailpoint\(\s*f?"([^"]+)"')
-#: Of transports that this run does not use: test_f11_f12_weight_sync, test_transport_disk, test_direct_run kill there.
+#: Of transports and turns that this run does not use: test_f11_f12_weight_sync, test_transport_disk, test_direct_run
+#: and test_device_turns kill there.
 ELSEWHERE = {
     f"weightsync.{name}"
     for name in ("serve_blob", "send_blob", "send_tensor", "after_direct_bucket", "write_blob", "before_rename")
-}
+} | {f"producer.{name}" for name in ("at_wake", "awake", "at_sleep", "asleep")}
 #: At which pass through a place a process is killed there.
 DATA_PLANE = {name: 1 for name in SITES.keys() - ELSEWHERE if not name.startswith("learner.")} | {
     "learner.at_register": 1,

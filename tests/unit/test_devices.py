@@ -34,6 +34,7 @@ def cuda(count: int) -> Devices:
 
 ALL = TARGETS["all"]
 OF_TWO = {"producers__engine": "vllm", "producers__engine_args.tensor_parallel_size": 2}
+TURNS = {"cluster__devices": "turns", "weightsync__in_place": "true", "learner__ranks": 2}
 OF_FOUR = OF_TWO | {"producers__engine_args.pipeline_parallel_size": 2}
 JUDGED = (
     'judge=[{name="a", kind="classifier", model="c", count=2}, {name="b", kind="url", model="u", url="http://h/v1", '
@@ -44,6 +45,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], int, Placed]] = {
     "one each": ({"producers__count": 2, "learner__ranks": 2}, ALL, 4, Placed((0, 1), ((2,), (3,)))),
     "too few": ({"producers__count": 3, "learner__ranks": 2}, ALL, 4, Placed((0, 1), ((2,), (3,), (2,)))),
     "one for all": ({"producers__count": 2}, ALL, 1, Placed((0,), ((0,), (0,)))),
+    "turns": (TURNS | {"producers__count": 2}, ALL, 4, Placed((0, 1), ((0,), (1,)))),
+    "turns of an engine of two": (TURNS | OF_TWO, ALL, 2, Placed((0, 1), ((0, 1),))),
     "some left": ({"producers__count": 1}, ALL, 8, Placed((0,), ((1,),))),
     "producers alone": ({"producers__count": 3}, TARGETS["producers"], 2, Placed((), ((0,), (1,), (0,)))),
     "a learner alone": ({"learner__ranks": 2}, TARGETS["learner"], 2, Placed((0, 1))),

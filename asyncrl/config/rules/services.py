@@ -21,6 +21,7 @@ def problems(config: Config) -> Iterator[Conflict]:
     yield from _tracker_problems(config)
     yield from _cluster_problems(config)
     yield from _direct_problems(config)
+    yield from _turns_problems(config)
     yield from _each_environment(config, "environment")
     for index, one in enumerate(config.row_environment):
         if not one.agent_name or one.agent_name in [other.agent_name for other in config.row_environment[:index]]:
@@ -65,6 +66,27 @@ def _direct_problems(config: Config) -> Iterator[Conflict]:
     if learner.preference.iteration:
         what = f"{direct}: engines that miss a version get it before the next step alone"
         yield conflict("weightsync.transport", f"{what}, and learner.preference.iteration keeps it for several")
+
+
+def _turns_problems(config: Config) -> Iterator[Conflict]:
+    """What cannot use `cluster.devices = "turns"`."""
+    if config.cluster.devices != "turns" or streams(config):
+        return
+    turns, sync, engine = "cluster.devices = 'turns'", config.weightsync, config.producers.engine
+    if engine in ("vllm_http", "sglang"):
+        what = f"{turns}: a server of engine {engine!r} keeps its device"
+        yield conflict("cluster.devices", f"{what}: use engine hf or vllm")
+    if engine == "hf" and not sync.in_place:
+        what = f"{turns}: a sleeping engine has no room for a second copy of the weights"
+        yield conflict("weightsync.in_place", f"{what}: set weightsync.in_place = true")
+    if sync.transport in ("direct", "collective"):
+        what = f"{turns}: with transport {sync.transport!r} learner and engines use their devices at the same time"
+        yield conflict("weightsync.transport", f"{what}: use local, stream or disk")
+    if config.learner.backend != "fsdp2":
+        what = f"{turns}: back-end {config.learner.backend!r} keeps its states on the device"
+        yield conflict("learner.backend", f"{what}: use fsdp2")
+    if config.cluster.learner_hosts > 1:
+        yield conflict("cluster.learner_hosts", f"{turns} is for one host, and learner_hosts > 1")
 
 
 def _sandbox_problems(config: Config) -> Iterator[Conflict]:

@@ -15,7 +15,7 @@ class ClusterConfig(Section, frozen=True):
     """`[cluster]`: for `asyncrl launch --backend slurm|k8s|ray --render DIR`."""
 
     name: str = ""  # of jobs and services: letters, digits, "-"; empty: derived from run.name
-    devices: Literal["auto", "share", "own"] = "auto"  # launch all with own: one accelerator per rank and per producer
+    devices: Literal["auto", "share", "own", "turns"] = "auto"  # own: one per rank and producer; turns: same for both
     producers: Positive = 1  # jobs (pods) of producers, with producers.count processes each
     learner_hosts: Positive = 1  # hosts of the gang, with learner.ranks processes each
     learner_gpus: Count = 0  # accelerators per learner host

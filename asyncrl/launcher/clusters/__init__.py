@@ -59,6 +59,9 @@ def render_command(paths: Sequence[Path], overrides: Sequence[str], *, backend: 
     if given.evaluation.separate:
         what = "jobs for evaluators are not rendered: start them with `asyncrl launch evaluators`"
         raise ConfigError("config.conflict", what, where="evaluation.lane")
+    if given.cluster.devices == "turns":
+        what = "cluster.devices = 'turns' is for roles of one host, and jobs have devices of their own"
+        raise ConfigError("config.conflict", what, where="cluster.devices", remedy="use asyncrl launch all")
     given = given if backend == "k8s" else absolute(given)  # pods start in a folder of the volume
     # ports and stores belong to other hosts: only the rest can be checked here
     checked = checks.check(given, ("producer", "reward", "learner"), joining=True)

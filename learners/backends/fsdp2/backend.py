@@ -66,7 +66,14 @@ from learners.backends.fsdp2.loss_scale import LOSS_SCALE, LossScale
 from learners.backends.fsdp2.reference import PREFIX, Reference
 from learners.backends.fsdp2.sharded_module import PLAIN, Rests, Sharded, View
 from learners.backends.hf_folder import write_folder
-from learners.backends.sharded_checkpoint import HostShard, host_shard, load_shards, read_about
+from learners.backends.sharded_checkpoint import (
+    HostShard,
+    host_shard,
+    load_shards,
+    local_parts,
+    local_tensor,
+    read_about,
+)
 from learners.backends.vision import Vision, freeze_parts
 from learners.batch.micro_batches import NO_EXPERTS, MicroBatch, packed_row, padded_rows
 from learners.gang.gang import Gang
@@ -88,6 +95,7 @@ class FSDP2Backend:
         self._parts = stacked_parts(hf, config.model.path)
         self._vision = Vision.open(config)
         self._lora = Lora(hf, language_layers(hf), config, gang) if config.learner.lora.rank else None
+        self._identity = "" if self._lora is None else self._lora.identity
         freeze_parts(hf, config.learner.vision)
         self._view: View = PLAIN if self._lora is None else Leaving(self._lora, merged=True)
         self._policy = make_policy(hf, config)
@@ -306,6 +314,16 @@ class FSDP2Backend:
         found = {"critic": self.critic, "process_reward": self.process_reward}
         return {name: model for name, model in found.items() if model is not None}
 
+    def resident(self) -> Iterator[Tensor]:
+        """This rank's tensors of weights and optimizer states, of every model, between two steps."""
+        for value in self._state().values():
+            yield from local_parts(value).values()
+        models = [self._policy, *(model.module for model in self._companions().values())]
+        if self._reference is not None:
+            models.append(self._reference.module)
+        for parameter in (parameter for model in models for parameter in model.parameters()):
+            yield local_tensor(parameter.data)
+
     # ------------------------------------------------------------ checkpoints
 
     def _state(self) -> dict[str, Tensor]:
@@ -316,10 +334,6 @@ class FSDP2Backend:
         if self._reference is not None and self._config.learner.preference.iteration:
             state |= self._reference.state()
         return state
-
-    @property
-    def _identity(self) -> str:
-        return "" if self._lora is None else self._lora.identity
 
     def save(self, folder: Path) -> Path:
         """Write one safetensors file per rank with its boxes and generator states."""

@@ -59,6 +59,10 @@ class Companion:
         self._sharded.rest()
         self._memory: dict[str, Tensor] | None = None
 
+    @property
+    def module(self) -> Any:
+        return self._model
+
     def _forward(self, piece: MicroBatch) -> tuple[Tensor, Tensor, Micro]:
         t = to_device(piece, self._device.torch_device)
         found = self._model(t.input_ids, t.position_ids, t.positions, t.targets)

@@ -51,6 +51,10 @@ class Reference:
         self._units: list[Any] = shard(self._policy, config, gang)[0]
         self._policy.eval()
 
+    @property
+    def module(self) -> PolicyModel:
+        return self._policy
+
     @torch.no_grad()
     def renew(self, policy: PolicyModel | ScoreModel) -> None:
         """Take the weights of a policy that is sharded in the same way and not gathered."""

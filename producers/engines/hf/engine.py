@@ -9,7 +9,8 @@ The decode loop owns the model and runs in one thread (`decode_thread`). Guarant
    float32; token versions are exact;
 4. with `evaluation.lane = "second_weights"` requests of a kept version are decoded by it alone, whatever is committed
    (`second_weights`). All digests are those of the current version;
-5. any failure of the loop ends every iterator and every later call with `engine.broken`: nothing hangs.
+5. asleep, the weights are off the device and there is no K or V; versions are taken as they are awake;
+6. any failure of the loop ends every iterator and every later call with `engine.broken`: nothing hangs.
 `loading` finds at start how a model can run; `decoder` has the step.
 """
 
@@ -36,6 +37,7 @@ from producers.engines.hf.decoder import Decoder
 from producers.engines.hf.direct import receive
 from producers.engines.hf.loading import TRIED, build_decoder, load_model
 from producers.engines.hf.second_weights import SecondWeights
+from producers.engines.hf.sleep import HFSleeping, RestingWeights
 from producers.engines.hf.weights import ModelWeights
 from producers.engines.request_checks import request_problem
 from producers.engines.served import Outbox, next_delta
@@ -68,6 +70,7 @@ class HFEngine:
         self._thread: DecodeThread | None = None
         self._outboxes: dict[str, _Outbox] = {}
         self._weights: ModelWeights | None = None
+        self.sleeping: HFSleeping | None = None
         self._second: SecondWeights | None = None
         self._images: ImageInputs | None = None
         self._wanted = self._kept = -1  # last version of `keep_version`; -1 in `_kept` if it is not kept
@@ -86,6 +89,11 @@ class HFEngine:
         self._thread = DecodeThread(
             self._decoders, deliver=partial(_deliver, self._outboxes), on_failure=partial(_end_all, self._outboxes)
         )
+        assert self._model is not None
+        weights = RestingWeights(
+            self._model.parameters(), Device.find(self._config.producers.device), self._config.run_dir
+        )
+        self.sleeping = HFSleeping(self._thread, self._decoder.memory, weights)
 
     def _build(self) -> Decoder:
         config = self._config

@@ -101,6 +101,8 @@ def arguments(config: Config, *, known: Collection[str], cpu: bool, free_bytes: 
         "worker_extension_cls": "producers.engines.vllm.weight_transfer.HeldWeights",
     }  # fmt: skip
     made |= engine_arguments(open_inputs(config))
+    if config.cluster.devices == "turns" and not cpu:  # on a CPU a sleeping vLLM keeps its memory
+        made["enable_sleep_mode"] = True
     if cpu:
         if given.get(CHUNKED):
             what = f"vLLM on a CPU dies where it computes the prompt of a seeded request in pieces ({CHUNKED})"

@@ -56,6 +56,21 @@ from weightsync.transports.base import TransportError
 WORKERS_SHARE = 0.8  # of a transfer's deadline; the rest is for vLLM's own calls
 
 
+class VLLMSleeping:
+    """`asyncrl.engine.Sleeping` by vLLM's sleep mode: weights wait in host memory, K and V are given up."""
+
+    loads_asleep = False
+
+    def __init__(self, ask: Callable[..., Awaitable[Any]]) -> None:
+        self._ask = ask
+
+    async def sleep(self) -> None:
+        await self._ask("vLLM does not sleep", lambda llm: llm.sleep(level=1), SWAP_LIMIT_S)
+
+    async def wake(self) -> None:
+        await self._ask("vLLM does not wake", lambda llm: llm.wake_up(), SWAP_LIMIT_S)
+
+
 class VLLMEngine(VLLMBase):
     """Made by name with the resolved configuration: `find("asyncrl.engines", "vllm")(config)`."""
 
@@ -67,6 +82,7 @@ class VLLMEngine(VLLMBase):
         self._stats = Stats()
         self._direct: Manifest | None = None  # received, and not committed
         self._torn = False  # the workers hold no version; generation is paused
+        self.sleeping = VLLMSleeping(self._ask)
 
     # ------------------------------------------------------------ life
 
