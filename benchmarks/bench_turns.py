@@ -57,7 +57,7 @@ def resident(pid: int) -> int:
 def measure(folder: Path, model: Path, settings: tuple[str, ...]) -> dict[str, Any]:
     run = folder / "run"
     base = (
-        f"run.dir={run}", "run.seed=1", f"model.path={model}", "data.path=runs/data/add.jsonl",
+        f"run.dir={run}", "run.seed=1", f"model.path={model}", f"data.path={folder.parent}/prompts.jsonl",
         f"learner.steps={STEPS}",
         "buffer.max_staleness=0", "buffer.batch_groups=4", "sampling.group_size=4", "sampling.max_new_tokens=16",
         "producers.count=1", "producers.slots=16", "weightsync.in_place=true", "evaluation.every=0",
@@ -96,10 +96,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)
     args = parser.parse_args()
-    command = [sys.executable, "-m", "asyncrl", "demo", "--task", "add", "--prepare-only"]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=900)
     found: dict[str, Any] = {"width": args.width, "layers": args.layers, "ways": {}}
-    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as scratch:
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = [{"prompt": f"{n + 10}+{n + 11}=", "reward_model": {"ground_truth": str(2 * n + 21)}} for n in range(64)]
+        Path(scratch, "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         small, large = Path(scratch, "small"), Path(scratch, "large")
         idle = {}
         for name, model, settings in (
