@@ -79,9 +79,9 @@ class DeviceRun(Run):
         package = install(self.folder / "npu", self.library, devices=self.devices, reports=reports)
         return found | {"PYTHONPATH": os.pathsep.join((str(package), found["PYTHONPATH"]))}
 
-    def train(self, *settings: str) -> Any:
+    def train(self, *settings: str, timeout: float = 280) -> Any:
         """Launch all with two ranks and two producers on devices of their own."""
-        return self.launch("learner.device=npu", "producers.device=npu", "learner.ranks=2", *settings, timeout=280)
+        return self.launch("learner.device=npu", "producers.device=npu", "learner.ranks=2", *settings, timeout=timeout)
 
     def reports(self, role: str) -> list[dict[str, Any]]:
         """Counters of the processes of a role that came to their end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -74,22 +73,9 @@ def test_four_ranks_in_two_copies_stop_and_go_on(npu_run: DeviceRun) -> None:
     complete(npu_run, npu_run.train(*layout, "learner.steps=4"), steps=4)
 
 
-@pytest.mark.long
-def test_processes_on_devices_are_killed_and_go_on(npu_run: DeviceRun) -> None:
-    words = ["learner.device=npu", "producers.device=npu", "learner.ranks=2", "learner.steps=12", "learner.restarts=3"]
-    settings = [word for one in (*words, "weightsync.transport=collective") for word in ("--set", one)]
-    main = npu_run.start("launch", "all", str(npu_run.config), *settings)
-    npu_run.wait("step 4", lambda: max(npu_run.steps(), default=0) >= 4)
-    os.kill(npu_run.pid("producer"), 9)
-    npu_run.wait("step 7", lambda: max(npu_run.steps(), default=0) >= 7)
-    os.kill(npu_run.pid("learner"), 9)
-    out, _ = main.communicate(timeout=200)
-    check_promises(npu_run, main.returncode, out, steps=12)
-
-
 #: Where a process of a publish is killed, and at which pass of it: both sides, each phase.
 KILLED = {
-    "learner.before_commit": 2, "weightsync.at_publish": 3, "weightsync.before_commit": 2, "weightsync.after_commit": 3,
+    "learner.before_commit": 2, "weightsync.at_publish": 3, "weightsync.before_commit": 2, "weightsync.after_commit": 2,
 }  # fmt: skip
 #: And before or in the middle of a transfer.
 SENT = {
@@ -100,6 +86,7 @@ SENT = {
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", SENT)
 def test_a_process_killed_in_each_phase_of_a_publish_costs_nothing(
     npu_run: DeviceRun, monkeypatch: pytest.MonkeyPatch, transport: str
@@ -109,9 +96,9 @@ def test_a_process_killed_in_each_phase_of_a_publish_costs_nothing(
     once.mkdir()
     monkeypatch.setenv("ASYNCRL_FAILPOINT", ",".join(f"{name}:kill:{count}" for name, count in places.items()))
     monkeypatch.setenv("ASYNCRL_FAILPOINT_ONCE", str(once))
-    words = [f"weightsync.transport={transport}", "weightsync.timeout_s=10", "learner.restarts=9", "learner.steps=10"]
-    words += ["weightsync.in_place=true"] if transport == "direct" else []
-    done = npu_run.train(*words)
+    words = [f"weightsync.transport={transport}", "weightsync.timeout_s=10", "learner.restarts=9", "learner.steps=16"]
+    words += ["weightsync.in_place=true", "learner.ranks=2"] if transport == "direct" else ["learner.ranks=1"]
+    done = npu_run.train(*words, timeout=840)
     killed = {path.name.partition(".kill")[0] for path in once.iterdir()}
     assert killed == set(places), npu_run.logs()
-    check_promises(npu_run, done.returncode, done.stdout, steps=10)
+    check_promises(npu_run, done.returncode, done.stdout, steps=16)
