@@ -384,6 +384,7 @@ PAGES = {
     "../asyncrl/config/sections/algorithm_options.json": option_data,
     "algorithms.md": algorithm_names,
     "capabilities.md": capability_tables,
+    "matrix.md": load_script("matrix_page").make_page,
     "cli.md": command_line,
     "images/architecture-imports.svg": architecture_drawing,
     **{f"images/gallery-{name}.svg": draw for name, draw in load_script("draw_gallery").PICTURES.items()},

@@ -85,7 +85,7 @@ def _learner(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMem
     on_device = accelerator and learner.device != "cpu"
     states = [*_states(config, shape), *_companion_parts(config, shape)]
     working = _step_memory(config, shape)
-    sent = BYTES[config.model.dtype if config.weightsync.dtype == "auto" else config.weightsync.dtype]
+    sent = _sent_width(config)
     staged: list[Part] = []
     if not mode.streams(config):
         staged = [
@@ -211,10 +211,31 @@ def _step_memory(config: Config, shape: Shape) -> list[Part]:
         parts.append(
             Part("gathered layers", 2 * shape.largest_layer * width, f"2 x {_count(shape.largest_layer)} x {width} B")
         )
-        if not mode.streams(config):
-            tensor = max(shape.vocabulary * shape.hidden, *(2 * part // 3 for part in shape.feed_forward))
-            parts.append(Part("published tensors", 3 * tensor * width, f"3 x {_count(tensor)} x {width} B, on rank 0"))
+    if _sends_direct(config):
+        parts.append(_buckets(config, shape, 3, ", on rank 0"))
+    elif _shards(config) > 1 and not mode.streams(config):
+        tensor = _largest_tensor(shape)
+        parts.append(Part("published tensors", 3 * tensor * width, f"3 x {_count(tensor)} x {width} B, on rank 0"))
     return parts
+
+
+def _sent_width(config: Config) -> int:
+    return BYTES[config.model.dtype if config.weightsync.dtype == "auto" else config.weightsync.dtype]
+
+
+def _sends_direct(config: Config) -> bool:
+    return config.weightsync.transport == "direct" and not mode.streams(config)
+
+
+def _largest_tensor(shape: Shape) -> int:
+    return max(shape.vocabulary * shape.hidden, *(2 * part // 3 for part in shape.feed_forward))
+
+
+def _buckets(config: Config, shape: Shape, count: int, where: str = "") -> Part:
+    """Buckets of transport `direct` on a device; one holds at least a whole tensor."""
+    size, tensor = config.weightsync.bucket_bytes, _largest_tensor(shape) * _sent_width(config)
+    of = "weightsync.bucket_bytes" if size >= tensor else "the largest tensor"
+    return Part("buckets", count * max(size, tensor), f"{count} x {of}, {format_bytes(max(size, tensor))}{where}")
 
 
 def _engines(config: Config, shape: Shape, role: str, count: int, *, accelerator: bool) -> list[RoleMemory]:
@@ -243,6 +264,11 @@ def _engines(config: Config, shape: Shape, role: str, count: int, *, accelerator
                 f"{held_out} held-out samples x {longest} tokens x {token} B",
             ),
         ]
+    if _sends_direct(config):
+        parts.append(_buckets(config, shape, 3 if staged else 2))
+        if staged:
+            layer = shape.largest_layer * _sent_width(config)
+            parts.append(Part("incomplete layers", layer, "tensors of a layer that wait for its last"))
     host = [_process(torch=True)]
     if staged:
         host.append(Part("weights to come", 2 * weights, f"2 x {_count(shape.parameters)} x {width} B, in /dev/shm"))

@@ -138,6 +138,15 @@ class Device:
         """Whether host memory can be pinned (FSDP's CPU offload raises without an accelerator otherwise)."""
         return self.supports("pin_memory")
 
+    @property
+    def varlen_ok(self) -> bool:
+        """Whether torch's kernel for packed sequences runs here: NVIDIA devices of compute capability 8.0 or more."""
+        import torch
+
+        if not self.supports("varlen_attention") or torch.version.hip or not torch.cuda.is_available():
+            return False
+        return torch.cuda.get_device_capability(self.index) >= (8, 0)
+
     def supports(self, feature: str) -> bool:
         """Whether this device has the feature (see `TABLE`)."""
         return feature in self._known.features

@@ -1,10 +1,11 @@
 """Attention over packed rows: the kernel for each device.
 
-With `model.attn_implementation` "auto": flash-attn on CUDA if installed, the fused operators of torch_npu on an NPU
-(both named "flash_attention_2" in transformers, in half precision), otherwise "sdpa" one sequence at a time. The "sdpa"
-of transformers uses a dense mask over the whole row, so its cost grows with the square of the row. "varlen" is torch's
-own CUDA kernel in half precision (`torch.nn.attention.varlen`). For a model that caps its attention scores (Gemma-2)
-"auto" is flash-attn from 2.6 on, otherwise "eager" with a dense mask; kernels without a cap are refused. Guarantees of
+With `model.attn_implementation` "auto", in half precision: on CUDA flash-attn if installed, otherwise "varlen"; the
+fused operators of torch_npu on an NPU (like flash-attn named "flash_attention_2" in transformers). Elsewhere it is
+"sdpa" one sequence at a time. The "sdpa" of transformers uses a dense mask over the whole row, so its cost grows with
+the square of the row. "varlen" is torch's own CUDA kernel (`torch.nn.attention.varlen`); "auto" takes it for heads that
+the kernel has, on devices that it has. For a model that caps its attention scores (Gemma-2) "auto" is flash-attn from
+2.6 on, otherwise "eager" with a dense mask; kernels without a cap are refused. Guarantees of
 "auto" and "varlen":
 1. every sequence gets the result that it has alone in a row, by the same kernel (`scaled_dot_product_attention`,
    causal);
@@ -39,6 +40,8 @@ VARLEN = "sdpa_varlen"
 #: The name in `model.attn_implementation`.
 VARLEN_SETTING = "varlen"
 FLASH = "flash_attention_2"
+#: Heads of torch's kernel have at most this size, a multiple of 8.
+WIDEST = 256
 _LENGTHS = "_asyncrl_lengths"
 
 
@@ -65,6 +68,11 @@ def select_kernel(wanted: str, device: Device, dtype: str, *, capped: bool = Fal
     if dtype != "float32" and (flash or fused):
         return FLASH
     return "eager" if capped else "sdpa"
+
+
+def kernel_by_sequence(device: Device, dtype: str) -> str:
+    """Return how a model that was loaded with "sdpa" attends under "auto": by torch's kernel where that runs."""
+    return VARLEN if dtype != "float32" and device.varlen_ok else BY_SEQUENCE
 
 
 def sequence_lengths(position_ids: Tensor) -> list[int]:
@@ -127,10 +135,11 @@ def _is_causal(module: Any, given: dict[str, Any]) -> bool:
 def attend_varlen(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
-    """Like `attend`, with one call of torch's kernel for all sequences of a row."""
+    """Like `attend`, with one call of torch's kernel for all sequences of a row, where the kernel can."""
     from torch.nn.attention.varlen import varlen_attn
 
     other = given.get("dropout") or given.get("softcap") or not _is_causal(module, given)
+    other = other or query.shape[-1] > WIDEST or query.shape[-1] % 8 or value.shape[-1] != query.shape[-1]
     if attention_mask is not None or given.get("position_ids") is None or query.shape[0] > 1 or other:
         return attend(module, query, key, value, attention_mask, **given)
     lengths = _cached_lengths(given["position_ids"])

@@ -20,6 +20,7 @@ from e2e_run import Run
 
 HERE = Path(__file__).parent / "simulated_npu"
 SOURCE = HERE / "simulated_npu.cpp"
+SOURCES = (SOURCE, HERE / "memory.hpp", HERE / "order.hpp")
 BUILD_S = 280
 
 
@@ -33,7 +34,7 @@ def missing() -> str:
 
 def build(folder: Path) -> Path:
     """The library, compiled into a folder if it is not there."""
-    name = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    name = hashlib.sha256(b"".join(one.read_bytes() for one in SOURCES) + torch.__version__.encode()).hexdigest()[:16]
     library = folder / f"simulated_npu-{name}.so"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # bounded: BUILD_S of the one that builds
@@ -78,9 +79,9 @@ class DeviceRun(Run):
         package = install(self.folder / "npu", self.library, devices=self.devices, reports=reports)
         return found | {"PYTHONPATH": os.pathsep.join((str(package), found["PYTHONPATH"]))}
 
-    def train(self, *settings: str) -> Any:
+    def train(self, *settings: str, timeout: float = 280) -> Any:
         """Launch all with two ranks and two producers on devices of their own."""
-        return self.launch("learner.device=npu", "producers.device=npu", "learner.ranks=2", *settings, timeout=280)
+        return self.launch("learner.device=npu", "producers.device=npu", "learner.ranks=2", *settings, timeout=timeout)
 
     def reports(self, role: str) -> list[dict[str, Any]]:
         """Counters of the processes of a role that came to their end."""
@@ -96,10 +97,10 @@ def npu_run(tmp_path: Path, tiny_model: Path, library: Path) -> Iterator[DeviceR
     run.close()
 
 
-def python(code: str, library: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def python(code: str, library: Path, folder: Path, *, given: str = "") -> subprocess.CompletedProcess[str]:
     """Run code in an interpreter with two of the devices."""
     package = install(folder, library, devices=2)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(package), str(HERE.parents[2])))}
     return subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], input=given, env=env, capture_output=True, text=True, timeout=120, check=False
     )

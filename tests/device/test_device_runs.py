@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,12 +23,16 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def complete(run: DeviceRun, done: Any, *, steps: int = 5) -> list[dict[str, Any]]:
-    """The learner's lines of metrics, after the promises of the run."""
-    assert done.returncode == 0, done.stdout + run.logs()
+def check_promises(run: DeviceRun, code: int, said: str, *, steps: int) -> None:
+    assert code == 0, said + run.logs()
     audit = run.audit()
     assert (audit["exit"], audit["lost"], audit["doubled"], audit["trained"]) == (0, 0, 0, 4 * steps), audit
     assert run.living() == []
+
+
+def complete(run: DeviceRun, done: Any, *, steps: int = 5) -> list[dict[str, Any]]:
+    """The learner's lines of metrics, after the promises of the run."""
+    check_promises(run, done.returncode, done.stdout, steps=steps)
     lines = run.lines("metrics/learner.jsonl")
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     return lines
@@ -63,21 +66,39 @@ def test_a_run_on_devices_is_exact(npu_run: DeviceRun, layout: str, figure: Call
 
 
 @pytest.mark.long
-def test_four_ranks_in_two_copies(npu_run: DeviceRun) -> None:
+def test_four_ranks_in_two_copies_stop_and_go_on(npu_run: DeviceRun) -> None:
     npu_run.devices = 6
-    complete(npu_run, npu_run.train("learner.ranks=4", "learner.parallel.replicate=2"))
+    layout = ("learner.ranks=4", "learner.parallel.replicate=2")
+    complete(npu_run, npu_run.train(*layout, "learner.steps=2"), steps=2)
+    complete(npu_run, npu_run.train(*layout, "learner.steps=4"), steps=4)
+
+
+#: Where a process of a publish is killed, and at which pass of it: both sides, each phase.
+KILLED = {
+    "learner.before_commit": 2, "weightsync.at_publish": 3, "weightsync.before_commit": 2, "weightsync.after_commit": 2,
+}  # fmt: skip
+#: And before or in the middle of a transfer.
+SENT = {
+    "local": {"weightsync.staged": 2, "weightsync.after_bucket": 2},
+    "collective": {"weightsync.staged": 2, "weightsync.send_blob": 2, "weightsync.after_bucket": 2},
+    "direct": {"weightsync.send_tensor": 2, "weightsync.after_direct_bucket": 2},
+}
 
 
 @pytest.mark.long
-def test_processes_on_devices_are_killed_and_go_on(npu_run: DeviceRun) -> None:
-    words = ["learner.device=npu", "producers.device=npu", "learner.ranks=2", "learner.steps=12", "learner.restarts=3"]
-    settings = [word for one in (*words, "weightsync.transport=collective") for word in ("--set", one)]
-    main = npu_run.start("launch", "all", str(npu_run.config), *settings)
-    npu_run.wait("step 4", lambda: max(npu_run.steps(), default=0) >= 4)
-    os.kill(npu_run.pid("producer"), 9)
-    npu_run.wait("step 7", lambda: max(npu_run.steps(), default=0) >= 7)
-    os.kill(npu_run.pid("learner"), 9)
-    out, _ = main.communicate(timeout=200)
-    assert main.returncode == 0, out + npu_run.logs()
-    audit = npu_run.audit()
-    assert (audit["exit"], audit["lost"], audit["doubled"], audit["trained"]) == (0, 0, 0, 48), audit
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", SENT)
+def test_a_process_killed_in_each_phase_of_a_publish_costs_nothing(
+    npu_run: DeviceRun, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    places = KILLED | SENT[transport]
+    once = npu_run.folder / "once"
+    once.mkdir()
+    monkeypatch.setenv("ASYNCRL_FAILPOINT", ",".join(f"{name}:kill:{count}" for name, count in places.items()))
+    monkeypatch.setenv("ASYNCRL_FAILPOINT_ONCE", str(once))
+    words = [f"weightsync.transport={transport}", "weightsync.timeout_s=10", "learner.restarts=9", "learner.steps=16"]
+    words += ["weightsync.in_place=true", "learner.ranks=2"] if transport == "direct" else ["learner.ranks=1"]
+    done = npu_run.train(*words, timeout=840)
+    killed = {path.name.partition(".kill")[0] for path in once.iterdir()}
+    assert killed == set(places), npu_run.logs()
+    check_promises(npu_run, done.returncode, done.stdout, steps=16)

@@ -8,7 +8,9 @@ sample, exported weights. Two ranks in plain FSDP2 run all cases, other layouts 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -16,13 +18,14 @@ import numpy as np
 from made_batches import a_batch, a_group, a_sample
 from msgspec.structs import replace
 from ranks import settings
+from safetensors import safe_open
 
 from asyncrl import config as configuration
 from asyncrl.errors import AsyncRLError
 from asyncrl.plugins import find
 from learners.backends import start_weights
 from learners.backends.base import Backend
-from learners.backends.sharded_checkpoint import local_tensor
+from learners.backends.sharded_checkpoint import local_tensor, own_name
 from learners.batch.assembly import _minibatch
 from learners.batch.micro_batches import Minibatch, Sample
 from learners.gang.gang import Gang
@@ -151,10 +154,10 @@ def run_all(
     out: Path,
     *,
     layout: str = "",
-    other: Path | None = None,
+    others: Mapping[str, Path] = MappingProxyType({}),
     wanted: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Results by case; checkpoints and an export under `out`. `other`: a checkpoint of another layout at step 2;
+    """Results by case; checkpoints and an export under `out`. `others`: checkpoints of other layouts at step 2;
     `wanted`: cases, else those of the layout."""
     wanted = wanted or wanted_of(layout)
     also = f"{layout};" if layout else ""
@@ -173,8 +176,9 @@ def run_all(
     results["resume"] = resume(model, gang, out / "checkpoint", layout)
     if not layout:
         results["resume_muon"] = resume(model, gang, out / "muon" / "checkpoint", CASES["muon"])
-    if other is not None:
-        results["from_other"] = continued(model, gang, other, layout)
+    results["from_others"] = {
+        name: continued(model, gang, folder, layout, again=out / f"again_{name}") for name, folder in others.items()
+    }
     return results | words(gang)
 
 
@@ -436,11 +440,39 @@ def resume(model: Path, gang: Gang, folder: Path, layout: str) -> dict[str, Any]
     return result
 
 
-def continued(model: Path, gang: Gang, checkpoint: Path, layout: str = "") -> dict[str, Any]:
-    """The third step from a checkpoint of `resume` that was written in another layout."""
+def continued(
+    model: Path, gang: Gang, checkpoint: Path, layout: str = "", *, again: Path | None = None
+) -> dict[str, Any]:
+    """The third step from a checkpoint of `resume` that was written in another layout; before it the checkpoint is
+    written once more, to `again`."""
     config = make_config(model, extra=layout)
     backend = make_backend(config, gang)
     backend.load(checkpoint)
+    loaded = digest(backend)[1]
+    if again is not None:
+        if gang.lead:
+            again.mkdir(parents=True)
+        gang.barrier()
+        backend.save(again)
     third = train_step(cut(14, 3, config, gang), backend=backend, gang=gang, config=config.learner, step=3).metrics
     values, _, names = digest(backend)
-    return {"metrics": [third], "weights": values, "names": names}
+    return {"metrics": [third], "weights": values, "names": names, "loaded": loaded}
+
+
+def contents(checkpoint: Path) -> dict[str, str]:
+    """Weights and optimizer states of a checkpoint, whole tensors by name: digests of their bytes."""
+    boxes: dict[str, list[tuple[list[int], Any]]] = {}
+    for path in checkpoint.glob("shard_*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            for key, start in msgspec.json.decode(file.metadata()["starts"]).items():
+                value = file.get_tensor(key)
+                begin = ([start] if isinstance(start, int) else start) + [0] * value.ndim
+                boxes.setdefault(own_name(key), []).append((begin[: value.ndim], value))
+    found = {}
+    for name, parts in boxes.items():
+        ends = [np.add(start, value.shape) for start, value in parts]
+        whole = np.full(np.max(ends, axis=0).astype(int), np.nan, parts[0][1].dtype)
+        for start, value in parts:
+            whole[tuple(slice(low, low + size) for low, size in zip(start, value.shape, strict=True))] = value
+        found[name] = hashlib.blake2b(whole.tobytes()).hexdigest()
+    return found

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matrix
 import msgspec
 import numpy as np
 import pytest
@@ -39,11 +40,11 @@ MOE = "moe"
 
 
 class Job(NamedTuple):
-    """A case module in a layout. `other`: the launch and the job whose checkpoint it loads, too."""
+    """A case module in a layout. `others`: launches and jobs whose checkpoints it loads, too."""
 
     module: str
     layout: str = ""  # settings with ; between them; those of `[learner.parallel]` make the gang
-    other: tuple[int, str] | None = None
+    others: tuple[tuple[int, str], ...] = ()
     model: str = ""  # a folder below that of the dense model
 
 
@@ -61,39 +62,40 @@ CASE_MODULES = (
 )
 #: The extra `megatron` is optional.
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
+
+
 #: By the number of ranks, jobs by name.
 LAUNCHES: dict[int, dict[str, Job]] = {
+    1: {"alone": Job("written_alone"), "expert_alone": Job("written_alone", model=MOE)},
     2: {name: Job(name) for name in CASE_MODULES}
     | {"ulysses": Job("backend_contract", "learner.ranks=2;learner.parallel.sequence=2")},
     4: {
-        name: Job("backend_contract", f"learner.ranks=4;learner.parallel.{layout}", other=(2, "backend_contract"))
-        for name, layout in {"hsdp": "replicate=2", "tensor": "tensor=2"}.items()
-    }
-    | {
-        "expert": Job(
-            "backend_contract",
-            "learner.ranks=4;learner.parallel.expert=2",
-            other=(2, "megatron_expert") if HAS_MEGATRON else None,
-            model=MOE,
-        ),
+        "hsdp": Job("backend_contract", "learner.ranks=4;learner.parallel.replicate=2"),
+        "tensor": Job("backend_contract", "learner.ranks=4;learner.parallel.tensor=2"),
+        "expert": Job("backend_contract", "learner.ranks=4;learner.parallel.expert=2", model=MOE),
     },
 }
 MEGATRON = "learner.backend=megatron;learner.ranks={};learner.parallel.tensor={};learner.parallel.pipeline={}"
 EXPERTS = ";learner.parallel.expert=2"
 if HAS_MEGATRON:
+    LAUNCHES[1] |= {"megatron_alone": Job("written_alone", "learner.backend=megatron")}
     LAUNCHES[2] |= {
-        "megatron_tensor": Job("backend_contract", MEGATRON.format(2, 2, 1), other=(2, "backend_contract")),
-        "megatron_pipeline": Job("backend_contract", MEGATRON.format(2, 1, 2), other=(2, "megatron_tensor")),
-        "megatron_shares": Job("backend_contract", MEGATRON.format(2, 1, 1), other=(2, "megatron_pipeline")),
+        "megatron_tensor": Job("backend_contract", MEGATRON.format(2, 2, 1)),
+        "megatron_pipeline": Job("backend_contract", MEGATRON.format(2, 1, 2)),
+        "megatron_shares": Job("backend_contract", MEGATRON.format(2, 1, 1)),
         "megatron_cases": Job("megatron_cases"),
         "moe_cases": Job("moe_cases"),
         "megatron_expert": Job("backend_contract", MEGATRON.format(2, 1, 1) + EXPERTS, model=MOE),
     }
     LAUNCHES[4] |= {
-        "megatron_both": Job("backend_contract", MEGATRON.format(4, 2, 2), other=(2, "megatron_tensor")),
-        "megatron_mixed": Job("backend_contract", MEGATRON.format(4, 2, 1), other=(2, "megatron_pipeline")),
+        "megatron_both": Job("backend_contract", MEGATRON.format(4, 2, 2)),
+        "megatron_mixed": Job("backend_contract", MEGATRON.format(4, 2, 1)),
         "moe_cases": Job("moe_cases"),
     }
+for (_count, _name), _writers in matrix.CHECKPOINTS.items():
+    if (_job := LAUNCHES[_count].get(_name)) is not None:
+        _others = tuple(one for one in _writers if HAS_MEGATRON or "megatron" not in one[1])
+        LAUNCHES[_count][_name] = _job._replace(others=_others)
 #: So is `lora`: peft with what it imports.
 HAS_PEFT = all(importlib.util.find_spec(name) for name in ("peft", "accelerate"))
 if HAS_PEFT:
@@ -231,8 +233,9 @@ def launched(home: Path, model: Path, count: int) -> Path:
     `LAUNCH_S`. Launches whose checkpoints it loads come first.
     """
     for job in LAUNCHES[count].values():
-        if job.other is not None and job.other[0] != count:
-            launched(home, model, job.other[0])
+        for other, _ in job.others:
+            if other != count:
+                launched(home, model, other)
     out = step_folder(home, count)
     with out.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -306,8 +309,8 @@ def main() -> None:
             folder.mkdir()
         gang.barrier()
         given: dict[str, Any] = {"layout": job.layout} if job.layout else {}
-        if job.other is not None:
-            given["other"] = step_folder(out.parent, job.other[0]) / job.other[1] / "checkpoint"
+        if job.others:
+            given["others"] = {of: step_folder(out.parent, count) / of / "checkpoint" for count, of in job.others}
         results = importlib.import_module(job.module).run_all(model / job.model, gang, folder, **given)
         if gang.lead:
             (folder / "results.json").write_bytes(msgspec.json.encode(results))

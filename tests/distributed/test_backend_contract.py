@@ -137,33 +137,38 @@ def test_a_checkpoint_continues_bitwise_in_its_layout(results_of: Any, layout: t
     assert resume["written"] == ["same"] * layout[0]  # a copy that no later update changed, on every rank
 
 
+def check_continued(got: dict[str, Any], again: Path, written: Any, plain: dict[str, Any]) -> None:
+    """The other layout has the same weights and states, bit by bit, and trains the third step as if unbroken."""
+    results, out = written
+    assert got["loaded"] == results["resume"]["saved"]
+    held = cases.contents(out / "checkpoint")
+    assert cases.contents(again) == held
+    assert {name.partition("/")[0] for name in held} == {"model", "exp_avg", "exp_avg_sq", "step"}
+    compare(got, {**got, "metrics": [plain["metrics"][2]], "weights": plain["weights"]})
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", *["megatron"] * ranks.HAS_MEGATRON])
 @every_layout
-def test_a_checkpoint_continues_on_one_rank(
-    model: Path, gang: Gang, results_of: Any, single: Any, layout: tuple[int, str]
+def test_a_checkpoint_continues_on_one_rank(  # noqa: PLR0917
+    model: Path, gang: Gang, results_of: Any, single: Any, layout: tuple[int, str], backend: str, tmp_path: Path
 ) -> None:
-    _, out = results_of(*layout)
-    got = cases.continued(model / job_of(layout).model, gang, out / "checkpoint")
-    compare(
-        got,
-        {
-            **got,
-            "metrics": [single(layout)[0]["plain"]["metrics"][2]],
-            "weights": single(layout)[0]["plain"]["weights"],
-        },
-    )
+    written, again = results_of(*layout), tmp_path / "again"
+    of = (model / job_of(layout).model, gang, written[1] / "checkpoint", f"learner.backend={backend}")
+    got = cases.continued(*of, again=again)
+    check_continued(got, again, written, single(layout)[0]["plain"])
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if job_of(layout).other], ids=lambda layout: layout[1])
-def test_a_checkpoint_of_another_layout_continues(results_of: Any, single: Any, layout: tuple[int, str]) -> None:
-    got = results_of(*layout)[0]["from_other"]
-    compare(
-        got,
-        {
-            **got,
-            "metrics": [single(layout)[0]["plain"]["metrics"][2]],
-            "weights": single(layout)[0]["plain"]["weights"],
-        },
-    )
+#: Reader, writer.
+PAIRS = [(layout, other) for layout in LAYOUTS for other in job_of(layout).others]
+
+
+@pytest.mark.parametrize(("layout", "other"), PAIRS, ids=[f"{layout[1]}-{other[1]}" for layout, other in PAIRS])
+def test_a_checkpoint_of_another_layout_continues(
+    results_of: Any, single: Any, layout: tuple[int, str], other: tuple[int, str]
+) -> None:
+    results, out = results_of(*layout)
+    got, again = results["from_others"][other[1]], out / f"again_{other[1]}"
+    check_continued(got, again, results_of(*other), single(layout)[0]["plain"])
 
 
 @every_layout

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -203,6 +204,34 @@ def test_the_attention_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert caught.value.code == "config.conflict"
 
 
+def test_auto_prefers_the_kernel_of_torch_to_single_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [Device("cpu"), Device("cuda"), Device("npu")]
+    assert not any(one.varlen_ok for one in every), "there is no GPU"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (8, 0))
+    found = [[attention.kernel_by_sequence(one, dtype) for one in every] for dtype in ("bfloat16", "float32")]
+    assert found == [[attention.BY_SEQUENCE, attention.VARLEN, attention.BY_SEQUENCE], [attention.BY_SEQUENCE] * 3]
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (7, 5))
+    assert attention.kernel_by_sequence(every[1], "bfloat16") == attention.BY_SEQUENCE
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (9, 4))
+    assert attention.kernel_by_sequence(every[1], "bfloat16") == attention.BY_SEQUENCE, "not tried on AMD"
+
+
+def test_heads_that_the_kernel_does_not_have_attend_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def varlen(*_, **__):  # type: ignore[no-untyped-def]
+        raise AssertionError("the kernel was called")
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    places = torch.tensor([[0, 1, 2, 0, 1]])
+    for keys, values in ((12, 12), (264, 264), (16, 8)):
+        query, key, value = (torch.randn(1, 2, 5, size) for size in (keys, keys, values))
+        given = {"position_ids": places, "scaling": 0.5}
+        found, _ = attention.attend_varlen(torch.nn.Identity(), query, key, value, None, **given)
+        wanted, _ = attention.attend(torch.nn.Identity(), query, key, value, None, **given)
+        assert torch.equal(found, wanted)
+
+
 def test_single_sequences_are_checked_under_the_plain_kernel() -> None:
     model = qwen()
     attention.install(model)
@@ -215,7 +244,7 @@ def test_single_sequences_are_checked_under_the_plain_kernel() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "found"), [("auto", attention.BY_SEQUENCE), ("sdpa", "sdpa"), ("eager", "eager")])
-def test_the_learner_on_a_cpu_takes_it_where_nothing_is_named(tmp_path: Path, wanted: str, found: str) -> None:
+def test_the_learner_takes_it_where_nothing_is_named(tmp_path: Path, wanted: str, found: str) -> None:
     save_model(tmp_path, make_tiny_qwen3(21, hidden_size=32, layers=1, head_dim=8, mlp_size=48))
     config = parse(
         f'model.path = "{tmp_path}"\nmodel.attn_implementation = "{wanted}"\ndata.source = "a:b"\n'
@@ -225,3 +254,8 @@ def test_the_learner_on_a_cpu_takes_it_where_nothing_is_named(tmp_path: Path, wa
     assert model.config._attn_implementation == found
     model.config.save_pretrained(tmp_path / "export")
     assert attention.BY_SEQUENCE not in (tmp_path / "export/config.json").read_text()
+    if wanted == "auto":  # where torch's kernel runs
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Device, "varlen_ok", True)
+            half = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype="bfloat16"))
+            assert load_model(half, Device.find("cpu")).config._attn_implementation == attention.VARLEN

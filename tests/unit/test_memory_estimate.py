@@ -202,3 +202,19 @@ def test_ranks_of_all_hosts_share_the_states() -> None:
     states = [parts(config, "learner", "device", QWEN_05B) for config in (one, two)]
     assert states[1]["optimizer"] * 2 == states[0]["optimizer"]
     assert states[0]["published tensors"] == 3 * 151936 * 896 * 2, "the embedding, in bfloat16"
+
+
+def test_transport_direct_keeps_buckets_on_both_sides() -> None:
+    direct = {"weightsync.transport": "direct", "weightsync.in_place": "true", "learner.ranks": 2}
+    embedding = 151936 * 896 * 2  # in bfloat16: larger than a bucket
+    large = direct | {"weightsync.bucket_bytes": 1 << 30}
+    for settings, bucket in ((direct, embedding), (large, 1 << 30)):
+        learner = parts(made(**settings), "learner", "device", QWEN_05B)
+        assert learner["buckets"] == 3 * bucket and "published tensors" not in learner
+        assert parts(made(**settings), "producer", "device", QWEN_05B)["buckets"] == 2 * bucket
+    of_two = direct | {"producers.engine": "vllm", "producers.engine_args.tensor_parallel_size": 2}
+    worker = parts(made(**of_two), "producer", "device", QWEN_05B)
+    assert worker["buckets"] == 3 * embedding, "each worker receives whole buckets"
+    assert worker["incomplete layers"] == embedding, "the largest unit"
+    assert parts(made(**direct | {"learner.ranks": 1}), "learner", "device", QWEN_05B)["buckets"] == 3 * embedding
+    assert "buckets" not in parts(made(), "learner", "device", QWEN_05B)

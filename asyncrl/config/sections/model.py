@@ -14,4 +14,4 @@ class ModelConfig(Section, frozen=True):
     hub: Literal["huggingface", "modelscope"] = "huggingface"  # of the names in model.path, data.path, evaluation.path
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # dtype of training compute and of generation
     trust_remote_code: bool = False  # run code that is part of the model folder, or of the critic's
-    attn_implementation: str = "auto"  # auto: flash_attention_2 if installed, else sdpa per sequence; varlen: torch's
+    attn_implementation: str = "auto"  # auto: flash_attention_2 if installed, varlen on CUDA, sdpa per sequence

@@ -63,10 +63,11 @@ def load_model(
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError("config.model", f"{path}: {error}") from error
     model.config.use_cache = False  # with a cache, packed rows are silently wrong
-    if config.model.attn_implementation == attention.VARLEN_SETTING:
+    asked = config.model.attn_implementation
+    if asked == attention.VARLEN_SETTING:
         attention.install(model, attention.VARLEN)
-    elif config.model.attn_implementation == "auto" and wanted == "sdpa" and not config.learner.compile:
-        attention.install(model)  # compiled layers use the dense mask
+    elif asked == "auto" and wanted == "sdpa" and not config.learner.compile:  # compiled layers use the dense mask
+        attention.install(model, attention.kernel_by_sequence(device, config.model.dtype))
     if config.learner.liger:
         liger.install(model, device)
     if config.learner.gradient_checkpointing:

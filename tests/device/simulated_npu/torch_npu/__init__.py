@@ -71,7 +71,7 @@ vars(npu).update(
     _is_in_bad_fork=lambda: False,
     manual_seed=lambda seed: None,
     manual_seed_all=lambda seed: None,
-    synchronize=lambda device=None: _C.synchronize(),
+    synchronize=lambda device=None: _C.synchronize(_index(device)),
     empty_cache=lambda: None,
     memory_allocated=lambda device=None: _C.used(_index(device)),
     max_memory_allocated=lambda device=None: _C.peak(_index(device)),
