@@ -42,6 +42,7 @@ from learners.gang.gang import Gang
 from learners.profiling.metered_backend import Meter
 from learners.profiling.profiler import Profiler
 from learners.rank_zero import Services
+from learners.row_weights import RowWeights
 from learners.step.coefficients import Coefficients
 from learners.step.resilient_step import StepRunner
 from learners.step.timing import StepTimes
@@ -107,6 +108,7 @@ class Learner:
             group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
         )
         self._direct = DirectWeights(config, gang=gang, backend=backend, services=services)
+        self._rows = RowWeights(config, gang=gang, backend=backend, services=services)
         self._based = False  # this process has staged the base weights of the adapters
         self._skipped = 0
         self._gap = EngineGap(config, say=_say if gang.lead else None)
@@ -263,7 +265,7 @@ class Learner:
         settle = services.settle if services is not None else None
         if self._config.weightsync.transport == "direct":
             self._direct.publish(version)
-        elif adapters is None:
+        elif adapters is None and not self._rows.publish(version):
             weights = self._backend.iter_hf_weights(settle)
             send_weights(weights, partial(services.publish, version) if services else None)
         if adapters is None:

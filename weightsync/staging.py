@@ -22,7 +22,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -86,16 +86,20 @@ class Staging:
             ValueError: the chunks are not the tensors of the plan, in its order.
             Unavailable: no room (`disk.full`).
         """
-        slot = self._take(bucket_starts(plan.bucket_bytes)[1])
+        slot = self.take(plan)
         try:
             with Crew() as self._crew:
                 digests = _copy(plan, chunks, slot.buckets(plan.bucket_bytes), self._crew)
         finally:
             self._crew = None
+        self.complete(slot)
+        return slot, digests
+
+    def complete(self, slot: Slot) -> None:
+        """A slot from `take` holds a whole version now."""
         with self._lock:
             self._fills += 1
             slot.order = self._fills
-        return slot, digests
 
     def settle(self) -> None:
         """Copy every chunk that `fill` got so far. For the iterator of the chunks; else without effect."""
@@ -116,8 +120,9 @@ class Staging:
             with self._lock:
                 self._slots.append(slot)
 
-    def _take(self, size: int) -> Slot:
-        """A slot to overwrite; a new one if its size does not fit."""
+    def take(self, plan: Plan) -> Slot:
+        """A slot to overwrite; a new one if its size does not fit. Until `complete` it is of no version."""
+        size = bucket_starts(plan.bucket_bytes)[1]
         with self._lock:
             slot = self._victim(size)
             if slot is not None and slot.size != size:
@@ -193,6 +198,10 @@ class Staging:
             for slot in self._slots:
                 slot.path.unlink(missing_ok=True)
             self._slots.clear()
+
+
+#: Another way to put a version into a slot: the slot, complete, and the digests of its buckets.
+Fill = Callable[[Staging], tuple[Slot, tuple[str, ...]]]
 
 
 def _copy(plan: Plan, chunks: Chunks, buckets: list[memoryview], crew: Crew) -> tuple[str, ...]:

@@ -204,10 +204,17 @@ def _step_memory(config: Config, shape: Shape) -> list[Part]:
         parts.append(
             Part("gathered layers", 2 * shape.largest_layer * width, f"2 x {_count(shape.largest_layer)} x {width} B")
         )
-        if not mode.streams(config):
+        if not mode.streams(config) and not _writes_rows(config):
             tensor = max(shape.vocabulary * shape.hidden, *(2 * part // 3 for part in shape.feed_forward))
             parts.append(Part("published tensors", 3 * tensor * width, f"3 x {_count(tensor)} x {width} B, on rank 0"))
     return parts
+
+
+def _writes_rows(config: Config) -> bool:
+    """Whether ranks publish their own rows (`learners.row_weights`), without room for whole tensors."""
+    split, one_host = config.learner.parallel, config.cluster.learner_hosts == 1
+    plain = config.learner.backend == "fsdp2" and split.tensor == split.expert == 1 and not config.learner.lora.rank
+    return plain and one_host and config.weightsync.transport != "direct"
 
 
 def _engines(config: Config, shape: Shape, role: str, count: int, *, accelerator: bool) -> list[RoleMemory]:

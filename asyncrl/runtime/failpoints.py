@@ -35,6 +35,7 @@ SITES: dict[str, str] = {
     "learner.after_register": "registered and reconciled, nothing published or claimed",
     "learner.after_claim": "the batch is recorded, nothing trained",
     "learner.after_step": "the optimizer has updated the weights, nothing published",
+    "learner.writing_rows": "a rank is about to copy its rows of a version into the slot, which is not offered",
     "learner.before_commit": "the weights are staged for the generators, the buffer has not heard of the version",
     "learner.after_commit": "the groups are TRAINED, their line of metrics is not written",
     "learner.checkpoint_begin": "its hidden folder is made, nothing is in it",

@@ -58,6 +58,7 @@ CASE_MODULES = (
     "float16_cases",
     "vision_cases",
     "routing_cases",
+    "row_cases",
 )
 #: The extra `megatron` is optional.
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
@@ -76,6 +77,7 @@ LAUNCHES: dict[int, dict[str, Job]] = {
             other=(2, "megatron_expert") if HAS_MEGATRON else None,
             model=MOE,
         ),
+        "row_cases": Job("row_cases"),
     },
 }
 MEGATRON = "learner.backend=megatron;learner.ranks={};learner.parallel.tensor={};learner.parallel.pipeline={}"

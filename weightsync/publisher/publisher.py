@@ -46,7 +46,7 @@ from weightsync.publisher.delta_chain import DeltaChain, Staged
 from weightsync.publisher.direct import Direct, Tensors, digest_tensors
 from weightsync.publisher.offers import Offers
 from weightsync.publisher.outboxes import Outboxes
-from weightsync.staging import SLOTS, Chunks, Staging
+from weightsync.staging import SLOTS, Chunks, Fill, Staging
 from weightsync.transports.base import TransportError
 from weightsync.transports.catalogue import make_outbox
 
@@ -116,13 +116,16 @@ class Publisher:
         self._offers.raise_error()
         return self._hello(self._requester, REQUEST_S).version
 
-    def publish(self, version: int, plan: Plan, chunks: Chunks, *, base: str = "", adapter: str = "") -> Manifest:
-        """Copy the weights out; the round runs in the background. `chunks` are all tensors of the plan in its order,
-        valid as `weightsync.staging.Staging.fill` requires. `base` and `adapter` as in a manifest, for an adapter:
-        generators without the base get it first, if it was published or given to `stage_base`."""
+    def publish(
+        self, version: int, plan: Plan, weights: Chunks | Fill, *, base: str = "", adapter: str = ""
+    ) -> Manifest:
+        """Copy the weights out; the round runs in the background. `weights` are all tensors of the plan in its order,
+        valid as `weightsync.staging.Staging.fill` requires, or a function that fills a slot. `base` and `adapter` as in
+        a manifest, for an adapter: generators without the base get it first, if it was published or given to
+        `stage_base`."""
         self._offers.raise_error()
         self._offers.keep_base(base)
-        slot, digests = self._staging.fill(plan, chunks)
+        slot, digests = weights(self._staging) if callable(weights) else self._staging.fill(plan, weights)
         failpoint("weightsync.staged")
         digest = version_digest(digests, base=base, adapter=adapter)
         encoding = ADAPTER if base else FULL

@@ -22,15 +22,16 @@ from weightsync.transports.base import TransportUnusable
 
 
 class Maps:
-    """The slots that this member has mapped, at most as many as a publisher has. Used by one thread at a time."""
+    """The slots that this process has mapped, at most as many as a publisher has. Used by one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, writable: bool = False) -> None:
+        self._flags, self._access = (os.O_RDWR, mmap.ACCESS_WRITE) if writable else (os.O_RDONLY, mmap.ACCESS_READ)
         self._known: dict[tuple[int, int, int], tuple[Path, memoryview]] = {}  # by device, inode, size; oldest first
 
     def view(self, path: Path, needed: int) -> memoryview:
         """The first `needed` bytes of the file. Raises TransportUnusable."""
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = os.open(path, self._flags | os.O_NOFOLLOW)
         except OSError as error:
             raise TransportUnusable(f"local: {path} is not visible here: {error.strerror}") from None
         try:
@@ -40,7 +41,7 @@ class Maps:
             key = (found.st_dev, found.st_ino, needed)
             self._forget()
             if key not in self._known:
-                mapping = mmap.mmap(descriptor, needed, access=mmap.ACCESS_READ)
+                mapping = mmap.mmap(descriptor, needed, access=self._access)
                 self._known[key] = (path, memoryview(mapping))
                 while len(self._known) > MOST_SLOTS:
                     del self._known[next(iter(self._known))]
