@@ -1,7 +1,8 @@
 """Transport `local`: shared memory on one host. One writer, any number of readers, no copy in between.
 
 Members map the staging slots of the publisher read-only. Guarantees:
-1. a reader never blocks the writer: an old slot may be overwritten while it is read, which a wrong bucket digest shows;
+1. a reader never blocks the writer: an old slot may be overwritten while it is read, which a wrong bucket digest shows,
+   or replaced, if the reader has locked it (`asyncrl.engine.SlotMapping`);
 2. slots are never truncated in place, so a reader cannot be killed by SIGBUS;
 3. a missing, foreign or too small file raises `TransportUnusable`: this member does not share the host;
 4. a slot stays mapped from round to round (`Maps`), because page faults cost as much as two copies. Removed slots are
@@ -65,16 +66,16 @@ class LocalInbox:
 
     def __init__(self, instruction: Instruction, maps: Maps | None = None) -> None:
         assert instruction.manifest is not None
-        self._path = Path(instruction.address)
+        self.path = Path(instruction.address)
         self._sizes = instruction.manifest.bucket_bytes
         self._starts, self._needed = bucket_starts(self._sizes)
         self._maps = maps or Maps()
         self._view: memoryview | None = None
 
     def open(self) -> None:
-        if not self._path.name.startswith(PREFIX):
-            raise TransportUnusable(f"local: {self._path} is not a staging file")
-        self._view = self._maps.view(self._path, self._needed)
+        if not self.path.name.startswith(PREFIX):
+            raise TransportUnusable(f"local: {self.path} is not a staging file")
+        self._view = self._maps.view(self.path, self._needed)
 
     def read(self, number: int, into: memoryview | None = None) -> memoryview:
         """A view of the bucket in the mapping: the engine copies it once, so `into` would save nothing."""
