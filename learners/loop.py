@@ -107,8 +107,8 @@ class Learner:
             seed=config.run.seed,
             group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
         )
-        self._direct = DirectWeights(config, gang=gang, backend=backend, services=services)
         self._rows = RowWeights(config, gang=gang, backend=backend, services=services)
+        self._direct = DirectWeights(config, gang=gang, backend=backend, services=services, rows=self._rows)
         self._based = False  # this process has staged the base weights of the adapters
         self._skipped = 0
         self._gap = EngineGap(config, say=_say if gang.lead else None)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData
     from buffers.client.learner import LearnerClient
     from weightsync.publisher.publisher import Publisher
+    from weightsync.staging import Fill
 
 POLL_S = 2.0
 CHECKS = 4  # groups that are checked in parallel
@@ -259,8 +260,12 @@ class Services:
         """Finish copying the bytes that the iterator of `publish` yielded, so that it may reuse them."""
         self.publisher.settle()
 
-    def publish(self, version: int, weights: Weights) -> str:
-        """Stage the weights of a version and return their digest. `weights` is collective and always exhausted."""
+    def publish(self, version: int, weights: Weights | Fill) -> str:
+        """Stage the weights of a version and return their digest. `weights` is collective and always exhausted, or
+        fills a slot.
+        """
+        if callable(weights):
+            return self.record_digest(version, self.publisher.publish(version, self.plan, weights))
         with exhaust(weights) as rest:
             manifest = self.publisher.publish(version, self.plan, rest)
         return self.record_digest(version, manifest)

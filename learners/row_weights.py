@@ -8,6 +8,7 @@ digests are the same. All methods are collective.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from learners.rank_zero import Services
 from weightsync.copy_digest import cores
 from weightsync.plan.buckets import Plan, TensorSpec, bucket_starts, plan_buckets
 from weightsync.row_writing import Written, join_written, write_rows
-from weightsync.staging import Slot, Staging
+from weightsync.staging import Fill, Slot, Staging
 from weightsync.transports.base import TransportError
 from weightsync.transports.shared_memory import Maps
 
@@ -45,16 +46,25 @@ class RowWeights:
 
     def publish(self, version: int) -> bool:
         """Publish a version. False: nothing is published, the weights have to be gathered."""
+        services = self._services
+        return self._write_slot(None if services is None else partial(services.publish, version))
+
+    def stage(self) -> bool:
+        """The same for the announced version of transport `direct`."""
+        services = self._services
+        return self._write_slot(None if services is None else partial(services.publisher.stage_direct, services.plan))
+
+    def _write_slot(self, offer: Callable[[Fill], object] | None) -> bool:
+        """Write all rows into a slot. `offer` (rank 0) calls its argument and offers the version."""
         rows = self._find_rows()
         if rows is None:
             return False
-        if self._services is None:
+        if self._services is None or offer is None:
             path = Path(os.fsdecode(self._gang.share(None)))
             return path == NO_SLOT or self._all_written(self._gang.gather(self._write(rows, path)))
-        services, opened = self._services, list[Slot]()
+        opened = list[Slot]()
         try:
-            fill = partial(self._fill, rows, services.plan, opened)
-            services.record_digest(version, services.publisher.publish(version, services.plan, fill))
+            offer(partial(self._fill, rows, self._services.plan, opened))
         except NotSeen:
             print("learner: ranks do not share memory: their weights are gathered", flush=True)
         finally:

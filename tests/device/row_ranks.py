@@ -25,18 +25,15 @@ assert torch_npu is not None
 
 
 class Services:
-    """What `RowWeights` asks of rank 0's connections and of the publisher."""
+    """What `RowWeights` asks of rank 0's connections."""
 
     def __init__(self, plan: Any, folder: Path) -> None:
         self.plan, self.staging = plan, Staging(folder)
-        self.publisher = self
         self.found: tuple[bytes, tuple[str, ...]] = (b"", ())
 
-    def publish(self, version: int, plan: Any, fill: Fill) -> None:
+    def publish(self, version: int, fill: Fill) -> None:
         slot, digests = fill(self.staging)
         self.found = bytes(slot.view), digests
-
-    def record_digest(self, version: int, manifest: None) -> None: ...
 
 
 def main() -> None:

@@ -45,21 +45,18 @@ CASES: dict[int, dict[str, Case]] = {
 
 
 class Publisher:
-    """What `RowWeights` asks of rank 0's connections and of the publisher, with a staging of its own."""
+    """What `RowWeights` asks of rank 0's connections, with a staging of its own."""
 
     def __init__(self, plan: Any, folder: Path) -> None:
         self.plan, self.staging = plan, Staging(folder)
-        self.publisher = self
         self.slot: Slot | None = None
         self.digests: tuple[str, ...] = ()
         self.full = False
 
-    def publish(self, version: int, plan: Any, fill: Fill) -> None:
+    def publish(self, version: int, fill: Fill) -> None:
         if self.full:
             raise Unavailable("disk.full", "no room")
         self.slot, self.digests = fill(self.staging)
-
-    def record_digest(self, version: int, manifest: None) -> None: ...
 
 
 def make_odd(folder: Path) -> Path:

@@ -46,7 +46,7 @@ from weightsync.publisher.delta_chain import DeltaChain, Staged
 from weightsync.publisher.direct import Direct, Tensors, digest_tensors
 from weightsync.publisher.offers import Offers
 from weightsync.publisher.outboxes import Outboxes
-from weightsync.staging import SLOTS, Chunks, Fill, Staging
+from weightsync.staging import SLOTS, Chunks, Fill, Slot, Staging
 from weightsync.transports.base import TransportError
 from weightsync.transports.catalogue import make_outbox
 
@@ -125,7 +125,7 @@ class Publisher:
         `stage_base`."""
         self._offers.raise_error()
         self._offers.keep_base(base)
-        slot, digests = weights(self._staging) if callable(weights) else self._staging.fill(plan, weights)
+        slot, digests = self._fill(plan, weights)
         failpoint("weightsync.staged")
         digest = version_digest(digests, base=base, adapter=adapter)
         encoding = ADAPTER if base else FULL
@@ -137,6 +137,9 @@ class Publisher:
         ready = self._chain is None
         self._offers.add(Staged(manifest, plan, self._staging, slot, slot.order, ready=ready))
         return manifest
+
+    def _fill(self, plan: Plan, weights: Chunks | Fill) -> tuple[Slot, tuple[str, ...]]:
+        return weights(self._staging) if callable(weights) else self._staging.fill(plan, weights)
 
     def stage_base(self, version: int, plan: Plan, chunks: Chunks) -> Manifest:
         """Copy out the weights under the adapters to come, without making them the target: for a learner that goes on
@@ -172,9 +175,9 @@ class Publisher:
         limit_s = limit_for(self._config.timeout_s, plan.nbytes)
         return self._direct.send(tensors, plan, self._outboxes.group(), limit_s=limit_s)
 
-    def stage_direct(self, plan: Plan, chunks: Chunks) -> None:
-        """Copy out the announced weights for engines that missed them (`stage_wanted`)."""
-        slot, _ = self._staging.fill(plan, chunks)
+    def stage_direct(self, plan: Plan, weights: Chunks | Fill) -> None:
+        """Copy out the announced weights for engines that missed them (`stage_wanted`). `weights`: as in `publish`."""
+        slot, _ = self._fill(plan, weights)
         self.stage_wanted = -1
         if self._newest is not None:
             self._offers.fill(self._newest, slot, slot.order)
