@@ -20,6 +20,7 @@ runs ((7, 2),)), (start 2, runs ((7, 1), (8, 1))), (start 4, 1 token, runs ((8, 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -210,6 +211,16 @@ class Receiving(Protocol):
         """Take part in the group of the instruction and take every bucket, in place of `begin_update` and
         `apply_bucket`; `commit_update` or `abort_update` follows. Raises `sync.failed` if a bucket did not come, or has
         another digest than its manifest says; the engine must not decode until another version is committed.
+        """
+
+
+class SlotMapping(Protocol):
+    """Optional part of an engine: it loads versions from a mapped file, without a copy of its own."""
+
+    async def begin_mapped(self, path: Path, manifest: Manifest, tensors: Sequence[Tensor]) -> bool:
+        """In place of `begin_update`: use the slot of the publisher on this host. It is locked until `commit_update` or
+        `abort_update`, so that the publisher does not overwrite it; `apply_bucket` digests the bytes in it. False:
+        this engine needs a copy, `begin_update` follows. Raises `sync.failed` if the slot is being overwritten.
         """
 
 

@@ -53,7 +53,11 @@ class DeviceTurns:
             until = time.monotonic() + self._sync_s
             while services and services.publisher.committed_version() < after and time.monotonic() < until:
                 time.sleep(LOOK_S)
+            if services is not None:
+                services.set_waiting("its turn on the device (cluster.devices)")
             self._turn.take()
+            if services is not None:
+                services.set_waiting("")
             failpoint("learner.at_turn")
         self._gang.share(b"")
         self._states.move_back()

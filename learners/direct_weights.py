@@ -13,14 +13,18 @@ from typing import Any
 from asyncrl.config import Config
 from learners.gang.gang import Gang
 from learners.rank_zero import Services, Weights, exhaust
+from learners.row_weights import RowWeights
 
 
 class DirectWeights:
-    def __init__(self, config: Config, *, gang: Gang, backend: Any, services: Services | None) -> None:
+    def __init__(
+        self, config: Config, *, gang: Gang, backend: Any, services: Services | None, rows: RowWeights
+    ) -> None:
         self._bucket_bytes = config.weightsync.bucket_bytes
         self._gang = gang
         self._backend = backend
         self._services = services
+        self._rows = rows
 
     def publish(self, version: int) -> None:
         """Announce the weights of a version and send them."""
@@ -34,6 +38,8 @@ class DirectWeights:
 
     def stage(self) -> None:
         """Copy the announced weights out."""
+        if self._rows.stage():
+            return
         services = self._services
         settle = None if services is None else services.settle
         weights = self._backend.iter_hf_weights(settle)

@@ -43,6 +43,7 @@ from learners.gang.gang import Gang
 from learners.profiling.metered_backend import Meter
 from learners.profiling.profiler import Profiler
 from learners.rank_zero import Services
+from learners.row_weights import RowWeights
 from learners.step.coefficients import Coefficients
 from learners.step.resilient_step import StepRunner
 from learners.step.timing import StepTimes
@@ -109,7 +110,8 @@ class Learner:
             group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
         )
         self._turns = turns or DeviceTurns(config, gang)
-        self._direct = DirectWeights(config, gang=gang, backend=backend, services=services)
+        self._rows = RowWeights(config, gang=gang, backend=backend, services=services)
+        self._direct = DirectWeights(config, gang=gang, backend=backend, services=services, rows=self._rows)
         self._based = False  # this process has staged the base weights of the adapters
         self._skipped = 0
         self._gap = EngineGap(config, say=_say if gang.lead else None)
@@ -253,8 +255,8 @@ class Learner:
         return Order(step, services.wants_publish(batch), tuning=batch.tuning), batch, shares
 
     def _share(self, order: Order | None) -> Order:
-        data = self._gang.share(msgspec.msgpack.encode(order) if order is not None else None)
-        return msgspec.msgpack.decode(data, type=Order)
+        data = None if order is None else msgspec.msgpack.encode(order)
+        return msgspec.msgpack.decode(self._gang.share(data), type=Order)
 
     def _check(self, result: StepResult, step: int) -> None:
         """Stop before the commit if the update failed in several steps in a row."""
@@ -274,7 +276,7 @@ class Learner:
         settle = services.settle if services is not None else None
         if self._config.weightsync.transport == "direct":
             self._direct.publish(version)
-        elif adapters is None:
+        elif adapters is None and not self._rows.publish(version):
             weights = self._backend.iter_hf_weights(settle)
             send_weights(weights, partial(services.publish, version) if services else None)
         if adapters is None:
@@ -297,9 +299,8 @@ class Learner:
 
     def _record(self, batch: ClaimedBatch | None, result: StepResult, values: dict[str, float]) -> None:
         """Write the records of a step. Collective, because any rank may hold the sampled responses."""
-        kept: dict[int, list[float]] = {}
+        kept, mine = dict[int, list[float]](), result.log.logprobs() if result.log is not None else {}
         if count := self._config.log.samples_per_step:
-            mine = result.log.logprobs() if result.log is not None else {}
             kept = sample_log.gather(self._gang, mine, batch, count)
         if self._services is None or batch is None:
             return

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData
     from buffers.client.learner import LearnerClient
     from weightsync.publisher.publisher import Publisher
+    from weightsync.staging import Fill
 
 POLL_S = 2.0
 CHECKS = 4  # groups that are checked in parallel
@@ -173,7 +174,7 @@ class Services:
             waits = "" if self._stop.is_set() or self.trouble is not None else self._evaluations.describe_pending()
         except (StateLost, Unavailable) as error:
             self.trouble, waits = error, ""
-        self._set_waiting(waits)
+        self.set_waiting(waits)
         return bool(waits)
 
     def end(self, step: int, *, done: bool, reason: str) -> None:
@@ -201,7 +202,7 @@ class Services:
         while not self._stop.is_set():
             answer = self.buffer.claim(step=step, version=step - 1, wait_s=POLL_S)
             if not isinstance(answer, NotYet):
-                self._set_waiting("")
+                self.set_waiting("")
                 arrived = getattr(self.buffer, "answered", 0.0) or time.monotonic()
                 batch = self._usable(answer)
                 self.fetch_s = time.monotonic() - arrived
@@ -211,7 +212,7 @@ class Services:
             self.mark.check()  # a buffer with lost state may accept this learner again
             now = time.monotonic()
             diagnosis = f"step {step}: {answer.ready} of {answer.wanted} groups are ready; {answer.diagnosis}"
-            self._set_waiting(diagnosis)
+            self.set_waiting(diagnosis)
             if now - started > limit:
                 raise AsyncRLError("hang", f"no batch within {limit:g} s. {diagnosis}", where="learner")
             if now - reported > REPORT_EVERY_S:
@@ -259,8 +260,12 @@ class Services:
         """Finish copying the bytes that the iterator of `publish` yielded, so that it may reuse them."""
         self.publisher.settle()
 
-    def publish(self, version: int, weights: Weights) -> str:
-        """Stage the weights of a version and return their digest. `weights` is collective and always exhausted."""
+    def publish(self, version: int, weights: Weights | Fill) -> str:
+        """Stage the weights of a version and return their digest. `weights` is collective and always exhausted, or
+        fills a slot.
+        """
+        if callable(weights):
+            return self.record_digest(version, self.publisher.publish(version, self.plan, weights))
         with exhaust(weights) as rest:
             manifest = self.publisher.publish(version, self.plan, rest)
         return self.record_digest(version, manifest)
@@ -331,7 +336,8 @@ class Services:
         """Return what the learner waits for, for heartbeats; empty while it works."""
         return self._heart.waiting_for if self._heart is not None else ""
 
-    def _set_waiting(self, what: str) -> None:
+    def set_waiting(self, what: str) -> None:
+        """Tell the buffer what the learner waits for; empty: for nothing."""
         if self._heart is not None:
             self._heart.waiting_for = what
 

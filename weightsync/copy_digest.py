@@ -33,29 +33,29 @@ LENT_BYTES = 64 << 20  # tensors that were converted for their digest and wait f
 Bytes = npt.NDArray[np.uint8]
 
 
-def cores() -> int:
-    """Threads to use here."""
-    return min(len(os.sched_getaffinity(0)), MOST_THREADS)
+def cores(processes: int = 1) -> int:
+    """Threads to use here, in each of that many processes."""
+    return min(max(len(os.sched_getaffinity(0)) // processes, 1), MOST_THREADS)
 
 
 class Pieces:
     """The digests of the pieces of one bucket, filled in any order."""
 
     def __init__(self) -> None:
-        self._digests: list[bytes] = []
+        self.digests: list[bytes] = []
 
     def reserve(self, count: int) -> int:
         """Add places for `count` pieces; the number of the first."""
-        first = len(self._digests)
-        self._digests.extend([b""] * count)
+        first = len(self.digests)
+        self.digests.extend([b""] * count)
         return first
 
     def put(self, number: int, digest: bytes) -> None:
-        self._digests[number] = digest
+        self.digests[number] = digest
 
     def hexdigest(self) -> str:
         """The digest of the bucket, once all are there."""
-        return join_pieces(self._digests)
+        return join_pieces(self.digests)
 
 
 Work = tuple[Bytes | None, Bytes, Pieces, int]  # target, source, where the digest goes

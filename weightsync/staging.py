@@ -6,7 +6,8 @@ transport lets members map it too, other transports send from it. Guarantees:
    pinned one (the base of adapters) stays, and does not count in the numbers below;
 2. two slots; while those are held, up to `limit` (copies of the weights, freed by `close`); while all of these are
    held, or without room for one more, the oldest one that is held is overwritten: its readers see wrong digests, and
-   `hold` reports that it is not intact;
+   `hold` reports that it is not intact. A slot that another process has locked (`weightsync.mapped_file.try_lock`,
+   shared) is never overwritten: another one takes its place, and its memory lasts as long as its readers;
 3. `fill` never waits for a reader. It copies and digests on all cores while it asks for the next chunks; the chunks
    that wait to be copied are at most as large as the largest bucket. Creating a slot takes ten times as long as filling
    one, so `prepare` creates later ones outside of the training thread;
@@ -22,8 +23,8 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ import numpy.typing as npt
 from asyncrl.errors import Unavailable
 from asyncrl.runtime.shared_memory import SHARED_MEMORY, remove_stale_slots, slot_prefix
 from weightsync.copy_digest import Crew, Pieces
-from weightsync.mapped_file import map_new
+from weightsync.mapped_file import map_new, try_lock, unlock
 from weightsync.plan.buckets import Plan, bucket_starts
 
 SLOTS = 2  # while nothing is held
@@ -52,6 +53,24 @@ class Slot:
         self.order = 0
         self.readers = 0
         self.pinned = False
+
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def lock(self) -> bool:
+        """Keep other processes from reading it; False if one does."""
+        try:
+            return try_lock(self._descriptor, shared=False)
+        except OSError:  # a file system without locks: readers have none either
+            return True
+
+    def unlock(self) -> None:
+        with suppress(OSError):
+            unlock(self._descriptor)
+
+    def remove(self) -> None:
+        """Remove the file; readers keep their mapping of it."""
+        self.path.unlink(missing_ok=True)
+        os.close(self._descriptor)
 
     def buckets(self, sizes: Sequence[int]) -> list[memoryview]:
         starts, _ = bucket_starts(sizes)
@@ -86,16 +105,21 @@ class Staging:
             ValueError: the chunks are not the tensors of the plan, in its order.
             Unavailable: no room (`disk.full`).
         """
-        slot = self._take(bucket_starts(plan.bucket_bytes)[1])
+        slot = self.take(plan)
         try:
             with Crew() as self._crew:
                 digests = _copy(plan, chunks, slot.buckets(plan.bucket_bytes), self._crew)
         finally:
             self._crew = None
+        self.complete(slot)
+        return slot, digests
+
+    def complete(self, slot: Slot) -> None:
+        """A slot from `take` holds a whole version now."""
         with self._lock:
             self._fills += 1
             slot.order = self._fills
-        return slot, digests
+        slot.unlock()
 
     def settle(self) -> None:
         """Copy every chunk that `fill` got so far. For the iterator of the chunks; else without effect."""
@@ -116,36 +140,43 @@ class Staging:
             with self._lock:
                 self._slots.append(slot)
 
-    def _take(self, size: int) -> Slot:
-        """A slot to overwrite; a new one if its size does not fit."""
+    def take(self, plan: Plan) -> Slot:
+        """A slot to overwrite; a new one if its size does not fit. Until `complete` it is of no version."""
+        size = bucket_starts(plan.bucket_bytes)[1]
         with self._lock:
             slot = self._victim(size)
             if slot is not None and slot.size != size:
-                slot.path.unlink(missing_ok=True)  # readers keep their mapping of it
-                self._slots.remove(slot)
+                self._remove(slot)
                 slot = None
             if slot is None:
-                slot = self._make(size)
-                self._slots.append(slot)
+                slot = self._add(size)
             slot.order = 0
             return slot
 
     def _victim(self, size: int) -> Slot | None:
-        """The slot to overwrite; None to add one. The caller holds the lock."""
+        """The slot to overwrite, locked; None to add one. The caller holds `_lock`."""
         slots = self._unpinned_slots()
         if len(slots) < SLOTS:
             return None
         others = sorted(slots, key=lambda slot: slot.order)[:-1]  # the newest stays
-        free = [slot for slot in others if not slot.readers]
-        if free:
-            return free[0]
+        if (free := next((slot for slot in others if not slot.readers and slot.lock()), None)) is not None:
+            return free
         if len(slots) < self._limit:
-            try:
-                self._slots.append(self._make(size))
-            except Unavailable:
-                return others[0]
-            return self._slots[-1]
-        return others[0]
+            with suppress(Unavailable):
+                return self._add(size)
+        if (held := next((slot for slot in others if slot.lock()), None)) is None:
+            self._remove(others[0])
+        return held
+
+    def _add(self, size: int) -> Slot:
+        slot = self._make(size)
+        slot.lock()
+        self._slots.append(slot)
+        return slot
+
+    def _remove(self, slot: Slot) -> None:
+        slot.remove()
+        self._slots.remove(slot)
 
     def _unpinned_slots(self) -> list[Slot]:
         return [slot for slot in self._slots if not slot.pinned]
@@ -190,9 +221,12 @@ class Staging:
 
     def close(self) -> None:
         with self._lock:
-            for slot in self._slots:
-                slot.path.unlink(missing_ok=True)
-            self._slots.clear()
+            for slot in list(self._slots):
+                self._remove(slot)
+
+
+#: Another way to put a version into a slot: the slot, complete, and the digests of its buckets.
+Fill = Callable[[Staging], tuple[Slot, tuple[str, ...]]]
 
 
 def _copy(plan: Plan, chunks: Chunks, buckets: list[memoryview], crew: Crew) -> tuple[str, ...]:

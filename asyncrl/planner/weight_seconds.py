@@ -3,7 +3,8 @@
 `python -m asyncrl.planner.weight_seconds` prints the table of docs/weightsync.md. Nothing in it was measured. Pure.
 Each stage moves all bytes at the speed of its narrowest link; latencies, and the time of a group to form, are left out:
 
-- `blocked`: the learner copies its weights to pinned host memory, rank 0 alone (as it is built) or every rank a part;
+- `blocked`: the learner copies its weights to pinned host memory, every rank of a host a part, or rank 0 alone
+  (tensor or expert places, adapters, Megatron, several hosts);
 - `commit`: the workers of an engine copy their shares back, while nothing is decoded;
 - `direct`: the learner's sending ranks broadcast to all workers, device to device, over the network of their hosts;
   nothing is decoded meanwhile either.

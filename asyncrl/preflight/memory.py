@@ -213,7 +213,7 @@ def _step_memory(config: Config, shape: Shape) -> list[Part]:
         )
     if _sends_direct(config):
         parts.append(_buckets(config, shape, 3, ", on rank 0"))
-    elif _shards(config) > 1 and not mode.streams(config):
+    elif _shards(config) > 1 and not mode.streams(config) and not _writes_rows(config):
         tensor = _largest_tensor(shape)
         parts.append(Part("published tensors", 3 * tensor * width, f"3 x {_count(tensor)} x {width} B, on rank 0"))
     return parts
@@ -236,6 +236,13 @@ def _buckets(config: Config, shape: Shape, count: int, where: str = "") -> Part:
     size, tensor = config.weightsync.bucket_bytes, _largest_tensor(shape) * _sent_width(config)
     of = "weightsync.bucket_bytes" if size >= tensor else "the largest tensor"
     return Part("buckets", count * max(size, tensor), f"{count} x {of}, {format_bytes(max(size, tensor))}{where}")
+
+
+def _writes_rows(config: Config) -> bool:
+    """Whether ranks publish their own rows (`learners.row_weights`), without room for whole tensors."""
+    split, one_host = config.learner.parallel, config.cluster.learner_hosts == 1
+    plain = config.learner.backend == "fsdp2" and split.tensor == split.expert == 1 and not config.learner.lora.rank
+    return plain and one_host
 
 
 def _engines(config: Config, shape: Shape, role: str, count: int, *, accelerator: bool) -> list[RoleMemory]:

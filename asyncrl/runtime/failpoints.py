@@ -37,6 +37,7 @@ SITES: dict[str, str] = {
     "learner.at_turn": "the learner alone may use the device, its states are still in host memory",
     "learner.after_turn": "the states of all ranks are in host memory, engines may use the device",
     "learner.after_step": "the optimizer has updated the weights, nothing published",
+    "learner.writing_rows": "a rank is about to copy its rows of a version into the slot, which is not offered",
     "learner.before_commit": "the weights are staged for the generators, the buffer has not heard of the version",
     "learner.after_commit": "the groups are TRAINED, their line of metrics is not written",
     "learner.checkpoint_begin": "its hidden folder is made, nothing is in it",

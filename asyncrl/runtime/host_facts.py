@@ -125,3 +125,11 @@ def free_host_bytes() -> int:
         return int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
     except (OSError, IndexError):
         return 1 << 62
+
+
+def kernel_id() -> str:
+    """Tells running kernels apart, and not containers of one; empty if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,4 +1,4 @@
-"""Weights for an engine in another process: one memory-mapped file per version.
+"""Weights for an engine in another process: a mapped file per version, or the slot of a publisher on this host.
 
 Guarantees:
 1. the engine is not touched before it is asked to read the file: an abort leaves it unchanged;
@@ -8,8 +8,10 @@ Guarantees:
    inside in the order of the plan, aligned to their item size, gaps between them of any content;
 4. room is reserved before it is mapped (a full disk is `disk.full`, not a SIGBUS); files have mode 0600 and the pid in
    their name; `close` removes them, and a later process those of dead ones;
-5. two files in turn: the current version, and the pending one in the place of the version before. After an abort its
-   file is not used again, because a transport may still write to it.
+5. a slot (`begin_mapped`) is linked under a name of this process and locked until the commit or the abort, so that its
+   publisher neither overwrites nor removes its bytes. Later the publisher uses it again: then `read` has no bytes;
+6. without slots two files in turn: the current version, and the pending one in the place of the version before. After
+   an abort its file is not used again, because a transport may still write to it.
 `Labels` names commits inside an engine: a version number can come again with other weights, a label never does. Numpy
 only, no torch.
 
@@ -28,10 +30,11 @@ import numpy as np
 
 from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.runtime.host_facts import is_alive
+from asyncrl.runtime.shared_memory import PREFIX as SLOT_PREFIX
 from asyncrl.versions import Runs
 from asyncrl.wire import Buffer, Manifest, Tensor
 from weightsync.copy_digest import copy_digest, digest_all
-from weightsync.mapped_file import map_new
+from weightsync.mapped_file import map_new, try_lock, unlock
 from weightsync.plan.buckets import bucket_starts, group_by_bucket
 from weightsync.plan.digest import bucket_digest
 from weightsync.plan.sum_digest import SUM
@@ -49,6 +52,33 @@ class StagedFile:
     def remove(self) -> None:
         """Remove the file; views and open readers keep their bytes."""
         self.path.unlink(missing_ok=True)
+
+
+class MappedSlot(StagedFile):
+    """A slot of a publisher, locked. `path` is a link to it."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        """Raises OSError if it is no file of that size of this user, and WorkError while the publisher writes to it."""
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            found = os.fstat(self._descriptor)
+            if found.st_size < size or found.st_uid != os.getuid():
+                raise OSError(f"{path} is not a slot of {size} bytes")
+            if not try_lock(self._descriptor, shared=True):
+                raise WorkError("sync.failed", "the publisher is overwriting the slot")
+            super().__init__(path, mmap.mmap(self._descriptor, size, access=mmap.ACCESS_COPY), size)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def unlock(self) -> None:
+        """Let the publisher use it again."""
+        unlock(self._descriptor)
+
+    def remove(self) -> None:
+        super().remove()
+        unlock(self._descriptor)
+        os.close(self._descriptor)
 
 
 class StagedVersion:
@@ -72,6 +102,11 @@ class StagedVersion:
         if not 0 <= number < len(sizes):
             raise AsyncRLError("sync.plan", f"no bucket {number} in a version of {len(sizes)}")
         return self.file.view[self.starts[number] : self.starts[number] + sizes[number]]
+
+    def has_digest(self, number: int, data: Buffer) -> bool:
+        """Whether these are the bytes of a bucket."""
+        wanted = self.manifest.bucket_digests[number]
+        return bucket_digest(self.groups[number], data, like=wanted) == wanted
 
     def place(self, tensor: Tensor) -> int:
         """Offset of the tensor in the file."""
@@ -102,6 +137,27 @@ class StagedWeights:
             spare = None
         self._update = StagedVersion(manifest, tensors, spare or self._make(size))
 
+    def begin_mapped(self, path: Path, manifest: Manifest, tensors: Sequence[Tensor]) -> bool:
+        """As `begin`, with the bytes of this slot; False if it cannot be linked or locked. Raises `sync.failed` while
+        its publisher writes to it."""
+        self.abort()
+        if manifest.encoding != "full" or path.parent not in self._folders or not path.name.startswith(SLOT_PREFIX):
+            return False
+        link = path.with_name(self._name())
+        try:
+            os.link(path, link, follow_symlinks=False)
+        except OSError:
+            return False
+        try:
+            slot = MappedSlot(link, bucket_starts(manifest.bucket_bytes)[1])
+        except (OSError, WorkError) as error:
+            link.unlink()
+            if isinstance(error, WorkError):
+                raise
+            return False
+        self._update = StagedVersion(manifest, tensors, slot)
+        return True
+
     def pending_version(self) -> StagedVersion:
         """The begun version. Raises `sync.failed` without one."""
         if self._update is None:
@@ -114,11 +170,14 @@ class StagedWeights:
 
     def room(self, number: int) -> memoryview | None:
         """Memory for the bytes of a bucket of the pending version."""
-        return self.pending_version().bucket(number)
+        update = self.pending_version()
+        return None if isinstance(update.file, MappedSlot) else update.bucket(number)
 
     def apply(self, number: int, data: Buffer) -> str:
-        """Take the bytes of one bucket (without a copy if they are in its room); the digest of the file's bytes."""
+        """Take the bytes of one bucket (without a copy if they are in the file); the digest of the file's bytes."""
         update = self.pending_version()
+        if isinstance(update.file, MappedSlot):
+            data = update.bucket(number)
         room, source = np.frombuffer(update.bucket(number), np.uint8), np.frombuffer(data, np.uint8)
         if source.size != room.size:
             raise AsyncRLError("sync.plan", f"{source.size} bytes for bucket {number}, planned {room.size}")
@@ -146,7 +205,7 @@ class StagedWeights:
         if into.nbytes != current.manifest.bucket_bytes[number]:
             return False
         np.frombuffer(into, np.uint8)[:] = np.frombuffer(current.bucket(number), np.uint8)
-        return True
+        return not isinstance(current.file, MappedSlot) or current.has_digest(number, into)
 
     def complete(self) -> StagedVersion:
         """The pending version. Raises `sync.failed` if a bucket is missing."""
@@ -159,8 +218,15 @@ class StagedWeights:
         """Make the pending version the current one: the engine holds it."""
         update = self.complete()
         with self._lock:
-            self._spare = self._current.file if self._current is not None else None
-            self._current, self._update = update, None
+            old = [self._spare, self._current.file if self._current is not None else None]
+            self._current, self._update, self._spare = update, None, None
+        if mapped := isinstance(update.file, MappedSlot):
+            update.file.unlock()
+        for file in filter(None, old):
+            if mapped or isinstance(file, MappedSlot):
+                file.remove()
+            else:
+                self._spare = file
 
     def abort(self) -> None:
         """Drop the pending version; a copy under way ends first, a later one is refused."""
@@ -179,10 +245,13 @@ class StagedWeights:
     # ------------------------------------------------------------ files
 
     def _make(self, size: int) -> StagedFile:
-        self._files += 1
-        name = f"{PREFIX}{os.getuid()}-{os.getpid()}-{id(self):x}-{self._files}"
+        name = self._name()
         path, mapping = map_new(size, [folder / name for folder in self._folders], where="staged weights")
         return StagedFile(path, mapping, size)
+
+    def _name(self) -> str:
+        self._files += 1
+        return f"{PREFIX}{os.getuid()}-{os.getpid()}-{id(self):x}-{self._files}"
 
     def _remove_stale(self) -> None:
         """Remove the files of this user's processes that were killed."""

@@ -22,6 +22,7 @@ from learners.backends.fsdp2.backend import FSDP2Backend
 from learners.direct_weights import DirectWeights
 from learners.gang.gang import Gang
 from learners.main import publish_plans
+from learners.row_weights import RowWeights
 from weightsync.plan.buckets import group_by_bucket
 from weightsync.plan.digest import bucket_digest, version_digest
 from weightsync.publisher.direct import Direct, digest_tensors
@@ -88,7 +89,8 @@ def main() -> None:
     backend = FSDP2Backend(config, gang)
     plan, _ = publish_plans(backend, bucket_bytes=config.weightsync.bucket_bytes)
     services = Services(plan) if gang.lead else None
-    weights = DirectWeights(config, gang=gang, backend=backend, services=services)  # type: ignore[arg-type]
+    given: Any = {"gang": gang, "backend": backend, "services": services}
+    weights = DirectWeights(config, **given, rows=RowWeights(config, **given))
     weights.publish(1)  # what is made once
     gang.barrier()
     torch.npu.synchronize()

@@ -59,6 +59,7 @@ CASE_MODULES = (
     "float16_cases",
     "vision_cases",
     "routing_cases",
+    "row_cases",
 )
 #: The extra `megatron` is optional.
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
@@ -73,6 +74,7 @@ LAUNCHES: dict[int, dict[str, Job]] = {
         "hsdp": Job("backend_contract", "learner.ranks=4;learner.parallel.replicate=2"),
         "tensor": Job("backend_contract", "learner.ranks=4;learner.parallel.tensor=2"),
         "expert": Job("backend_contract", "learner.ranks=4;learner.parallel.expert=2", model=MOE),
+        "row_cases": Job("row_cases"),
     },
 }
 MEGATRON = "learner.backend=megatron;learner.ranks={};learner.parallel.tensor={};learner.parallel.pipeline={}"

@@ -4,6 +4,7 @@ plain forward gives, and an engine on an event loop of its own."""
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine, Sequence
 from functools import cache
@@ -18,9 +19,13 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qw
 
 from asyncrl.config import Config, parse
 from asyncrl.engine import Engine, GenDelta, GenRequest, join_deltas
-from asyncrl.wire import Manifest, Tensor
-from weightsync.plan.buckets import TensorSpec, plan_buckets
+from asyncrl.wire import Instruction, Manifest, Tensor
+from producers.engines.staged_weights import PREFIX, SHARED_MEMORY
+from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
 from weightsync.plan.digest import digest_tensors
+from weightsync.receiver.transfer import Transfer
+from weightsync.staging import Slot, Staging
+from weightsync.transports.shared_memory import LocalInbox
 
 T = TypeVar("T")
 VOCAB, EOS, SLOTS, MAX_PROMPT, MAX_NEW = 128, 2, 8, 320, 64
@@ -120,6 +125,28 @@ async def stage(engine: Engine, seed: int, version: int) -> Manifest:
         digest = await engine.apply_bucket(number, room if room is not None else memoryview(data))
         assert digest in ("", manifest.bucket_digests[number])
     return manifest
+
+
+def fill_slot(staging: Staging, seed: int) -> Slot:
+    """These weights in a slot of a publisher."""
+    tensors, manifest, buckets = layout(seed)
+    data = [np.frombuffer(buckets[one.bucket], np.uint8)[one.offset :][: one.nbytes] for one in tensors]
+    plan = Plan(tensors, manifest.bucket_bytes, manifest.plan)
+    return staging.fill(plan, zip((one.name for one in tensors), data, strict=True))[0]
+
+
+async def receive_slot(engine: Engine, slot: Slot, seed: int, version: int) -> Manifest:
+    """Receive a version by transport `local`, and do not commit it."""
+    manifest, tensors = manifest_of(seed, version), layout(seed)[0]
+    order = Instruction("receive", 1, manifest, tensors, "local", str(slot.path), deadline_s=60.0)
+    await Transfer(engine, order, tensors, LocalInbox(order)).run()
+    return manifest
+
+
+def own_copies() -> list[Path]:
+    """Files with weights of this process that are no links to slots."""
+    every = SHARED_MEMORY.glob(f"{PREFIX}{os.getuid()}-{os.getpid()}-*")
+    return [path for path in every if path.stat().st_nlink == 1]
 
 
 async def push(engine: Engine, seed: int, version: int) -> Manifest:

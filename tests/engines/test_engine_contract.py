@@ -23,12 +23,15 @@ from engine_lab import (
     all_of,
     config_of,
     deltas_of,
+    fill_slot,
     kept_logprobs,
     layout,
     manifest_of,
     model_of,
+    own_copies,
     plain_logprobs,
     push,
+    receive_slot,
     request,
     save_model,
     stage,
@@ -42,6 +45,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.versions import expand
 from asyncrl.wire import Tensor
 from producers.engines.logprob_probe import check_logprobs
+from weightsync.staging import Staging
 
 SWAPS = 8  # tries to meet samples in their middle
 CASES = [(rig, kv) for rig in RIGS for kv in rig.kv]
@@ -403,6 +407,25 @@ def test_what_is_not_committed_changes_nothing(bench: Bench) -> None:
     second = bench.ask(PROMPTS[0])[0]
     check_sample(second, version=bench.version, seed=1, prompt=PROMPTS[0])
     assert not bench.engine.capabilities().seeded or first.token_ids.tolist() == second.token_ids.tolist()
+
+
+def test_a_slot_is_loaded_as_it_is_or_copied(bench: Bench, tmp_path: Path) -> None:
+    """An engine that maps slots of a publisher on its host has no copy, and the publisher waits for its commit."""
+    engine, staging = bench.engine, Staging(tmp_path)
+    maps, before = hasattr(engine, "begin_mapped"), own_copies()
+    try:
+        slot = fill_slot(staging, 2)
+        bench.version += 1
+        manifest = bench.run(receive_slot(engine, slot, 2, bench.version))
+        newer = [fill_slot(staging, 3) for _ in range(2)]
+        assert (slot in newer) is not maps
+        assert not maps or own_copies() == before
+        assert bench.run(engine.commit_update()) == manifest.digest
+        assert not maps or own_copies() == []
+        assert not maps or fill_slot(staging, 3) is slot, "free again"
+    finally:
+        staging.close()
+    check_sample(bench.ask(PROMPTS[0])[0], version=bench.version, seed=2, prompt=PROMPTS[0])
 
 
 def test_weights_of_another_model_are_refused_before_they_do_harm(bench: Bench) -> None:

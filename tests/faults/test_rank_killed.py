@@ -1,4 +1,5 @@
-"""One of two ranks is killed in mid-step, five times in a run: the gang starts anew and ends with the same bits.
+"""One of two ranks is killed in mid-step, five times in a run, or while both write a version: the gang starts anew and
+ends with the same bits.
 
 The launcher and torchrun start the gang, as in any run; the batches are those of `learner_lab`, so that a gang in which
 nothing was killed says how it must end. Checkpoints are asynchronous: kills also meet the writer.
@@ -116,3 +117,23 @@ def test_a_rank_of_two_is_killed_five_times(recorded: Recorded, tmp_path: Path, 
     assert len(registered) == KILLS + 1 and registered == sorted(registered) and registered[-1] > 0
     assert replayed > 0 and named == KILLS
     assert found == wanted
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_rank_killed_while_all_write_a_version(
+    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot is not offered: no generator hears of a version with a missing part, and the gang starts anew."""
+    wanted = undisturbed(recorded, tmp_path / "whole")
+    once = tmp_path / "once"
+    once.mkdir()
+    monkeypatch.setenv("ASYNCRL_FAILPOINT", "learner.writing_rows:kill:6")
+    monkeypatch.setenv("ASYNCRL_FAILPOINT_ONCE", str(once))
+    lab = recorded.lab(tmp_path / "killed", steps=STEPS, extra=SETTINGS)
+    with lab.serve(), launched(lab) as launcher:
+        assert launcher.wait(240) == 0, lab.tail()
+        lab.assert_accounted()
+        assert len(list(once.iterdir())) == 1 and len(lab.history("register")) == 2, lab.tail()
+        assert lab.result() == wanted

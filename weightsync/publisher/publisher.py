@@ -46,7 +46,7 @@ from weightsync.publisher.delta_chain import DeltaChain, Staged
 from weightsync.publisher.direct import Direct, Tensors, digest_tensors
 from weightsync.publisher.offers import Offers
 from weightsync.publisher.outboxes import Outboxes
-from weightsync.staging import SLOTS, Chunks, Staging
+from weightsync.staging import SLOTS, Chunks, Fill, Slot, Staging
 from weightsync.transports.base import TransportError
 from weightsync.transports.catalogue import make_outbox
 
@@ -116,13 +116,16 @@ class Publisher:
         self._offers.raise_error()
         return self._hello(self._requester, REQUEST_S).version
 
-    def publish(self, version: int, plan: Plan, chunks: Chunks, *, base: str = "", adapter: str = "") -> Manifest:
-        """Copy the weights out; the round runs in the background. `chunks` are all tensors of the plan in its order,
-        valid as `weightsync.staging.Staging.fill` requires. `base` and `adapter` as in a manifest, for an adapter:
-        generators without the base get it first, if it was published or given to `stage_base`."""
+    def publish(
+        self, version: int, plan: Plan, weights: Chunks | Fill, *, base: str = "", adapter: str = ""
+    ) -> Manifest:
+        """Copy the weights out; the round runs in the background. `weights` are all tensors of the plan in its order,
+        valid as `weightsync.staging.Staging.fill` requires, or a function that fills a slot. `base` and `adapter` as in
+        a manifest, for an adapter: generators without the base get it first, if it was published or given to
+        `stage_base`."""
         self._offers.raise_error()
         self._offers.keep_base(base)
-        slot, digests = self._staging.fill(plan, chunks)
+        slot, digests = self._fill(plan, weights)
         failpoint("weightsync.staged")
         digest = version_digest(digests, base=base, adapter=adapter)
         encoding = ADAPTER if base else FULL
@@ -134,6 +137,9 @@ class Publisher:
         ready = self._chain is None
         self._offers.add(Staged(manifest, plan, self._staging, slot, slot.order, ready=ready))
         return manifest
+
+    def _fill(self, plan: Plan, weights: Chunks | Fill) -> tuple[Slot, tuple[str, ...]]:
+        return weights(self._staging) if callable(weights) else self._staging.fill(plan, weights)
 
     def stage_base(self, version: int, plan: Plan, chunks: Chunks) -> Manifest:
         """Copy out the weights under the adapters to come, without making them the target: for a learner that goes on
@@ -169,9 +175,9 @@ class Publisher:
         limit_s = limit_for(self._config.timeout_s, plan.nbytes)
         return self._direct.send(tensors, plan, self._outboxes.group(), limit_s=limit_s)
 
-    def stage_direct(self, plan: Plan, chunks: Chunks) -> None:
-        """Copy out the announced weights for engines that missed them (`stage_wanted`)."""
-        slot, _ = self._staging.fill(plan, chunks)
+    def stage_direct(self, plan: Plan, weights: Chunks | Fill) -> None:
+        """Copy out the announced weights for engines that missed them (`stage_wanted`). `weights`: as in `publish`."""
+        slot, _ = self._fill(plan, weights)
         self.stage_wanted = -1
         if self._newest is not None:
             self._offers.fill(self._newest, slot, slot.order)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -132,6 +132,7 @@ class Transfer:
         self._keep = keep
         self._decode = decode
         blobs = len(blob_sizes(self._manifest, self._hops))
+        self._inbox = inbox
         self._reader = Reader(inbox, blobs, (lambda _: None) if self._hops else self._room)
         self._encoded: list[list[bytes]] = []
         self._buckets: list[Buffer] = []
@@ -145,7 +146,8 @@ class Transfer:
     async def run(self) -> None:
         """Bring every bucket into the engine. Raises TransportError."""
         manifest = self._manifest
-        await self._engine.begin_update(manifest, self._tensors)
+        if not await self._begin_mapped():
+            await self._engine.begin_update(manifest, self._tensors)
         digest = version_digest(manifest.bucket_digests, base=manifest.base, adapter=manifest.adapter)
         if digest != manifest.digest:
             raise TransportError("the manifest's bucket digests do not make its digest")
@@ -163,6 +165,12 @@ class Transfer:
             await self._reader.close()
         if self._keep:
             self.copy = RelayCopy(manifest, self._tensors, self._hops, self._buckets, self._encoded)
+
+    async def _begin_mapped(self) -> bool:
+        """Whether the engine uses the publisher's slot itself (`asyncrl.engine.SlotMapping`)."""
+        path = getattr(self._inbox, "path", None)
+        begin: Callable[..., Awaitable[bool]] | None = getattr(self._engine, "begin_mapped", None)
+        return path is not None and begin is not None and await begin(path, self._manifest, self._tensors)
 
     def _room(self, number: int) -> memoryview | None:
         """Memory of the engine for this bucket, if it lends any."""

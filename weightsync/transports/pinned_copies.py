@@ -13,6 +13,7 @@ out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from torch import Tensor
 from asyncrl.runtime.device import Device
 
 Bytes = npt.NDArray[np.uint8]
+Key = TypeVar("Key")
 
 
 class PinnedCopies:
@@ -36,9 +38,9 @@ class PinnedCopies:
         return self._rooms[0].numel()
 
     @torch.no_grad()
-    def run(self, named: Iterable[tuple[str, Tensor]], settle: Callable[[], None]) -> Iterator[tuple[str, Bytes]]:
+    def run(self, named: Iterable[tuple[Key, Tensor]], settle: Callable[[], None]) -> Iterator[tuple[Key, Bytes]]:
         """Yield name and bytes of every tensor."""
-        before: tuple[str, Tensor, object] | None = None
+        before: tuple[Key, Tensor, object] | None = None
         for number, (name, sent) in enumerate(named):
             settle()  # two tensors before: its memory is used next
             room = self._view(number, sent.nbytes)
@@ -50,7 +52,7 @@ class PinnedCopies:
         if before is not None:
             yield self._finish(*before)
 
-    def _finish(self, name: str, room: Tensor, mark: object) -> tuple[str, Bytes]:
+    def _finish(self, name: Key, room: Tensor, mark: object) -> tuple[Key, Bytes]:
         self._device.wait_for(mark)  # bounded: the watchdog ends a rank whose device hangs
         return name, room.numpy()
 

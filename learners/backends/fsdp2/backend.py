@@ -4,8 +4,8 @@ Guarantees, in addition to those of `learners.backends.base`:
 1. master weights and optimizer states are float32; compute runs in `model.dtype`; gradients are reduced in float32;
 2. packed rows are compared with single sequences by the model's own forward at the start (`self_check`);
 3. a non-finite gradient changes nothing;
-4. published weights are gathered by layer or in parts of some MiB (`gathering`): one is whole at a time, two with
-   lending.
+4. published weights are not gathered where every rank can write its own rows (`own_rows`); else by layer or in parts
+   of some MiB (`gathering`): one is whole at a time, two with lending.
 
 Every rank reads its own part of the weights if the files allow it (`start_weights`), otherwise the whole model: a host
 with R ranks then needs R copies in memory at the start. Rows, matrices or experts may also be split over ranks
@@ -14,7 +14,6 @@ with R ranks then needs R copies in memory at the start. Rows, matrices or exper
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,6 @@ from learners.backends.base import (
     WeightSpec,
     check_packing,
     extra_inputs,
-    published_dtype,
-    tensor_bytes,
     to_device,
     toy_samples,
 )
@@ -52,7 +49,6 @@ from learners.backends.fsdp2.companion import (
     wants_critic,
     wants_process_rewards,
 )
-from learners.backends.fsdp2.gathering import PART_BYTES, Gathering, fits
 from learners.backends.fsdp2.loading import (
     build_optimizer,
     language_layers,
@@ -63,8 +59,10 @@ from learners.backends.fsdp2.loading import (
 )
 from learners.backends.fsdp2.lora import FOLDER, Adapters, Leaving, Lora, check
 from learners.backends.fsdp2.loss_scale import LOSS_SCALE, LossScale
+from learners.backends.fsdp2.own_rows import OwnRows
 from learners.backends.fsdp2.reference import PREFIX, Reference
 from learners.backends.fsdp2.sharded_module import PLAIN, Rests, Sharded, View
+from learners.backends.fsdp2.weights_out import WeightsOut
 from learners.backends.hf_folder import write_folder
 from learners.backends.sharded_checkpoint import (
     HostShard,
@@ -78,7 +76,6 @@ from learners.backends.vision import Vision, freeze_parts
 from learners.batch.micro_batches import NO_EXPERTS, MicroBatch, packed_row, padded_rows
 from learners.gang.gang import Gang
 from learners.models.logprobs import TokenNumbers
-from weightsync.transports.pinned_copies import PinnedCopies
 
 
 class FSDP2Backend:
@@ -90,9 +87,8 @@ class FSDP2Backend:
         self._gang = gang
         self._device = gang.device
         self._dtype = DTYPES[config.model.dtype][1]
-        self._sent_name, self._sent_dtype = DTYPES[published_dtype(config)]
         hf = load_model(config, gang.device, say=_print if gang.lead else str)
-        self._parts = stacked_parts(hf, config.model.path)
+        parts = stacked_parts(hf, config.model.path)
         self._vision = Vision.open(config)
         self._lora = Lora(hf, language_layers(hf), config, gang) if config.learner.lora.rank else None
         self._identity = "" if self._lora is None else self._lora.identity
@@ -102,7 +98,6 @@ class FSDP2Backend:
         if config.learner.router_replay:
             self._policy.routers = Routers(hf)
         self._reference: Reference | None = None  # created on first use
-        self._pinned: PinnedCopies | None = None  # the same
         self._units, split = shard(self._policy, config, gang)
         optimizer = build_optimizer(self._policy, self._units, config.learner.optim, config, gang.device)
         self._sharded = Sharded(
@@ -114,6 +109,7 @@ class FSDP2Backend:
             rests=Rests.from_config(config, gang.device),
             scale=LossScale() if config.model.dtype == "float16" else None,
         )
+        self._out = WeightsOut(self._sharded, parts, self._view, config, gang)
         self._adapters = Adapters(self._lora, self._sharded, config, gang) if self._lora is not None else None
         self.adapters = self._adapters if sends_adapters(config) else None
         self.critic = Critic(config, gang) if wants_critic(config) else None
@@ -225,69 +221,18 @@ class FSDP2Backend:
     # ------------------------------------------------------------ weights out
 
     def weight_specs(self) -> list[WeightSpec]:
-        """Root unit first, then the layers, each in the order of its modules. Experts one by one, as in folders."""
-        shapes = {name: tuple(p.shape) for name, p in self._policy.named_parameters()}
-        found = []
-        for name in (name for names in self._sharded.names for name in filter(self._view.name, names)):
-            sent, shape = self._view.name(name), shapes[name]
-            parts = self._parts.get(sent, {})
-            found += [WeightSpec(one, self._sent_name, part.shape(shape)) for one, part in parts.items()]
-            if not parts:
-                found.append(WeightSpec(sent, self._sent_name, shape))
-        return found
+        return self._out.specs()
 
     def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-        """Yield name and bytes in the order of `weight_specs` on rank 0; nothing on the others."""
-        for name, data in self._bytes_of(self._iter_whole(settle), settle):
-            if name not in self._parts:
-                yield name, data
-                continue
-            parts = self._parts[name]  # one after the other in its memory
-            yield from zip(parts, data.reshape(len(parts), -1), strict=True)
+        return self._out.iter_bytes(settle)
 
     def iter_device_weights(self, settle: Callable[[], None], *, part_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors in the memory of this rank's device, gathered in parts of this size."""
-        for name, tensor in self._iter_whole(settle, part_bytes):
-            if not self._gang.lead:
-                continue
-            sent = tensor.to(self._device.torch_device, self._sent_dtype)
-            if name in self._parts:
-                yield from zip(self._parts[name], sent.reshape(len(self._parts[name]), -1), strict=True)
-            else:
-                yield name, sent
+        """Yield the same tensors in the memory of this rank's device, gathered in parts of this size."""
+        return self._out.iter_device(settle, part_bytes=part_bytes)
 
-    def _iter_whole(
-        self, settle: Callable[[], None] | None, part_bytes: int = PART_BYTES
-    ) -> Iterator[tuple[str, Tensor]]:
-        gathering = self._make_gathering(part_bytes)
-        return self._sharded.whole(settle, view=self._view) if gathering is None else gathering.run(settle)
-
-    def _bytes_of(
-        self, named: Iterator[tuple[str, Tensor]], settle: Callable[[], None] | None
-    ) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-        """Yield name and bytes of each on rank 0; exhaust the iterator on all."""
-        if self._gang.lead and settle is not None and self._device.pin_memory_ok:
-            if self._pinned is None:
-                sizes = [math.prod(parameter.shape) for parameter in self._policy.parameters()]
-                self._pinned = PinnedCopies(self._device, max(sizes) * self._sent_dtype.itemsize)
-            sent = ((name, tensor.to(self._sent_dtype)) for name, tensor in named)
-            yield from self._pinned.run(sent, settle)
-            return
-        for name, tensor in named:
-            if self._gang.lead:
-                yield name, tensor_bytes(tensor, self._sent_dtype, lend=settle is not None)
-
-    def _make_gathering(self, part_bytes: int) -> Gathering | None:
-        """Return the gathering by parts, if the layout allows it."""
-        if self._gang.size == 1 or self._view is not PLAIN:
-            return None
-        self._sharded.reshard()
-        named = [
-            (self._view.name(name), self._policy.get_parameter(name)) for names in self._sharded.names for name in names
-        ]
-        if not fits([parameter for _, parameter in named], device=self._device.type):
-            return None
-        return Gathering(named, compute=self._dtype, sent=self._sent_dtype, part_bytes=part_bytes)
+    def own_rows(self) -> OwnRows | None:
+        """Return this rank's rows of the same tensors; None if the layout needs a gathering."""
+        return self._out.own_rows()
 
     def export_hf(self, folder: Path) -> None:
         """Companions go into folders below it; with adapters it holds merged weights, and a folder with the

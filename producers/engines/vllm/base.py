@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
@@ -21,7 +22,7 @@ from asyncrl.images.model_inputs import ImageInputs
 from asyncrl.versions import Runs, expand
 from asyncrl.wire import Manifest, Tensor
 from producers.engines import served
-from producers.engines.model_files import weights_dtype
+from producers.engines.model_files import check_tensors, weights_dtype
 from producers.engines.request_checks import request_problem
 from producers.engines.staged_weights import StagedVersion
 from producers.engines.vllm.checksums import Checksums
@@ -182,6 +183,13 @@ class VLLMBase(served.ServedBase):
         """Make room for a version in a file. Raises `sync.plan` for anything but this model's whole weights."""
         check_dtypes(tensors, self._dtype)
         await super().begin_update(manifest, tensors)
+
+    async def begin_mapped(self, path: Path, manifest: Manifest, tensors: Sequence[Tensor]) -> bool:
+        """Load the version from this slot; see `asyncrl.engine.SlotMapping`."""
+        self._alive()
+        check_dtypes(tensors, self._dtype)
+        check_tensors(self._facts, tensors)
+        return await asyncio.to_thread(self._staged.begin_mapped, path, manifest, tensors)
 
     async def commit_update(self) -> str:
         """Load the version in every worker between two steps; the digest of the loaded weights."""

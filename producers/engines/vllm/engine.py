@@ -3,8 +3,9 @@
 Guarantees:
 1. tokens go in and come out as ids; a sample is one request with its own seed, so the same seed and index give the same
    tokens whatever else is decoded;
-2. a version is staged in a file while generation goes on (`staged_weights`); at the commit the engine is paused, the
-   workers load the file (`weight_transfer`), and it goes on: no step is between two versions;
+2. a version is staged in a file, or lies in a slot that is locked, while generation goes on (`staged_weights`); at the
+   commit the engine is paused, the workers load it (`weight_transfer`), and it goes on: no step is between two
+   versions;
 3. token versions are the spans that vLLM reports, under unique labels; spans that do not cover the tokens are
    `engine.broken`;
 4. no new request gets K/V of older weights: the prefix cache is salted with the label, and samples without a token are

@@ -5,9 +5,10 @@ worker. Guarantees:
 1. the tensors of the update come from one mapped file, or from a process group (rank 0 sends bucket after bucket as
    uint8; with transport `direct` that is the learner), and go into `load_weights` inside vLLM's layerwise reload, under
    their Hugging Face names: each worker of a tensor-parallel engine takes its own shards;
-2. digests are taken, bucket by bucket, of the memory that `load_weights` reads; nothing can change it in between (a
-   private mapping). Of a file, which all workers of a replica map, worker r of n takes those of buckets r, r + n and so
-   on; of a group, whose bytes come to each worker apart, every worker takes all. `asyncrl_held` returns them;
+2. digests are taken, bucket by bucket, of the memory that `load_weights` reads; nothing can change it in between: the
+   file is the producer's, or a slot that the producer has locked. Of a file, which all workers of a replica map, worker
+   r of n takes those of buckets r, r + n and so on; of a group, whose bytes come to each worker apart, every worker
+   takes all. `asyncrl_held` returns them;
 3. tensors that vLLM keeps until a layer is complete stay valid until the update is finished.
 The layers are without memory between start and finish: the engine must be paused (`producers.engines.vllm.engine`).
 """

@@ -1,0 +1,134 @@
+"""Ranks that write their own rows into the slot of a version, next to the weights gathered on rank 0.
+
+`ranks` runs `run_all` on two and on four ranks, `test_row_ranks.py` has what must come out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import backend_contract as contract
+import pytest
+import ranks
+
+from asyncrl.errors import Unavailable
+from learners.backends.fsdp2 import own_rows
+from learners.direct_weights import send_weights
+from learners.gang.gang import Gang
+from learners.main import publish_plans
+from learners.rank_zero import Services
+from learners.row_weights import RowWeights
+from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
+from weightsync.plan.digest import PIECE_BYTES
+from weightsync.staging import Fill, Slot, Staging
+from weightsync.transports.base import TransportUnusable
+from weightsync.transports.shared_memory import Maps
+
+#: Model below the dense one, settings, and whether the ranks can write their rows.
+Case = tuple[str, str, bool]
+CASES: dict[int, dict[str, Case]] = {
+    2: {
+        "float32": ("", "", True),
+        "bfloat16": ("", "model.dtype=bfloat16", True),
+        "narrow": ("", "weightsync.dtype=bfloat16", True),
+        "odd": ("odd", "model.dtype=bfloat16", True),
+        "experts": (ranks.MOE, "model.dtype=bfloat16", True),
+        "expert parallel": (ranks.MOE, "learner.ranks=2;learner.parallel.expert=2", False),
+    },
+    4: {
+        "odd": ("odd", "", True),
+        "hsdp": ("odd", "learner.ranks=4;learner.parallel.replicate=2", True),
+        "tensor": ("", "learner.ranks=4;learner.parallel.tensor=2", False),
+    },
+}
+
+
+class Publisher:
+    """What `RowWeights` asks of rank 0's connections, with a staging of its own."""
+
+    def __init__(self, plan: Any, folder: Path) -> None:
+        self.plan, self.staging = plan, Staging(folder)
+        self.slot: Slot | None = None
+        self.digests: tuple[str, ...] = ()
+        self.full = False
+
+    def publish(self, version: int, fill: Fill) -> None:
+        if self.full:
+            raise Unavailable("disk.full", "no room")
+        self.slot, self.digests = fill(self.staging)
+
+
+def make_odd(folder: Path) -> Path:
+    """Rows that no number of ranks divides, and an embedding of several pieces."""
+    tokenizer = make_tokenizer(folder)
+    save_model(folder, make_tiny_qwen3(3001, hidden_size=180, layers=1, head_dim=6, mlp_size=31))
+    del tokenizer
+    return folder
+
+
+def publish(model: Path, gang: Gang, out: Path, settings: str) -> dict[str, Any]:
+    """Two versions by rows, and the same weights gathered."""
+    config = contract.make_config(model, extra=settings)
+    backend = contract.make_backend(config, gang)
+    plan, _ = publish_plans(backend, bucket_bytes=config.weightsync.bucket_bytes)
+    publisher = Publisher(plan, out) if gang.lead else None
+    weights = RowWeights(config, gang=gang, backend=backend, services=cast(Services | None, publisher))
+    published = [weights.publish(version) for version in (1, 2)]
+    found: dict[str, Any] = {"published": [word.decode() for word in gang.gather(repr(published).encode())]}
+    gathered: list[tuple[Slot, tuple[str, ...]]] = []
+    settle = publisher.staging.settle if publisher is not None else lambda: None
+    take = None if publisher is None else lambda all_: gathered.append(publisher.staging.fill(plan, all_))
+    send_weights(backend.iter_hf_weights(settle), take)
+    if publisher is not None:
+        slot, digests = gathered[0]
+        if publisher.slot is not None:
+            found |= {"same": bytes(slot.view) == bytes(publisher.slot.view), "digests": digests == publisher.digests}
+        publisher.staging.close()
+    return found
+
+
+def failures(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
+    """No room on rank 0; then a rank that does not see the slot."""
+    config = contract.make_config(model)
+    backend = contract.make_backend(config, gang)
+    plan, _ = publish_plans(backend, bucket_bytes=config.weightsync.bucket_bytes)
+    publisher = Publisher(plan, out) if gang.lead else None
+    weights = RowWeights(config, gang=gang, backend=backend, services=cast(Services | None, publisher))
+    said = []
+    if publisher is not None:
+        publisher.full = True
+    try:
+        said.append(str(weights.publish(1)))
+    except Unavailable as error:
+        said.append(error.code)
+    if publisher is not None:
+        publisher.full = False
+    with pytest.MonkeyPatch.context() as patch:
+        if not gang.lead:
+            patch.setattr(Maps, "view", blind)
+        said += [str(weights.publish(version)) for version in (2, 3)]
+    if publisher is not None:
+        said.append(str(publisher.slot))
+        publisher.staging.close()
+    return {"said": [word.decode() for word in gang.gather(" ".join(said).encode())]}
+
+
+def blind(*_: object) -> None:
+    raise TransportUnusable("local: not visible here")
+
+
+def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
+    """Results by case."""
+    odd = out / "odd"
+    if gang.lead:
+        make_odd(odd)
+    gang.barrier()
+    models = {"": model, "odd": odd, ranks.MOE: model / ranks.MOE}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_rows, "PART_BYTES", PIECE_BYTES)
+        found = {
+            name: publish(models[below], ranks.in_layout(gang, settings), out, settings)
+            for name, (below, settings, _) in CASES[gang.size].items()
+        }
+    return found | ({"failures": failures(model, gang, out)} if gang.size == 2 else {})

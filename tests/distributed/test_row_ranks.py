@@ -1,0 +1,22 @@
+"""Versions that every rank writes a part of have the bytes and digests of gathered ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import row_cases as cases
+
+pytestmark = pytest.mark.timeout(1200)  # the first one waits for the launch of all jobs
+
+
+@pytest.mark.parametrize(("count", "name"), [(count, name) for count, found in cases.CASES.items() for name in found])
+def test_rows_make_the_version_of_a_gathering(results_of: Any, count: int, name: str) -> None:
+    got, written = results_of(count, "row_cases")[0][name], cases.CASES[count][name][2]
+    assert got["published"] == [repr([written, written])] * count
+    assert not written or got["same"] is got["digests"] is True
+
+
+def test_a_version_is_whole_or_is_not_offered(results_of: Any) -> None:
+    """Without room rank 0 raises, and the others do not wait; if one rank does not see the slot, all gather."""
+    assert results_of(2, "row_cases")[0]["failures"]["said"] == ["disk.full False False None", "True False False"]
