@@ -299,9 +299,9 @@ class Learner:
 
     def _record(self, batch: ClaimedBatch | None, result: StepResult, values: dict[str, float]) -> None:
         """Write the records of a step. Collective, because any rank may hold the sampled responses."""
-        kept, mine = dict[int, list[float]](), result.log.logprobs() if result.log is not None else {}
-        if count := self._config.log.samples_per_step:
-            kept = sample_log.gather(self._gang, mine, batch, count)
+        count = self._config.log.samples_per_step
+        mine = result.log.logprobs() if count and result.log is not None else {}
+        kept = sample_log.gather(self._gang, mine, batch, count) if count else {}
         if self._services is None or batch is None:
             return
         values = (
