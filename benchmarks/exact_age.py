@@ -33,6 +33,7 @@ from buffers.groups.failure_budget import load_filters  # noqa: E402, RUF100
 
 HELD_OUT = 1024
 SEED_STRIDE = 1_000_003  # between the random numbers of two seeds
+AVERAGES = (0.7, 0.8, 0.9)  # decay by step of averages of the weights, from the start weights on
 MOST_ATTEMPTS = 20  # to fill a batch with groups that the filters keep
 
 
@@ -222,8 +223,9 @@ class Prompts:
 def measure(
     task: str, overrides: list[str], *, age: int, seed: int, steps: int = 40, look_every: int = 10
 ) -> dict[str, Any]:
-    """Train `steps` steps on samples of this age: held-out reward of versions 0, look_every, ...; by step, the mean
-    reward and the tokens of the batch and all sampled tokens; some metrics of every tenth of the run."""
+    """Train `steps` steps on samples of this age: held-out reward of versions 0, look_every, ..., and of averages of
+    the weights at the end; by step, the mean reward and the tokens of the batch and all sampled tokens; some metrics of
+    every tenth of the run."""
     began = time.monotonic()
     torch.set_num_threads(1)
     config = load(task, overrides, seed=seed, steps=steps)
@@ -233,22 +235,31 @@ def measure(
     prompts = Prompts(config, sampler, source, age=age)
     history = deque([trainer.weights()], maxlen=age + 1)
     rewards, tokens, looks, log = [], [], {0: _look(sampler, source, seed)}, []
+    averages = {decay: {name: value.clone() for name, value in history[0].items()} for decay in AVERAGES}
     for step in range(1, steps + 1):
         sampler.take(history[0])
         before = prompts.drawn
         batch = prompts.batch(step)
         metrics = trainer.train(batch)
         history.append(trainer.weights())
+        for decay, mean in averages.items():
+            for name, value in history[-1].items():
+                mean[name].lerp_(value, 1 - decay)
         rewards.append(round(float(np.mean([one.reward for group in batch.groups for one in group.samples])), 4))
         tokens.append(prompts.drawn - before)
         log.append({name: round(metrics[name], 5) for name in LOGGED if name in metrics})
         if step % look_every == 0:
             sampler.take(history[-1])
             looks[step] = _look(sampler, source, seed)
+    averaged = {}
+    for decay, mean in averages.items():
+        sampler.take(mean)
+        averaged[str(decay)] = round(_look(sampler, source, seed), 4)
     trainer.gang.leave()
     return {
         "overrides": overrides,
         "held_out": {str(version): round(value, 4) for version, value in looks.items()},
+        "averaged": averaged,
         "rewards": rewards,
         "tokens": tokens,
         "log": log[:: max(1, steps // 10)],

@@ -1,11 +1,13 @@
 """What bounds, corrections, updates per batch and presets do to learning: held-out reward of fixed weights, by seeds.
 
     python benchmarks/learning.py ages [--task running_sum] [--seeds 8] [--ages 0 1 2 4 8 16] [--ways default ...]
+    python benchmarks/learning.py averages [--seeds 8] [--ages 0 4 8]
     python benchmarks/learning.py presets [--seeds 4] [--only dapo,ppo]
     python benchmarks/learning.py bounds [--seeds 3]
     python benchmarks/learning.py layouts --seeds 2 [--only "one process;FSDP2 on 2 ranks"]
     python benchmarks/learning.py table
 
+- `averages` are runs like those of `ages`, in the default way: the figures are of averages of the weights;
 - `ages` and `presets` train on samples of an exact age (benchmarks/exact_age.py): equal seeds have equal prompts and
   random numbers, so ways are compared in pairs, and the load of the machine changes nothing;
 - `bounds` are whole runs through all processes, `asyncrl launch all configs/quickstart.toml`, at `buffer.max_staleness`
@@ -183,6 +185,12 @@ def ages(args: argparse.Namespace) -> None:
     )
 
 
+def averages(args: argparse.Namespace) -> None:
+    """Ages, seed by seed."""
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    train_at_ages((("averages", age, "default", (), seed) for seed in seeds for age in args.ages), args)
+
+
 def presets(args: argparse.Namespace) -> None:
     """Every preset with every seed, on samples of age 2."""
     names = sorted(path.stem for path in (ROOT / "configs" / "presets").glob("*.toml"))
@@ -228,6 +236,8 @@ def table(_: argparse.Namespace) -> None:
     for task in sorted({rest[0] for rest, _ in runs.get("ages", [])}):
         cells = {(way, int(age), int(seed)): run for (of, way, age, seed), run in runs["ages"] if of == task}
         lines += [f"### Samples of an exact age: `{task}`", "", *age_rows(cells), ""]
+    if "averages" in runs:
+        lines += ["### Averages of the weights, on samples of an exact age", "", *average_rows(runs["averages"]), ""]
     if "bounds" in runs:
         lines += ["### Whole runs", "", *bound_rows(runs["bounds"]), ""]
     if "presets" in runs:
@@ -303,6 +313,25 @@ def interval(values: Sequence[float]) -> str:
     return f"{mean:+.3f} ± {half:.3f}"
 
 
+def average_rows(runs: list[tuple[list[str], dict[str, Any]]]) -> list[str]:
+    """Held-out reward after all steps by age: of the last weights, and of averages of all versions."""
+    decays = [f"average, {decay} a step" for decay in exact_age.AVERAGES]
+    lines = [
+        f"| task | age | seeds | last weights | {' | '.join(decays)} | {decays[-1]}, less the last weights |",
+        "| --- " * (5 + len(decays)) + "|",
+    ]
+    cells: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for (task, _, age, _), run in runs:
+        cells.setdefault((task, int(age)), []).append(run)
+    for (task, age), mine in sorted(cells.items()):
+        ways = [[last(run) for run in mine]]
+        ways += [[run["averaged"][str(decay)] for run in mine] for decay in exact_age.AVERAGES]
+        said = " | ".join(f"{statistics.fmean(way):.3f}" for way in ways)
+        differences = [after - before for before, after in zip(ways[0], ways[-1], strict=True)]
+        lines.append(f"| `{task}` | {age} | {len(mine)} | {said} | {interval(differences)} |")
+    return lines
+
+
 def bound_rows(runs: list[tuple[list[str], dict[str, Any]]]) -> list[str]:
     """Whole runs by task and bound. Runs of one seed have the same prompts, not the same random numbers."""
     lines = [
@@ -376,10 +405,13 @@ def layout_rows(runs: list[tuple[list[str], dict[str, Any]]]) -> list[str]:
     return lines
 
 
+PARTS = {part.__name__: part for part in (ages, averages, presets, bounds, layouts, table)}
+
+
 def main() -> None:
     """Measure, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("ages", "presets", "bounds", "layouts", "table"))
+    parser.add_argument("what", choices=PARTS)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--ages", type=int, nargs="+", default=list(AGES))
@@ -392,7 +424,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.what != "table":
         prepare(args.task)
-    {"ages": ages, "presets": presets, "bounds": bounds, "layouts": layouts, "table": table}[args.what](args)
+    PARTS[args.what](args)
 
 
 if __name__ == "__main__":
