@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import Config
 from asyncrl.device_turn import DeviceTurn
+from asyncrl.errors import Unavailable
 from asyncrl.runtime.failpoints import failpoint
 from learners.backends.resting_states import RestingStates
 from learners.gang.gang import Gang
@@ -43,15 +44,15 @@ class DeviceTurns:
     def waiting_for(self) -> str:
         return self._turn.waiting_for if self._turn is not None else ""
 
-    def begin(self, *, after: int = -1, services: Services | None = None) -> None:
-        """Wait for the turn and move back to the device. Collective. With `services`, engines take version `after`
+    def begin(self, services: Services | None = None) -> None:
+        """Wait for the turn and move back to the device. Collective. With `services`, engines take the newest version
         before it.
         """
         if self._states is None:
             return
         if self._turn is not None:
             until = time.monotonic() + self._sync_s
-            while services and services.publisher.committed_version() < after and time.monotonic() < until:
+            while services is not None and not _is_taken(services) and time.monotonic() < until:
                 time.sleep(LOOK_S)
             if services is not None:
                 services.set_waiting("its turn on the device (cluster.devices)")
@@ -72,3 +73,11 @@ class DeviceTurns:
         if self._turn is not None:
             self._turn.give()
             failpoint("learner.after_turn")
+
+
+def _is_taken(services: Services) -> bool:
+    """Whether an engine holds the newest published version, or nothing can be learned about it."""
+    try:
+        return services.publisher.committed_version() >= max(services.digests, default=-1)
+    except Unavailable:
+        return True

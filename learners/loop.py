@@ -140,7 +140,7 @@ class Learner:
                 continue
             self._runner.retune(order.tuning)
             self._times.lap("assemble")
-            self._turns.begin(after=step, services=self._services)
+            self._turns.begin(self._services)
             self._times.lap("wait")
             result, batch = self._runner.train(data, step=order.step, batch=batch)
             step = order.step
