@@ -11,7 +11,8 @@ from e2e_run import Run, tiny_model  # noqa: F401
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 TURNS = ("cluster.devices=turns", "weightsync.in_place=true")
-SAME = ("producers.count=1", "buffer.max_staleness=0", "log.archive=false")
+#: One group at a time: with several, their order in a batch is that of their arrival, and sums are rounded by it.
+SAME = ("producers.count=1", "buffer.max_staleness=0", "buffer.batch_groups=1", "sampling.group_size=8")
 #: Places where a process has the turn, or has just got or given it, and the pass at which it is killed there.
 KILLED = {
     "learner.at_turn": 3,
@@ -61,7 +62,7 @@ def test_the_weights_are_those_of_separate_devices(tmp_path: Path, tiny_model: P
         (tmp_path / name).mkdir()
         run = Run(tmp_path / name, tiny_model)
         try:
-            complete(run, *settings)
+            complete(run, *settings, trained=5)
             digests.append(digest_of_export(run))
             assert (run.dir / "device.turn").exists() == (name == "turns")
         finally:

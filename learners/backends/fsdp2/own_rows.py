@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from learners.backends.base import tensor_bytes
 from learners.backends.fsdp2.gathering import PART_BYTES, share_rows
 from weightsync.transports.pinned_copies import PinnedCopies
 
@@ -46,6 +47,7 @@ class OwnRows:
         self._named = named
         self._compute, self._sent = compute, sent
         self._pin = pin
+        self._lends = all(parameter.dtype == compute == sent for _, parameter in named)  # chunks are not converted
 
     @torch.no_grad()
     def run(self, settle: Callable[[], None]) -> Iterator[tuple[Place, npt.NDArray[np.uint8]]]:
@@ -58,7 +60,7 @@ class OwnRows:
             yield from self._pin().run(self._chunks(), settle)
             return
         for place, chunk in self._chunks():
-            yield place, chunk.view(torch.uint8).numpy()
+            yield place, tensor_bytes(chunk, self._sent, lend=True) if self._lends else chunk.view(torch.uint8).numpy()
 
     def _chunks(self) -> Iterator[tuple[Place, Tensor]]:
         """Each lies in one published tensor and ends at its end, or at a multiple of `PART_BYTES` in it."""
