@@ -149,6 +149,8 @@ class Remote(plain_popen):
         return self.returncode
 
     def _ended(self, timeout: float | None) -> int | None:
+        if self.returncode is None and self._words.fileno() < 0:
+            self.returncode = -signal.SIGKILL  # collected as garbage with this object: nobody can ask for its end
         if self.returncode is None and select.select([self._words], [], [], timeout)[0]:
             with self._waitpid_lock:  # type: ignore[attr-defined]  # threads may look at the same time
                 if self.returncode is None:

@@ -86,7 +86,7 @@ SENT = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", SENT)
 def test_a_process_killed_in_each_phase_of_a_publish_costs_nothing(

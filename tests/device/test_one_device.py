@@ -66,7 +66,7 @@ def test_the_peak_of_both_is_that_of_the_larger(
     assert found["between"] - constants < 0.1 * found["version"], "neither keeps its weights on the device"
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 def test_whole_runs_take_turns_and_are_killed(npu_run: DeviceRun, monkeypatch: pytest.MonkeyPatch) -> None:
     npu_run.devices = 1
     monkeypatch.setenv("ASYNCRL_FAILPOINT", "learner.after_step:kill:2,producer.awake:kill:4")

@@ -70,14 +70,14 @@ def test_the_weights_are_those_of_separate_devices(tmp_path: Path, tiny_model: P
     assert digests[0] == digests[1]
 
 
-@pytest.mark.parametrize("settings", [("learner.ranks=2", "producers.count=2"), ("buffer.max_staleness=1",)])
-def test_several_ranks_and_engines_take_turns(run: Run, settings: tuple[str, ...]) -> None:
-    complete(run, *TURNS, *settings)
+@pytest.mark.long
+def test_several_ranks_take_turns(run: Run) -> None:
+    complete(run, *TURNS, "learner.ranks=2")
 
 
 @pytest.mark.parametrize("run", [KilledRun], indirect=True)
 def test_killed_in_every_phase_of_a_turn(run: Run) -> None:
     restarts = ("learner.restarts=5", "learner.checkpoint_every=1", "learner.steps=8")
-    complete(run, *TURNS, *restarts, "buffer.max_staleness=1", trained=32)
+    complete(run, *TURNS, *restarts, "buffer.max_staleness=1", "producers.count=2", trained=32)
     killed = {path.name for path in (run.folder / "killed").iterdir()}
     assert killed == {f"{name}.kill.{count}" for name, count in KILLED.items()}

@@ -39,13 +39,6 @@ def test_a_run_on_vllm_is_exact(run: Any, figure: Callable[[str], None]) -> None
     figure(f"vllm: {found.versions} versions, engine and learner at lag 0 differ by at most {found.largest:.1g} nats")
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
-def test_vllm_and_the_learner_take_turns(run: Any) -> None:
-    """On a CPU a sleeping vLLM keeps its memory; what sleeps, wakes and loads is the same."""
-    turns = ("producers.engine=vllm", "weightsync.timeout_s=120", "cluster.devices=turns")
-    assert_exact(run, run.launch(*turns, *SETTINGS, *OWN, timeout=580))
-
-
 MIXTURE = """
 import sys
 from learners.warm_start.tiny_model import make_tokenizer
@@ -68,11 +61,16 @@ model.save_pretrained(sys.argv[1])
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
-def test_a_mixture_of_experts_gets_its_weights_on_vllm(run: Any, family: str, figure: Callable[[str], None]) -> None:
-    """Versions have the names of folders, experts one by one, and Mixtral's router: vLLM knows no others."""
+@pytest.mark.parametrize(("family", "devices"), [("Qwen3Moe", "turns"), ("Mixtral", "auto")])
+def test_a_mixture_of_experts_gets_its_weights_on_vllm(
+    run: Any, family: str, devices: str, figure: Callable[[str], None]
+) -> None:
+    """Versions have the names of folders, experts one by one, and Mixtral's router: vLLM knows no others. Qwen3Moe's
+    engine takes turns with the learner: on a CPU a sleeping vLLM keeps its memory, all else is the same.
+    """
     folder = run.folder / "moe"
     warm.run([sys.executable, "-c", MIXTURE, str(folder), family], cwd=ROOT, check=True, timeout=120)
     settings = ["producers.engine=vllm", "weightsync.timeout_s=120", f"model.path={folder}", *SETTINGS, *OWN]
+    settings.append(f"cluster.devices={devices}")
     found = assert_exact(run, run.launch(*settings, timeout=580))
     figure(f"vllm, {family}, 8 experts: engine and learner at lag 0 differ by at most {found.largest:.1g} nats")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,8 @@ from learners.rank_zero import Services
 from learners.step.lr_schedule import learning_rate
 from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 from weightsync.plan.buckets import TensorSpec, plan_buckets
-from weightsync.plan.digest import digest_tensors
+from weightsync.plan.digest import digest_tensors, version_digest
+from weightsync.staging import Staging
 
 
 def make_batch(step: int, *, groups: int = 3, replayed: bool = False, invalid: dict[int, str] | None = None) -> Any:
@@ -112,9 +114,16 @@ class FakePublisher:
         return self._committed
 
     def publish(self, version: int, plan: Any, chunks: Any) -> Any:
-        held = {name: bytes(data) for name, data in chunks}  # at once: nothing is left to settle
-        assert list(held) == [tensor.name for tensor in plan.tensors]
-        digest = digest_tensors(plan.tensors, held.__getitem__)[1]
+        if callable(chunks):
+            staging = Staging(Path(tempfile.gettempdir()))
+            try:
+                digest = version_digest(chunks(staging)[1])
+            finally:
+                staging.close()
+        else:
+            held = {name: bytes(data) for name, data in chunks}  # at once: nothing is left to settle
+            assert list(held) == [tensor.name for tensor in plan.tensors]
+            digest = digest_tensors(plan.tensors, held.__getitem__)[1]
         self.digests[version] = digest
         self._buffer.calls.append(("publish", version))
         return SimpleNamespace(digest=digest, version=version)
