@@ -70,7 +70,7 @@ def test_the_weights_are_those_of_separate_devices(tmp_path: Path, tiny_model: P
     assert digests[0] == digests[1]
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 def test_several_ranks_take_turns(run: Run) -> None:
     complete(run, *TURNS, "learner.ranks=2")
 
