@@ -14,7 +14,6 @@ to begin the next one: it waits for the queue, so the engine goes first.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import time
 from collections.abc import Generator
@@ -22,6 +21,7 @@ from contextlib import closing
 from pathlib import Path
 
 from asyncrl.errors import AsyncRLError
+from asyncrl.file_locks import try_lock, unlock
 
 LOOK_S = 0.01
 FILES = ("device.turn", "device.queue")  # in the folder of the run
@@ -35,7 +35,7 @@ class DeviceTurn:
         self.held = False
         self.waiting_for = ""
         self._limit_s = limit_s
-        self._kind = fcntl.LOCK_SH if together else fcntl.LOCK_EX
+        self._together = together
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._turn, self._queue = (os.open(folder / name, flags, 0o600) for name in FILES)
 
@@ -58,29 +58,24 @@ class DeviceTurn:
     def give(self) -> None:
         """End the turn."""
         self.held = False
-        fcntl.flock(self._turn, fcntl.LOCK_UN)
+        unlock(self._turn)
 
     def _tries(self) -> Generator[None]:
         """Yield between two attempts until this process has its turn."""
         until = time.monotonic() + self._limit_s
         try:
-            for file, kind in ((self._queue, fcntl.LOCK_EX), (self._turn, self._kind)):
+            for file, shared in ((self._queue, False), (self._turn, self._together)):
                 # bounded: by the limit
-                while not self.held and not _lock(file, kind):
+                while not self.held and not try_lock(file, shared=shared):
                     self.waiting_for = "its turn on the device (cluster.devices)"
                     if time.monotonic() > until:
-                        raise AsyncRLError("hang", f"no turn on the device within {self._limit_s:g} s")
+                        raise AsyncRLError(
+                            "hang",
+                            f"no turn on the device within {self._limit_s:g} s (run.hang_timeout_s)",
+                            remedy="see asyncrl status: a process of the other side does not end its turn",
+                        )
                     yield
             self.held = True
         finally:
             self.waiting_for = ""
-            fcntl.flock(self._queue, fcntl.LOCK_UN)
-
-
-def _lock(file: int, kind: int) -> bool:
-    """Whether the lock could be taken at once."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+            unlock(self._queue)

@@ -23,7 +23,7 @@ from learners.gang.gang import Gang
 if TYPE_CHECKING:
     from learners.rank_zero import Services
 
-LOOK_S = 0.02
+LOOK_S = 0.05
 
 
 class DeviceTurns:
@@ -51,11 +51,11 @@ class DeviceTurns:
         if self._states is None:
             return
         if self._turn is not None:
-            until = time.monotonic() + self._sync_s
-            while services is not None and not _is_taken(services) and time.monotonic() < until:
-                time.sleep(LOOK_S)
             if services is not None:
-                services.set_waiting("its turn on the device (cluster.devices)")
+                services.set_waiting("engines that take the newest version, and its turn on the device")
+                until = time.monotonic() + self._sync_s
+                while not _is_taken(services) and time.monotonic() < until:
+                    time.sleep(LOOK_S)
             self._turn.take()
             if services is not None:
                 services.set_waiting("")

@@ -1,9 +1,8 @@
-"""Creates a file of a given size, maps it and touches its pages, in the first folder with enough room. Locks files.
+"""Creates a file of a given size, maps it and touches its pages, in the first folder with enough room.
 
 Guarantees:
 1. the file is new and private to this user, and its space is reserved: no later write fails for lack of room;
-2. a failed attempt leaves nothing behind;
-3. the system ends a lock with its process.
+2. a failed attempt leaves nothing behind.
 
 Example: `map_new(1 << 30, [Path("/dev/shm/a-1"), Path("/tmp/a-2")], where="staging")` is the path in /dev/shm and its
 mapping of 1 GiB; with less than that free there, the path in /tmp.
@@ -11,7 +10,6 @@ mapping of 1 GiB; with less than that free there, the path in /tmp.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from collections.abc import Iterable
@@ -49,18 +47,3 @@ def map_new(size: int, paths: Iterable[Path], *, where: str) -> tuple[Path, mmap
         finally:
             os.close(descriptor)
     raise Unavailable("disk.full", f"no room for {size} bytes of weights ({problem})", where=where)
-
-
-def try_lock(descriptor: int, *, shared: bool) -> bool:
-    """Lock an open file; False if another process holds a lock that excludes it. Raises OSError if the file system has
-    no locks."""
-    try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def unlock(descriptor: int) -> None:
-    """End this process's lock, also if a child has inherited the file."""
-    fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -6,7 +6,7 @@ transport lets members map it too, other transports send from it. Guarantees:
    pinned one (the base of adapters) stays, and does not count in the numbers below;
 2. two slots; while those are held, up to `limit` (copies of the weights, freed by `close`); while all of these are
    held, or without room for one more, the oldest one that is held is overwritten: its readers see wrong digests, and
-   `hold` reports that it is not intact. A slot that another process has locked (`weightsync.mapped_file.try_lock`,
+   `hold` reports that it is not intact. A slot that another process has locked (`asyncrl.file_locks.try_lock`,
    shared) is never overwritten: another one takes its place, and its memory lasts as long as its readers;
 3. `fill` never waits for a reader. It copies and digests on all cores while it asks for the next chunks; the chunks
    that wait to be copied are at most as large as the largest bucket. Creating a slot takes ten times as long as filling
@@ -31,9 +31,10 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import Unavailable
+from asyncrl.file_locks import try_lock, unlock
 from asyncrl.runtime.shared_memory import SHARED_MEMORY, remove_stale_slots, slot_prefix
 from weightsync.copy_digest import Crew, Pieces
-from weightsync.mapped_file import map_new, try_lock, unlock
+from weightsync.mapped_file import map_new
 from weightsync.plan.buckets import Plan, bucket_starts
 
 SLOTS = 2  # while nothing is held

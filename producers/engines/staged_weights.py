@@ -29,12 +29,13 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.errors import AsyncRLError, WorkError
+from asyncrl.file_locks import try_lock, unlock
 from asyncrl.runtime.host_facts import is_alive
 from asyncrl.runtime.shared_memory import PREFIX as SLOT_PREFIX
 from asyncrl.versions import Runs
 from asyncrl.wire import Buffer, Manifest, Tensor
 from weightsync.copy_digest import copy_digest, digest_all
-from weightsync.mapped_file import map_new, try_lock, unlock
+from weightsync.mapped_file import map_new
 from weightsync.plan.buckets import bucket_starts, group_by_bucket
 from weightsync.plan.digest import bucket_digest
 from weightsync.plan.sum_digest import SUM

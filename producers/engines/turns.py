@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from asyncrl.device_turn import DeviceTurn
-from asyncrl.engine import GenDelta, GenRequest
+from asyncrl.engine import EngineHealth, GenDelta, GenRequest
 from asyncrl.errors import AsyncRLError
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Manifest, Tensor
@@ -39,6 +39,7 @@ class TurnTaking:
         self._weights = asyncio.Lock()  # held by an update from its beginning to its end, and by a move
         self._updating = False
         self._sleeper: asyncio.Task[None] | None = None
+        self._failure: AsyncRLError | None = None  # of the sleeper
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -47,6 +48,15 @@ class TurnTaking:
     def waiting_for(self) -> str:
         """What a request waits for; empty if none does."""
         return self._turn.waiting_for
+
+    def health(self) -> EngineHealth:
+        """As the engine's. Raises the error of an engine that could not leave its device: the worker ends with it, and
+        the turn with the process.
+        """
+        if self._failure is not None:
+            raise self._failure
+        health: EngineHealth = self._engine.health()
+        return health
 
     async def start(self) -> None:
         """Load the model in a turn; it sleeps afterwards."""
@@ -123,7 +133,7 @@ class TurnTaking:
             self._sleeper = asyncio.create_task(self._sleep())
 
     async def _sleep(self) -> None:
-        """Sleep if no request comes; an engine that fails here fails at its next call, too."""
+        """Sleep if no request comes."""
         await asyncio.sleep(LINGER_S)
         async with self._entering:
             if self._requests or not self._awake:
@@ -133,7 +143,7 @@ class TurnTaking:
                 async with self._weights:
                     await self._engine.sleeping.sleep()
             except AsyncRLError as error:
-                print(f"the engine does not sleep: {error.message}", flush=True)
+                self._failure = error
                 return
             self._awake = False
             self._turn.give()

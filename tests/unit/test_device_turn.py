@@ -54,13 +54,22 @@ def test_engines_share_a_turn_and_the_learner_does_not(tmp_path: Path) -> None:
         assert not late.held and not late.waiting_for
 
 
+def waits(turn: DeviceTurn) -> asyncio.Task[None]:
+    """A process that asks for its turn."""
+    return asyncio.create_task(turn.take_async())
+
+
+async def seen_waiting(turn: DeviceTurn) -> None:
+    while not turn.waiting_for:  # bounded: the test's time limit
+        await asyncio.sleep(0)
+
+
 @in_loop
 async def test_nobody_passes_a_process_that_waits(tmp_path: Path) -> None:
     training, waiting = learner(tmp_path), engine(tmp_path)
     training.take()
-    task = asyncio.create_task(waiting.take_async())
-    while not waiting.waiting_for:  # bounded: the test's time limit
-        await asyncio.sleep(0)
+    task = waits(waiting)
+    await seen_waiting(waiting)
     training.give()
     with pytest.raises(AsyncRLError, match="no turn"):  # the engine has the queue, or its turn already
         learner(tmp_path, 0.0).take()
@@ -72,9 +81,8 @@ async def test_nobody_passes_a_process_that_waits(tmp_path: Path) -> None:
 async def test_a_wait_that_is_cancelled_leaves_the_queue(tmp_path: Path) -> None:
     training, waiting = learner(tmp_path), engine(tmp_path)
     training.take()
-    task = asyncio.create_task(waiting.take_async())
-    while not waiting.waiting_for:  # bounded: the test's time limit
-        await asyncio.sleep(0)
+    task = waits(waiting)
+    await seen_waiting(waiting)
     task.cancel()
     await asyncio.wait([task], timeout=LONG)
     training.give()
@@ -89,6 +97,7 @@ class Sleeper:
         self.loads_asleep = loads_asleep
         self.calls: list[str] = []
         self.name = "sleeper"
+        self.fails = False
         self.sleeping = self
 
     async def start(self) -> None:
@@ -97,7 +106,12 @@ class Sleeper:
     async def close(self, *, grace_s: float) -> None:
         self.calls.append("close")
 
+    def health(self) -> Any:
+        return "well"
+
     async def sleep(self) -> None:
+        if self.fails:
+            raise AsyncRLError("engine.broken", "no room in host memory")
         self.calls.append("sleep")
 
     async def wake(self) -> None:
@@ -168,6 +182,21 @@ async def test_an_engine_that_cannot_load_asleep_wakes_for_a_commit(tmp_path: Pa
     assert inner.calls[2:] == ["begin", "wake", "commit"]
     await asleep(taking)
     assert inner.calls[5:] == ["sleep"]
+
+
+@in_loop
+async def test_an_engine_that_cannot_leave_its_device_ends_its_worker(tmp_path: Path) -> None:
+    inner = Sleeper(loads_asleep=True)
+    taking = TurnTaking(inner, engine(tmp_path))
+    await taking.start()
+    assert taking.health() == "well"
+    inner.fails = True
+    assert [one async for one in taking.generate(request("a"))] == ["a"]
+    assert taking._sleeper is not None
+    await asyncio.wait_for(taking._sleeper, LONG)
+    with pytest.raises(AsyncRLError, match="no room in host memory"):
+        taking.health()  # the worker asks before every lease
+    assert taking._turn.held, "its weights are still there"
 
 
 def resident() -> int:

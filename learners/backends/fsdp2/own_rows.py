@@ -29,8 +29,8 @@ Place = tuple[str, int]  # a published tensor, and the first of its bytes
 
 
 class OwnRows:
-    """`named`: the published tensors of every parameter, with their elements, in the order of its memory. `pinned`: for
-    tensors on a device, `PART_BYTES` large."""
+    """`named`: the published tensors of every parameter, with their elements, in the order of its memory. `pin` makes
+    room of `PART_BYTES` for tensors on a device."""
 
     def __init__(
         self,
