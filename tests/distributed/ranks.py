@@ -321,9 +321,12 @@ def main() -> None:
 
 
 def in_layout(gang: Gang, layout: str) -> Gang:
-    """The same ranks in another layout."""
+    """The same ranks in another layout. They share meshes: a group has threads that wake a hundred times a second."""
     parallel = settings(Path("m"), LONE, layout).learner.parallel
-    return Gang(gang.rank, gang.size, gang.device, Topology.from_config(parallel, rank=gang.rank, size=gang.size))
+    topology = Topology.from_config(parallel, rank=gang.rank, size=gang.size)
+    placed = Gang(gang.rank, gang.size, gang.device, topology)
+    placed._meshes = gang._meshes
+    return placed
 
 
 if __name__ == "__main__":

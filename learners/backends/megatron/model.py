@@ -19,6 +19,7 @@ import importlib.util
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def join_groups(topology: Topology, *, seed: int, minutes: int) -> None:
     if state.model_parallel_is_initialized():
         if _groups_fit(state, topology):
             return
-        state.destroy_model_parallel()
+        _end_groups(state)
     state.initialize_model_parallel(
         topology.tensor,
         topology.pipeline,
@@ -102,6 +103,16 @@ def join_groups(topology: Topology, *, seed: int, minutes: int) -> None:
         distributed_timeout_minutes=minutes,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _end_groups(state: Any) -> None:
+    """Megatron-core only forgets its groups; each has threads that wake a hundred times a second."""
+    made = [one for one in state._global_process_group_list or () if one is not None]
+    state.destroy_model_parallel()
+    state._global_process_group_list = None
+    for one in made:
+        with suppress(ValueError):  # it has ended, with the group of all ranks
+            dist.destroy_process_group(one)
 
 
 def _expert_tensor(topology: Topology) -> int:
