@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from buffers.groups.records import IdSet, ledger_of, ranges_of
+from buffers.groups.records import ledger_of
+from buffers.values.id_set import IdSet, ranges_of
 
 
 def grown_ledger(

@@ -19,10 +19,11 @@ from buffers.groups.failure_budget import FailureBudget
 from buffers.groups.group_table import GroupTable
 from buffers.groups.leases import GroupLeases
 from buffers.groups.live_settings import LiveSettings
-from buffers.groups.records import COMPETING, Batch, Group, IdSet, Ledger, State, ranges_of
+from buffers.groups.records import COMPETING, Batch, Group, Ledger, State
 from buffers.groups.schedule import Schedule
 from buffers.groups.transaction import Transaction
 from buffers.groups.workers import Workers
+from buffers.values.id_set import IdSet, ranges_of
 
 
 class Claimed(msgspec.Struct, frozen=True):
@@ -274,6 +275,7 @@ class Batches:
             dead={reason: found for (state, reason), found in ended_ranges.items() if state == State.DEAD},
             tuning=self.live.checkpoint_text(),
             uses={group.id: tuple(n for n in group.uses if n <= step) for group in used if group.max_uses > 1},
+            archived=table.archive.summary(),
         )
 
     def checkpointed(self, *, epoch: int, step: int) -> None:

@@ -2,13 +2,13 @@
 
 Guarantees:
 1. indexes and counters are derived from the rows: `check_table` rebuilds them and compares (the conservation law);
-2. `load` of the persisted rows gives the same table.
+2. `load` of the persisted rows gives the same table;
+3. prompts at their end move to the archive by chunks of ids (`seal`), so no check or ledger looks at all of history.
 It decides nothing and reads no clock.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -16,11 +16,14 @@ from collections.abc import Iterable
 import msgspec
 
 from asyncrl.errors import AsyncRLError
-from buffers.groups.judgements import Judges, ScoreQueue, open_judges, release
+from buffers.groups.group_indexes import GroupIndexes
+from buffers.groups.judgements import Judges, ScoreQueue
 from buffers.groups.prompt_table import PromptTable
-from buffers.groups.records import COMPETING, Batch, Change, Ended, Group, IdSet, Meta, State
+from buffers.groups.records import Batch, Change, Ended, Group, Meta, State
 from buffers.groups.transaction import Edit, Transaction
 from buffers.groups.workers import Workers
+from buffers.values.archive import CHUNK, RETIRED, ROW, Archive, Archived
+from buffers.values.id_set import IdSet
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_group = msgspec.msgpack.Decoder(Group).decode
@@ -30,105 +33,19 @@ _decode_meta = msgspec.msgpack.Decoder(Meta).decode
 _decode_ranges = msgspec.msgpack.Decoder(tuple[tuple[int, int], ...]).decode
 _decode_digests = msgspec.msgpack.Decoder(dict[int, tuple[str, ...]]).decode
 
-#: (deadline, sequence, id)
-Entry = tuple[int, int, int]
-#: Seconds between two full checks: one costs about a microsecond per group that is not retired.
+#: Seconds between two full checks: one costs about a microsecond per group that is not archived.
 CHECK_S = 1.0
 #: Versions whose digests are kept.
 KEPT_DIGESTS = 256
-
-
-class GroupIndexes:
-    """Counts and orders of groups by state, deadline and holder, and the queue of samples to score."""
-
-    def __init__(self, judges: Judges, queue: ScoreQueue) -> None:
-        self.judges = judges
-        self.queue = queue
-        self.counts: Counter[int] = Counter()
-        self.due: Counter[int] = Counter()  # deadline -> competing groups
-        self.ready: list[Entry] = []  # earliest deadline first
-        self.used: list[Entry] = []  # trained groups that may be trained again, earliest deadline first
-        self.pending: dict[int, None] = {}  # leased groups without a holder: they wait for a producer
-        self.pending_order: list[tuple[float, int]] = []  # the same as (deadline, id); no deadline: inf
-        self.held: dict[str, set[int]] = {}  # by producer
-        self.named: dict[int, float] = {}  # leased group -> when its holder last named it
-
-    @property
-    def competing(self) -> int:
-        """Groups that compete for a place in a batch."""
-        return self.counts[State.LEASED] + self.counts[State.UNSCORED] + self.counts[State.READY]
-
-    def remove(self, group: Group) -> None:
-        """Take the group out of every index."""
-        self.counts[group.state] -= 1
-        if group.state in COMPETING and group.deadline is not None:
-            left = self.due[group.deadline] - 1
-            if left:
-                self.due[group.deadline] = left
-            else:
-                del self.due[group.deadline]
-        if group.state == State.READY:
-            del self.ready[bisect.bisect_left(self.ready, _entry(group))]
-        elif group.state == State.LEASED:
-            if group.id in self.pending:
-                del self.pending[group.id]
-                del self.pending_order[bisect.bisect_left(self.pending_order, _urgency(group))]
-            if group.holder:
-                release(self.held, group.holder, group.id)
-                self.named.pop(group.id, None)
-        elif group.state == State.TRAINED and len(group.uses) < group.max_uses:
-            del self.used[bisect.bisect_left(self.used, _entry(group))]
-
-    def add(self, group: Group) -> None:
-        """Put the group into the indexes that its state asks for."""
-        self.counts[group.state] += 1
-        if group.state in COMPETING and group.deadline is not None:
-            self.due[group.deadline] += 1
-        if group.state == State.READY:
-            bisect.insort(self.ready, _entry(group))
-        elif group.state == State.LEASED:
-            if group.holder:
-                self.held.setdefault(group.holder, set()).add(group.id)
-            else:
-                self.pending[group.id] = None
-                bisect.insort(self.pending_order, _urgency(group))
-        elif group.state == State.TRAINED and len(group.uses) < group.max_uses:
-            bisect.insort(self.used, _entry(group))
-        if group.state in (State.LEASED, State.UNSCORED):
-            judges = self.judges.judges_for(group.source)
-            for index, sample in group.samples.items():
-                if sample.reward is None:
-                    for judge in open_judges(sample, judges):
-                        self.queue.offer((group.id, index, judge))
-
-    def check(self, fresh: GroupIndexes) -> None:
-        """Compare with indexes that were built from the rows. Raises `internal` if they disagree."""
-        for name in ("counts", "due"):
-            if +getattr(fresh, name) != +getattr(self, name):
-                raise AsyncRLError("internal", f"{name}: {getattr(self, name)}, the rows say {getattr(fresh, name)}")
-        if (fresh.ready, fresh.used) != (self.ready, self.used):
-            raise AsyncRLError("internal", "the order of ready or used groups disagrees with the rows")
-        if fresh.pending.keys() != self.pending.keys() or fresh.pending_order != self.pending_order:
-            raise AsyncRLError("internal", "the pending groups disagree with the rows")
-        if fresh.held != {name: ids for name, ids in self.held.items() if ids}:
-            raise AsyncRLError("internal", "the lease holders disagree with the rows")
-        if fresh.queue.keys() != self.queue.keys():
-            raise AsyncRLError("internal", "the samples to score disagree with the rows")
-
-
-def _entry(group: Group) -> Entry:
-    return (group.deadline or 0, group.sequence, group.id)
-
-
-def _urgency(group: Group) -> tuple[float, int]:
-    """The order in which groups that wait for a producer are leased."""
-    return (math.inf if group.deadline is None else group.deadline, group.id)
+#: Chunks that move to the archive at once: the store of an older build may hold a million ended groups as single rows.
+MOST_SEALED = 64
 
 
 class GroupTable:
-    """Groups by id. Rows: `meta`, `digests`, `retired`, `g<id>`, `x<id>` (ended), `b<step>`."""
+    """Groups by id. Rows: `meta`, `digests`, `retired`, `g<id>`, `x<id>` (ended), `b<step>`, those of the archive."""
 
     event_prefix = ""  # of their lines in the history
+    chunk = CHUNK  # ids that move to the archive together
 
     def __init__(self, tx: Transaction, workers: Workers, judges: Judges, queue: ScoreQueue) -> None:
         self.tx = tx
@@ -139,18 +56,22 @@ class GroupTable:
         self.prompts = PromptTable(tx)
         self.meta = Meta()
         self.groups: dict[int, Group] = {}
-        self.ended: dict[int, Ended] = {}
-        self.retired = IdSet()
+        self.ended: dict[int, Ended] = {}  # those that are not in the archive
+        self.retired = IdSet()  # likewise
+        self.archive = Archive(self.chunk)
         self.batches: dict[int, Batch] = {}
         self.digests: dict[int, tuple[str, ...]] = {}
         self.ended_counts: Counter[tuple[int, str]] = Counter()
-        self.quarantined = 0  # dead groups that had been claimed: they used up a place in a batch
         self._checked = -math.inf
 
     # ------------------------------------------------------------ rows
 
     def load(self, rows: Iterable[tuple[str, bytes]]) -> None:
         """Take over persisted rows. Rows of other tables are ignored."""
+        rows = list(rows)
+        self.archive.load(rows)
+        for kind, number in self.archive.counts.items():
+            _count_ended(self, kind, number)
         for key, value in rows:
             if key == "meta":
                 self.meta = _decode_meta(value)
@@ -176,7 +97,7 @@ class GroupTable:
     def rows(self) -> list[Change]:
         """All rows, for a store that lost its own."""
         keys = ["meta", "digests", "retired", *(f"g{number}" for number in self.groups)]
-        keys += [f"x{number}" for number in self.ended] + [f"b{step}" for step in self.batches]
+        keys += [f"x{number}" for number in self.ended] + [f"b{step}" for step in self.batches] + self.archive.keys()
         return [Change(key, self.row(key)) for key in keys]
 
     def row(self, key: str) -> bytes | None:
@@ -189,6 +110,8 @@ class GroupTable:
             return _encode(self.digests)
         if key == "retired":
             return _encode(self.retired.ranges())
+        if key.startswith(ROW):
+            return self.archive.row(key)
         found = self.ended.get(int(key[1:])) if key[0] == "x" else self.batches.get(int(key[1:]))
         return None if found is None else _encode(found)
 
@@ -270,7 +193,7 @@ class GroupTable:
         """Move a group to DROPPED or DEAD; with `cancel` its holder is asked to stop."""
         if cancel:
             self.cancel(group, reason)
-        self._remove(group)
+        self.remove(group)
         self.add_ended(Ended(group.id, state, reason, detail[:500], group.step))
         if state == State.DEAD:
             self.tx.event("dead", g=group.id, reason=reason, detail=detail[:500])
@@ -279,11 +202,12 @@ class GroupTable:
 
     def retire(self, group: Group) -> None:
         """A durable checkpoint holds the group's gradient."""
-        self._remove(group)
+        self.remove(group)
         self.retired.add(group.id)
         self.put("retired")
 
-    def _remove(self, group: Group) -> None:
+    def remove(self, group: Group) -> None:
+        """Take the group out; its samples are freed."""
         self.indexes.remove(group)
         self.drop_samples(group)
         self.prompts.release(group.id)
@@ -298,13 +222,11 @@ class GroupTable:
     def _add_ended(self, ended: Ended) -> None:
         self.ended[ended.id] = ended
         self.ended_counts[ended.state, ended.reason] += 1
-        self.quarantined += ended.step > 0
 
     def remove_ended(self, number: int) -> None:
         """The group was not at its end after all."""
         ended = self.ended.pop(number)
         self.ended_counts[ended.state, ended.reason] -= 1
-        self.quarantined -= ended.step > 0
         self.put(f"x{number}")
 
     def add_digest(self, version: int, digest: str) -> None:
@@ -335,10 +257,63 @@ class GroupTable:
     def verify(self) -> None:
         """Check the sums of the ledger; at most once in `CHECK_S` everything that `check_table` looks at."""
         if not 0 <= self.tx.now - self._checked < CHECK_S:
+            seal(self)
             check_table(self)
             self._checked = self.tx.now
         else:
             check_sums(self)
+
+
+def _end_of(kind: str) -> tuple[State, str]:
+    state, _, reason = kind.partition(":")
+    return State[state.upper()], reason
+
+
+def _count_ended(table: GroupTable, kind: str, number: int) -> None:
+    if kind != RETIRED:
+        table.ended_counts[_end_of(kind)] += number
+
+
+def seal(table: GroupTable) -> None:
+    """Move chunks whose prompts are all at their end to the archive."""
+    size = table.archive.chunk
+    counts = Counter(number // size for numbers in (table.ended, table.retired) for number in numbers)
+    for chunk in [chunk for chunk, count in counts.items() if count == size][:MOST_SEALED]:
+        first, end = chunk * size, (chunk + 1) * size
+        found = {number: table.ended.pop(number, None) for number in range(first, end)}
+        table.retired.cut(first, end)
+        table.archive.seal(chunk, {n: RETIRED if ended is None else end_kind(ended) for n, ended in found.items()})
+        _put_chunk(table, chunk, [number for number, ended in found.items() if ended is not None])
+
+
+def reopen(table: GroupTable, chunk: int) -> None:
+    """Move a chunk back: the ends of its prompts may change."""
+    found = table.archive.open(chunk)
+    for number, kind in found.items():
+        if kind == RETIRED:
+            table.retired.add(number)
+        else:
+            table.ended[number] = Ended(number, *_end_of(kind))
+    _put_chunk(table, chunk, [number for number in found if number in table.ended])
+
+
+def adopt(table: GroupTable, archived: Archived) -> None:
+    """Archive these numbers and nothing else."""
+    before, changed = table.archive.counts, table.archive.adopt(archived)
+    for kind in {*before, *archived.counts}:
+        _count_ended(table, kind, archived.counts.get(kind, 0) - before[kind])
+    for key in changed:
+        table.put(key)
+
+
+def _put_chunk(table: GroupTable, chunk: int, ended: Iterable[int]) -> None:
+    for key in ("retired", table.archive.key(chunk), *(f"x{number}" for number in ended)):
+        table.tx.put_quietly(key, table)
+
+
+def end_kind(ended: Ended) -> str:
+    """The kind of its end, as in the archive."""
+    return f"{State(ended.state).name.lower()}:{ended.reason}"
 
 
 def ledger_counts(table: GroupTable) -> dict[str, int]:
@@ -350,7 +325,7 @@ def ledger_counts(table: GroupTable) -> dict[str, int]:
     return {
         "issued": table.meta.cursor,
         **named,
-        "retired": len(table.retired),
+        "retired": len(table.retired) + table.archive.counts[RETIRED],
         "dropped": ended["dropped"],
         "dead": ended["dead"],
     }
@@ -379,8 +354,10 @@ def check_ids(table: GroupTable) -> None:
     """Every issued prompt is in exactly one state. Raises `internal`."""
     ids = [*table.groups, *table.ended]
     twice = len(set(ids)) != len(ids) or any(number in table.retired for number in ids)
-    last = max(max(ids, default=-1), table.retired.ranges()[-1][1] - 1 if len(table.retired) else -1)
-    if twice or last >= table.meta.cursor or len(ids) + len(table.retired) != table.meta.cursor:
+    archived = any(number in table.archive for numbers in (ids, table.retired) for number in numbers)
+    last = max([-1, *ids, *(end - 1 for found in (table.retired, table.archive.ids) for _, end in found.ranges()[-1:])])
+    known = len(ids) + len(table.retired) + len(table.archive)
+    if twice or archived or len(table.archive) != len(table.archive.ids) or not last < table.meta.cursor == known:
         raise AsyncRLError("internal", "a prompt is in two states or in none")
 
 

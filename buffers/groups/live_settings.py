@@ -19,7 +19,6 @@ import msgspec
 
 from asyncrl.config import AlgorithmConfig
 from asyncrl.config.sections.buffer import MOST_IN_FLIGHT_GROUPS
-from buffers.groups.feasibility import Plan, capacity, levels
 from buffers.groups.group_table import GroupTable
 from buffers.groups.records import FIRST_DEPTH, Change, Settings
 from buffers.groups.transaction import Transaction
@@ -35,6 +34,7 @@ from buffers.groups.tunable_settings import (
     full_key,
     refusal,
 )
+from buffers.values.feasibility import Plan, capacity, levels
 
 KEPT_IN_CHECKPOINT = 16  # changes that can be undone even after a loss of the store
 Changed = dict[str, tuple[Any, Any]]

@@ -2,17 +2,14 @@
 
 Guarantees:
 1. a record encodes to a small msgpack row and back without loss; new fields go last and have defaults;
-2. `IdSet` holds group ids as ranges, so a million trained groups are a few numbers;
-3. `Ledger` is what a checkpoint of the learner stores: enough to never train a group twice, even without the store.
+2. `Ledger` is what a checkpoint of the learner stores: enough to never train a group twice, even without the store.
 It decides nothing.
 """
 
 from __future__ import annotations
 
-import bisect
 import enum
 import math
-from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -24,6 +21,7 @@ from asyncrl.config.sections.reward import DEFAULT
 from asyncrl.errors import UNREADABLE, AsyncRLError
 from asyncrl.versions import Runs
 from buffers.groups.judgements import Judgement, JudgeRule
+from buffers.values.archive import Archived
 
 
 class State(enum.IntEnum):
@@ -264,6 +262,7 @@ class Ledger(msgspec.Struct, frozen=True):
     tuning: str = ""  # JSON of the row `tuning`, where something was tuned
     uses: dict[int, tuple[int, ...]] = {}  # of groups in `trained` that may be trained again: the steps that did
     history: str = ""  # head of the history's chain when the buffer wrote this ledger
+    archived: Archived = Archived()  # prompts at their end that stand in none of the above, by their numbers
 
     def to_json(self) -> str:
         """The text that goes into the checkpoint."""
@@ -278,74 +277,3 @@ def ledger_of(text: str) -> Ledger:
         return msgspec.json.decode(text, type=Ledger) if text else Ledger()
     except UNREADABLE as error:
         raise AsyncRLError("learner.checkpoint", f"its ledger cannot be read: {error}") from None
-
-
-class IdSet:
-    """A set of group ids held as sorted ranges.
-
-    >>> ids = IdSet([(0, 2)]); ids.add(3); ids.add(2); ids.ranges(), len(ids), 3 in ids, 4 in ids
-    (((0, 4),), 4, True, False)
-    """
-
-    def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        self._count = 0
-        for start, end in sorted((int(a), int(b)) for a, b in ranges if b > a):
-            if self._ends and start <= self._ends[-1]:
-                self._count += max(0, end - self._ends[-1])
-                self._ends[-1] = max(end, self._ends[-1])
-            else:
-                self._starts.append(start)
-                self._ends.append(end)
-                self._count += end - start
-
-    def __contains__(self, number: int) -> bool:
-        place = bisect.bisect_right(self._starts, number) - 1
-        return place >= 0 and number < self._ends[place]
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[int]:
-        for start, end in zip(self._starts, self._ends, strict=True):
-            yield from range(start, end)
-
-    def add(self, number: int) -> None:
-        """Put one id in."""
-        place = bisect.bisect_right(self._starts, number)
-        if place and number < self._ends[place - 1]:
-            return
-        self._count += 1
-        left = place > 0 and self._ends[place - 1] == number
-        right = place < len(self._starts) and self._starts[place] == number + 1
-        if left and right:
-            self._ends[place - 1] = self._ends.pop(place)
-            del self._starts[place]
-        elif left:
-            self._ends[place - 1] = number + 1
-        elif right:
-            self._starts[place] = number
-        else:
-            self._starts.insert(place, number)
-            self._ends.insert(place, number + 1)
-
-    def discard(self, number: int) -> None:
-        """Take one id out."""
-        place = bisect.bisect_right(self._starts, number) - 1
-        if place < 0 or number >= self._ends[place]:
-            return
-        start, end = self._starts.pop(place), self._ends.pop(place)
-        parts = [part for part in ((start, number), (number + 1, end)) if part[0] < part[1]]
-        self._starts[place:place] = [part[0] for part in parts]
-        self._ends[place:place] = [part[1] for part in parts]
-        self._count -= 1
-
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The ranges `[first, end)` in order."""
-        return tuple(zip(self._starts, self._ends, strict=True))
-
-
-def ranges_of(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """The ranges of some ids."""
-    return IdSet((number, number + 1) for number in numbers).ranges()

@@ -6,10 +6,12 @@ The checkpoint of step s0 wins over the store. Guarantees:
 2. recorded batches of s0 + 1, s0 + 2, ... are handed out again by claim; a batch behind a gap returns to READY;
 3. groups that the store retired and this (older) checkpoint does not hold are DROPPED as `rolled_back`, so their places
    are refilled;
-4. a prompt issued before the checkpoint that the store does not know is issued again under its id;
-5. groups with samples of versions that the checkpoint and the recorded batches cannot reach again are generated anew:
+4. ids that the ledger has as `Archived` are at their end. If the store has other counts for them, those of the ledger
+   are taken;
+5. a prompt issued before the checkpoint that the store does not know is issued again under its id;
+6. groups with samples of versions that the checkpoint and the recorded batches cannot reach again are generated anew:
    other weights will have these numbers;
-6. a second learner is refused while the first is heard from, unless it takes over; the first is then fenced.
+7. a second learner is refused while the first is heard from, unless it takes over; the first is then fenced.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ from __future__ import annotations
 from asyncrl.errors import AsyncRLError, Fenced, error_for
 from buffers.groups.batches import Batches
 from buffers.groups.failure_budget import FailureBudget
-from buffers.groups.group_table import GroupTable, check_table
+from buffers.groups.group_table import GroupTable, adopt, check_table, reopen, seal
 from buffers.groups.leases import GroupLeases
 from buffers.groups.live_settings import LiveSettings
 from buffers.groups.partial_samples import PartialSamples
-from buffers.groups.records import COMPETING, Ended, Group, IdSet, Ledger, State
+from buffers.groups.records import COMPETING, Ended, Group, Ledger, State
 from buffers.groups.transaction import Transaction
 from buffers.groups.workers import Worker, Workers
+from buffers.values.archive import Archived
+from buffers.values.id_set import IdSet, ranges_of
 
 KEPT_REGISTRATIONS = 16
 
@@ -108,6 +112,7 @@ class Recovery:
         self.batches.late_since = self.batches.asked_since = None
         self.table.put("meta")
         self.tx.event("register", epoch=meta.epoch, step=step, pid=pid, host=host)
+        seal(self.table)
         check_table(self.table)
         return meta.epoch
 
@@ -131,6 +136,7 @@ class Recovery:
         self._adopt_commits(step, ledger)
         trained = IdSet(ledger.trained)
         recorded = {number: len(batch.groups) for number, batch in table.batches.items()}
+        self._adopt_archive(ledger.archived)
         self._adopt_trained(trained, ledger)
         for number in [number for number in table.retired if number not in trained]:
             self._roll_back(number)
@@ -150,6 +156,26 @@ class Recovery:
                 self.tx.event(
                     "commit", step=number, version=number, epoch=ledger.epoch, digest=digest, groups=list(groups)
                 )
+
+    def _adopt_archive(self, archived: Archived) -> None:
+        """Open every chunk that the ledger does not have as archived. The others stay if the numbers agree; if not, the
+        store is of another past, and what it knows of these prompts is given up."""
+        table, ids = self.table, IdSet(archived.ranges)
+        agrees = table.archive.agrees(archived)
+        for chunk in table.archive.outside(ids):
+            reopen(table, chunk)
+        if agrees:
+            return
+        for number in [number for number in table.ended if number in ids]:
+            table.remove_ended(number)
+        for number in [number for number in table.retired if number in ids]:
+            table.retired.discard(number)
+        for group in [group for number, group in table.groups.items() if number in ids]:
+            self._leave_batches(group)
+            table.cancel(group, "by the ledger of the checkpoint")
+            table.remove(group)
+        table.put("retired")
+        adopt(table, archived)
 
     def _adopt_trained(self, trained: IdSet, ledger: Ledger) -> None:
         """The checkpoint holds the gradient of these groups: they are retired, unless they may be trained again."""
@@ -237,12 +263,9 @@ class Recovery:
     def _issue_unknown(self, cursor: int) -> None:
         """Issue prompts again that were issued before the checkpoint and that neither side knows now."""
         table = self.table
-        table.meta.cursor = max(table.meta.cursor, cursor, *(end for _, end in table.retired.ranges()[-1:]))
-        if len(table.groups) + len(table.ended) + len(table.retired) == table.meta.cursor:
-            return
+        known = IdSet([*table.archive.ids.ranges(), *table.retired.ranges(), *ranges_of((*table.groups, *table.ended))])
+        table.meta.cursor = max(table.meta.cursor, cursor, *(end for _, end in known.ranges()[-1:]))
         bound = self.batches.schedule.bound
-        for number in range(table.meta.cursor):
-            if number in table.groups or number in table.ended or number in table.retired:
-                continue
+        for number in known.missing(table.meta.cursor):
             table.add(Group(number, attempt=1, bound=bound, issued=self.tx.wall_time))
             self.tx.event("lost", g=number, token=0, producer="", why="store_lost")

@@ -23,7 +23,7 @@ from asyncrl.config.judges import row_data_source
 from asyncrl.versions import oldest_version
 from asyncrl.wire import Piece, Pieces, PiecesReply, SampleHead, Samples, SamplesReply
 from buffers.groups.failure_budget import TOO_MANY_PARTS, FailureBudget, Verdict
-from buffers.groups.group_table import GroupTable
+from buffers.groups.group_table import GroupTable, end_kind
 from buffers.groups.leases import Leases
 from buffers.groups.live_settings import LiveSettings
 from buffers.groups.partial_samples import PartialSamples
@@ -235,9 +235,12 @@ class GroupSamples:
     def gone_reason(self, number: int) -> str:
         """Why there is no group of this number."""
         ended = self.table.ended.get(number)
-        if ended is not None:
-            return f"gone: {State(ended.state).name.lower()} ({ended.reason})"
-        return "gone: retired" if number in self.table.retired else "unknown group"
+        kind = end_kind(ended) if ended is not None else self.table.archive.kind(number)
+        state, _, reason = kind.partition(":")
+        if reason:
+            return f"gone: {state} ({reason})"
+        gone = number in self.table.retired or number in self.table.archive
+        return "gone: retired" if gone else "unknown group"
 
     def wrong_version(self, head: Samples) -> str:
         return ""  # the deadline of the group follows from the versions

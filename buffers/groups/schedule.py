@@ -17,10 +17,11 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from buffers.groups.feasibility import capacity, depth_allows, feasible, levels, list_requirements
-from buffers.groups.group_table import Entry, GroupTable
+from buffers.groups.group_indexes import Entry
+from buffers.groups.group_table import GroupTable
 from buffers.groups.live_settings import LiveSettings
 from buffers.groups.records import Group, Settings, State
+from buffers.values.feasibility import capacity, depth_allows, feasible, levels, list_requirements
 
 
 class Schedule:

@@ -15,7 +15,6 @@ from model_world import Case
 from asyncrl.wire import Lease, Pieces, PiecesReply, RewardFailure, Samples, SamplesReply, Score, Scores
 from buffers.groups.batches import Batches, Claimed
 from buffers.groups.fair_share import FairShare, missing_groups
-from buffers.groups.feasibility import capacity
 from buffers.groups.group_table import GroupTable
 from buffers.groups.judgements import Judges, judgement
 from buffers.groups.leases import GroupLeases, Leases
@@ -27,6 +26,7 @@ from buffers.groups.sample_intake import GroupSamples, SampleIntake
 from buffers.groups.schedule import Schedule
 from buffers.groups.scoring import Found, Scoring
 from buffers.groups.workers import Worker
+from buffers.values.feasibility import capacity
 
 
 class Naive(Schedule):

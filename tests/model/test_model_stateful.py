@@ -27,9 +27,9 @@ from model_mutants import BoundOfTheMoment, OlderTokensIgnored, RequiredIgnored
 
 from asyncrl.errors import AsyncRLError, Fenced
 from asyncrl.wire import Lease, LeaseReturn, Piece, Pieces, RewardFailure, SampleHead, Samples, Score, Scores
-from buffers.groups.group_table import ledger_counts
+from buffers.groups.group_table import GroupTable, ledger_counts
 from buffers.groups.judgements import JudgeRule
-from buffers.groups.machine import DEFAULT_PARTS, GroupMachine, Parts
+from buffers.groups.machine import GroupMachine, Parts
 from buffers.groups.records import COMPETING, Group, Ledger, PartialSample, Record, Settings, State
 
 PRODUCERS = ("p0", "p1", "p2", "p3")
@@ -43,10 +43,16 @@ def no_sevens(*, rewards: list[float], **_: Any) -> str:
     return "seven" if 7.0 in rewards else ""
 
 
+class SmallChunks(GroupTable):
+    """Prompts at their end move to the archive early."""
+
+    chunk = 3
+
+
 class System(RuleBasedStateMachine):
     """A run of 24 groups or so."""
 
-    parts = DEFAULT_PARTS
+    parts = Parts(table=SmallChunks)
 
     @initialize(
         eta=st.integers(0, 4),
@@ -463,6 +469,6 @@ def test_larger_systems_for_longer(figure: Callable[[str], None]) -> None:
 )
 def test_the_properties_can_fail(wrong: dict[str, type]) -> None:
     """With a wrong rule the same machine finds a group above its bound."""
-    system = type("Wrong", (System,), {"parts": Parts(**wrong)})
+    system = type("Wrong", (System,), {"parts": Parts(table=SmallChunks, **wrong)})
     with pytest.raises((AssertionError, AsyncRLError)):
         run_state_machine_as_test(system, settings=profile(900, 30, fixed=True))

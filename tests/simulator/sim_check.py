@@ -28,7 +28,9 @@ from sim_actors import DEEP, responses_of, reward_of
 from asyncrl import wire
 from asyncrl.audit.reader import Reader
 from asyncrl.versions import oldest_version
+from buffers.groups.group_table import end_kind
 from buffers.groups.records import State
+from buffers.values.archive import RETIRED
 
 if TYPE_CHECKING:
     from sim_learner import Learner
@@ -45,6 +47,15 @@ class Violation(Exception):
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")
         self.kind = kind
+
+
+def ends_of(table: Any) -> dict[int, str]:
+    """How every prompt ended that has: `retired`, or the state and the reason. Empty: an archive of numbers has it."""
+    known = {number: "" for first, end in table.archive.adopted.ranges for number in range(first, end)}
+    known |= {number: table.archive.kind(number) for number in table.archive.ids if number not in known}
+    return (
+        known | {number: end_kind(end) for number, end in table.ended.items()} | dict.fromkeys(table.retired, RETIRED)
+    )
 
 
 class Checker:
@@ -257,16 +268,21 @@ class Checker:
         flat = [group for step in lineage for group in step.groups]
         if self.world.max_reuse == 1 and len(flat) != len(trained):
             self.fail("doubled", f"{sorted(group for group in trained if flat.count(group) > 1)}")
-        said = set(groups.table.retired) | {g.id for g in groups.table.groups.values() if g.state == State.TRAINED}
-        if trained - said:
-            self.fail("lost", f"{sorted(trained - said)} are in the weights, the buffer calls them otherwise")
+        ends, adopted = ends_of(groups.table), groups.table.archive.adopted
+        said = {number for number, kind in ends.items() if kind == RETIRED}
+        said |= {g.id for g in groups.table.groups.values() if g.state == State.TRAINED}
+        counted = {number for number, kind in ends.items() if not kind}
+        if trained - said - counted or len(trained & counted) != adopted.counts.get(RETIRED, 0):
+            self.fail(
+                "lost", f"{sorted(trained - said)} are in the weights, the buffer calls them otherwise: {adopted}"
+            )
         if said - trained:
             self.fail("lost", f"{sorted(said - trained)} are called trained, the weights do not hold them")
-        for ended in groups.table.ended.values():
-            if not ended.reason:
-                self.fail("lost", f"group {ended.id} ended without a reason")
+        for number, kind in ends.items():
+            if kind.endswith(":"):
+                self.fail("lost", f"group {number} ended without a reason")
         for number in range(groups.table.meta.cursor):
-            if number not in said and number not in groups.table.ended and number not in groups.table.groups:
+            if number not in said and number not in ends and number not in groups.table.groups:
                 self.fail("lost", f"prompt {number} was issued and nobody knows it")
         last = max([-1, *self.world.issued, *trained])
         if last >= groups.table.meta.cursor:
@@ -288,7 +304,8 @@ class Checker:
         world = self.world
         missing = world.steps * world.batch_groups - sum(len(step.groups) for step in lineage)
         told = [int(number) for number in BURIED.findall(b"".join(world.history))]  # the history outlives the store
-        known = {e.id for e in groups.table.ended.values() if e.reason in ("payload_lost", "poison:simulated")}
+        ends = ends_of(groups.table)
+        known = {number for number, kind in ends.items() if kind.endswith((":payload_lost", ":poison:simulated"))}
         buried = len(told) + len(known.difference(told))  # one may die twice, in two pasts
         if world.strict_places and not 0 <= missing <= buried:
             self.fail(

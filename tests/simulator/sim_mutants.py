@@ -39,6 +39,7 @@ from buffers.groups.recovery import Recovery
 from buffers.groups.sample_intake import GroupSamples, SampleIntake
 from buffers.groups.scoring import Found
 from buffers.service.service import BufferService
+from buffers.values.archive import Archive
 
 Patch = tuple[Any, str, Any]
 
@@ -184,6 +185,10 @@ def _rolled_back_ready(self: Any, number: int) -> None:
     self.table.meta.cursor = max(self.table.meta.cursor, number + 1)
 
 
+def _no_chunks(self: Any, ids: Any) -> list[int]:
+    return []
+
+
 def _any_order(self: Any, step: int, size: int) -> bool:
     return True
 
@@ -242,6 +247,8 @@ MUTANTS: dict[str, list[Patch]] = {
     "the first judge to answer decides": [(scoring, "take_answer", _first_answer_decides)],
     "a batch is handed out and not recorded": [(Batches, "record", _record_in_memory)],
     "a recorded batch comes back in another order": [(Batches, "_hand_out", _replay_recorded_anew)],
+    "registration does not adopt what the ledger archived": [(Recovery, "_adopt_archive", _nothing)],
+    "archived prompts outlive the return to an older checkpoint": [(Archive, "outside", _no_chunks)],
     "registration does not adopt the ledger": [(Recovery, "_adopt_trained", _nothing)],
     "a checkpoint retires steps it does not hold": [(Batches, "checkpointed", _retires_all)],
     "recorded groups are ready once more": [(Recovery, "restore_batches", _ready_and_recorded)],

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 from sim_actors import Producer, Rewarder
-from sim_check import Checker, Violation
+from sim_check import Checker, Violation, ends_of
 from sim_config import config_of
 from sim_disk import Files, Killed, Medium, NullDead, NullLog, SimHistory, SimSegments, SimStore
 from sim_host import Host, Weights
@@ -35,7 +35,9 @@ from asyncrl import wire
 from asyncrl.config import Config
 from asyncrl.errors import Unavailable
 from asyncrl.runtime.run_dir import RunDir
+from buffers.groups.group_table import GroupTable
 from buffers.service.service import BufferService
+from buffers.values.archive import CHUNK, RETIRED
 
 WALL = 1_800_000_000.0
 PATIENCE_S = 900.0  # virtual seconds for the whole run
@@ -176,7 +178,8 @@ class World:
 
     def ended_ids(self) -> set[int]:
         """Groups that the service calls dropped or dead."""
-        return set(self.net.service.service.machine.table.ended) if self.net.service else set()
+        ends = ends_of(self.net.service.service.machine.table) if self.net.service else {}
+        return {number for number, kind in ends.items() if kind != RETIRED}
 
     def keep_content(self, batch: wire.Batch, payloads: Any) -> None:
         """What a batch consists of, for the digest of the weights."""
@@ -221,6 +224,7 @@ class World:
             "_last_epoch": self._last_epoch,
         }
         before = {name: getattr(server_module, name) for name in names}
+        GroupTable.chunk = 2 if self.seed % 2 else CHUNK
         log = session_module.MetricsLog
         for name, value in names.items():
             setattr(server_module, name, value)
@@ -231,6 +235,7 @@ class World:
             for name, value in before.items():
                 setattr(server_module, name, value)
             session_module.MetricsLog = log  # type: ignore[misc]
+            GroupTable.chunk = CHUNK
 
     def monotonic(self) -> float:
         """Seconds, as a clock that starts anew at every boot."""

@@ -90,6 +90,8 @@ class Run:
         group = self.g.table.groups.get(number)
         if group is not None:
             return State(group.state).name
+        if number in self.g.table.archive:
+            return self.g.table.archive.kind(number).partition(":")[0].upper()
         return "RETIRED" if number in self.g.table.retired else State(self.g.table.ended[number].state).name
 
     def reload(self) -> None:

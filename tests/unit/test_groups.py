@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from groups_run import Run, settings
 
-import buffers.groups.feasibility
 import buffers.groups.judgements
 import buffers.groups.leases
 import buffers.groups.machine
-import buffers.groups.records
 import buffers.groups.schedule
 import buffers.groups.tunable_settings
+import buffers.values.archive
+import buffers.values.feasibility
+import buffers.values.id_set
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import LeaseReturn, RewardFailure, SampleHead, Samples, Score, Scores
 from buffers.groups.group_table import reasons
@@ -28,9 +29,10 @@ from buffers.groups.records import Record, State
     [
         buffers.groups.machine,
         buffers.groups.schedule,
-        buffers.groups.feasibility,
+        buffers.values.feasibility,
         buffers.groups.leases,
-        buffers.groups.records,
+        buffers.values.archive,
+        buffers.values.id_set,
         buffers.groups.judgements,
         buffers.groups.tunable_settings,
     ],

@@ -13,7 +13,8 @@ from buffers.client.offline_ledger import grown_ledger
 from buffers.groups import group_table
 from buffers.groups.group_table import ledger_counts
 from buffers.groups.machine import GroupMachine
-from buffers.groups.records import IdSet, Ledger, State, ledger_of
+from buffers.groups.records import Ledger, State, ledger_of
+from buffers.values.id_set import IdSet
 
 # ---------------------------------------------------------------- claims
 

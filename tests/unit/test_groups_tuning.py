@@ -12,11 +12,11 @@ from groups_run import Run
 
 import buffers.groups.tunable_settings
 from asyncrl.errors import AsyncRLError
-from buffers.groups.feasibility import Plan, capacity, depth_allows, feasible, list_requirements
 from buffers.groups.leases import MOST_GROUPS_PER_ANSWER
 from buffers.groups.machine import GroupMachine
 from buffers.groups.records import ledger_of, settings_of
 from buffers.groups.tunable_settings import DepthController
+from buffers.values.feasibility import Plan, capacity, depth_allows, feasible, list_requirements
 
 
 def tune(run: Run, **changes: Any) -> tuple[int, dict[str, tuple[Any, Any]], str]:

@@ -46,6 +46,7 @@ LAYERS = (
     "asyncrl.commands asyncrl.python_api",
     "asyncrl.cli",
     "asyncrl.__main__",
+    "buffers.values",
     "weightsync.plan weightsync.mapped_file buffers.groups",
     "weightsync.copy_digest",
     "weightsync.staging buffers.payloads buffers.stores buffers.evaluation",
