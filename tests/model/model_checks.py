@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import Lease, Samples
+from buffers.groups.group_table import reasons
 from buffers.groups.machine import GroupMachine
 from buffers.groups.records import COMPETING, Batch, Group, State
 
@@ -39,7 +40,7 @@ def check_state(world: World, node: Node, book: GroupMachine) -> None:
             due.append(group.deadline)
             if group.samples and group.deadline > min(s.oldest for s in group.samples.values()) + group.bound:
                 raise Violation(f"group {number} has older tokens than its deadline {group.deadline} says")
-    if world.exact and not case.late and any(ended.reason == "late" for ended in book.table.ended.values()):
+    if world.exact and not case.late and "late" in reasons(book.table, State.DROPPED):
         raise Violation("a group was dropped as late though everybody was waited for")
     if world.exact:
         for u in set(due):
@@ -140,7 +141,7 @@ def check_batch(world: World, node: Node, book: GroupMachine, batch: Batch) -> i
             raise Violation(f"group {number} is trained and not complete")
         if world.case.judges > 1 and any(s.reward != 3.0 for s in group.samples.values()):
             raise Violation(f"group {number} is trained without the sum of its judges")
-        if group.state != State.CLAIMED or number in book.table.retired:
+        if group.state != State.CLAIMED or number in book.table.retired or number in book.table.archive:
             raise Violation(f"group {number} is in a batch as {State(group.state).name}")
         if world.case.reuse == 1 and number in elsewhere:
             raise Violation(f"group {number} is in two batches")

@@ -241,7 +241,7 @@ class World:
             )
         batches = [(step - base, len(batch.groups)) for step, batch in sorted(book.table.batches.items())]
         settings = (book.settings.max_staleness, book.settings.depth) if case.tunes else ()
-        ended = min(len(book.table.ended), case.counted)
+        ended = min(sum(book.table.ended_counts.values()), case.counted)
         return _encode(
             (
                 book.table.meta.version - base,

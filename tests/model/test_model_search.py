@@ -10,6 +10,7 @@ from model_mutants import NAIVE, NAIVE_BUT_FRESH, FeasibleIgnored
 from model_search import Found, search
 from model_world import Case
 
+from buffers.groups.group_table import GroupTable
 from buffers.groups.machine import Parts
 
 
@@ -44,6 +45,21 @@ def prove_all(cases: Sequence[Case], figure: Callable[[str], None]) -> int:
         transitions += found.transitions
     figure(f"{len(cases)} configurations, {states} states, {transitions} transitions, 0 violations")
     return states
+
+
+class ArchivedAtOnce(GroupTable):
+    """A prompt moves to the archive by itself, at the first full check after its end."""
+
+    chunk = 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [case for case in SMALLEST if case.restarts], ids=str)
+def test_the_archive_decides_nothing(case: Case) -> None:
+    """The same states are reached where prompts leave the table early, also by learners that return to the past."""
+    found, plain = search(case, parts=Parts(table=ArchivedAtOnce)), search(case)
+    proved(found)
+    assert (found.states, found.transitions, found.max_lag) == (plain.states, plain.transitions, plain.max_lag)
 
 
 @pytest.mark.chaos

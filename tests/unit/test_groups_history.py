@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from groups_run import settings
 
+from buffers.client.offline_ledger import grown_ledger
 from buffers.groups import group_table
 from buffers.groups.group_table import GroupTable, ledger_counts
 from buffers.groups.machine import GroupMachine, Parts, finish_group
@@ -241,6 +242,16 @@ def test_rows_and_ledger_of_an_older_build_are_taken_over() -> None:
     old.rows.clear()
     old.start()  # also without its store, by the old ledger alone
     assert old.ends() == before
+
+
+def test_a_ledger_that_grows_without_the_buffer_keeps_what_is_archived() -> None:
+    buffer = Buffer()
+    buffer.reach(200)
+    ledger = buffer.ledger()
+    assert ledger.archived.counts
+    text = grown_ledger(ledger.to_json(), epoch=9, step=ledger.step + 1, trained={ledger.step + 1: [900]}, dead={})
+    grown = ledger_of(text)
+    assert grown.archived == ledger.archived and grown.trained == (*ledger.trained, (900, 901))
 
 
 def test_few_chunks_move_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
