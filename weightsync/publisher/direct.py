@@ -11,7 +11,6 @@ sends (`send`). The watching thread passes the service's word (`hand_over`, `not
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,7 +18,7 @@ import msgspec
 from asyncrl.wire import RoundReply
 from weightsync.plan.buckets import Plan
 from weightsync.plan.sum_digest import hexdigest
-from weightsync.publisher.senders import Carrier, Meeting, Peers
+from weightsync.publisher.senders import Carrier, Meeting, Peers, Tensors
 from weightsync.transports.base import TransportError
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from weightsync.transports.collective import CollectiveOutbox
 
 GROUP_S = 15.0  # longer than the service waits for members that are busy (`coordinator.queries.FORM_S`)
-
-Tensors = Iterable[tuple[str, "Tensor"]]
 
 
 class Direct:

@@ -43,10 +43,10 @@ from weightsync.plan.digest import version_digest
 from weightsync.plan.limits import limit_for
 from weightsync.plan.signature import sign
 from weightsync.publisher.delta_chain import DeltaChain, Staged
-from weightsync.publisher.direct import Direct, Tensors, digest_tensors
+from weightsync.publisher.direct import Direct, digest_tensors
 from weightsync.publisher.offers import Offers
 from weightsync.publisher.outboxes import Outboxes
-from weightsync.publisher.senders import Peers
+from weightsync.publisher.senders import Peers, Tensors
 from weightsync.staging import SLOTS, Chunks, Fill, Slot, Staging
 from weightsync.transports.base import TransportError
 from weightsync.transports.catalogue import make_outbox

@@ -11,7 +11,7 @@ Example: senders 0 and 1, buckets 0 to 4: sender 0 sends 0, 2, 4 while sender 1 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,9 +21,13 @@ from weightsync.transports.base import TransportError
 from weightsync.transports.kept_groups import Choice, Group, Groups
 
 if TYPE_CHECKING:
-    from weightsync.publisher.direct import Tensors
+    from torch import Tensor
+
     from weightsync.transports.collective import Sending
     from weightsync.transports.packing import Packing
+
+
+Tensors = Iterable[tuple[str, "Tensor"]]
 
 
 class Meeting(msgspec.Struct, frozen=True):
