@@ -7,7 +7,7 @@ ASIDE := $(VENV)/aside/.installed
 TEST_WORKERS ?= 3
 LONG_WORKERS ?= 2
 # A run that hangs ends with its results so far.
-TEST_LIMIT_S ?= 2400
+TEST_LIMIT_S ?= 2800
 LONG_LIMIT_S ?= 2400
 RUN_TESTS = PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60
 export OMP_NUM_THREADS ?= 1

@@ -1,8 +1,8 @@
 """Publishing by transport `direct`: two passes over the weights on their device, and one to the host on request.
 
-The first pass digests them and announces the version; the second one sends them, if engines take them. An engine that
-missed a version waits until the weights are staged, which happens while the learner waits for a batch, or for the next
-version. All methods are collective.
+The first pass digests them and announces the version; the second one sends them, if engines take them, by all ranks
+that can (`weightsync.publisher.senders`). An engine that missed a version waits until the weights are staged, which
+happens while the learner waits for a batch, or for the next version. All methods are collective.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from asyncrl.config import Config
 from learners.gang.gang import Gang
 from learners.rank_zero import Services, Weights, exhaust
 from learners.row_weights import RowWeights
+from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
+from weightsync.publisher.senders import CoSender, Peers
 
 
 class DirectWeights:
@@ -25,6 +27,9 @@ class DirectWeights:
         self._backend = backend
         self._services = services
         self._rows = rows
+        self._senders = 0  # unknown
+        self._plan: Plan | None = None  # with several senders
+        self._sender: CoSender | None = None  # of another rank than 0
 
     def publish(self, version: int) -> None:
         """Announce the weights of a version and send them."""
@@ -33,8 +38,7 @@ class DirectWeights:
         send_weights(tensors, None if services is None else lambda all_: self._announce(services, version, all_))
         meets = b"1" if services is not None and services.publisher.wait_group() else b""
         if self._gang.share(meets if services is not None else None):
-            tensors = self._tensors(self._bucket_bytes)  # they lie as in their buckets
-            send_weights(tensors, None if services is None else lambda all_: self._send(services, version, all_))
+            self._send_all(version)
 
     def stage(self) -> None:
         """Copy the announced weights out."""
@@ -56,21 +60,56 @@ class DirectWeights:
         with exhaust(tensors) as rest:
             services.record_digest(version, services.publisher.announce(version, services.plan, rest))
 
-    @staticmethod
-    def _send(services: Services, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+    def _send_all(self, version: int) -> None:
+        """Send the version by all ranks that can."""
+        self._find_senders()
+        tensors = self._tensors(self._bucket_bytes, self._plan)  # they lie as in their buckets
+        if self._services is not None:
+            self._send(self._services, version, tensors)
+        elif self._senders == 1 or not (told := self._gang.share(None)):  # nothing: no group, rank 0 says why
+            exhaust_all(tensors)
+        elif self._sender is None:
+            exhaust_all(tensors)
+            self._agree("")
+        else:
+            assert self._plan is not None
+            self._sender.send(told, tensors, self._plan, self._agree)
+
+    def _find_senders(self) -> None:
+        if self._senders:
+            return
+        turns = self._backend.weights_out.turns()
+        self._senders = turns.senders
+        if turns.senders > 1:
+            specs = [TensorSpec(*spec) for spec in self._backend.weight_specs()]
+            self._plan = plan_buckets(specs, bucket_bytes=self._bucket_bytes)
+            number = turns.sender(self._gang.rank)
+            if number:
+                self._sender = CoSender(number, device=str(self._gang.device.torch_device))
+
+    def _send(self, services: Services, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+        alone = self._senders == 1
+        peers = Peers(self._senders, _alone if alone else self._gang.share, str if alone else self._agree)
         with exhaust(tensors) as rest:
-            result = services.publisher.send_direct(services.plan, rest)
+            result = services.publisher.send_direct(services.plan, rest, peers)
         if result != "sent":  # the service hears it from the members
             print(f"learner: warning: version {version} did not come to all engines: {result}", flush=True)
+
+    def _agree(self, error: str) -> str:
+        """Return the error of the first rank that has one."""
+        return next((one.decode() for one in self._gang.gather(error.encode()) if one), "")
 
     @staticmethod
     def _stage(services: Services, weights: Weights) -> None:
         with exhaust(weights) as rest:
             services.publisher.stage_direct(services.plan, rest)
 
-    def _tensors(self, part_bytes: int) -> Any:
-        settle = _nothing if self._services is None else self._services.settle
-        return self._backend.iter_device_weights(settle, part_bytes=part_bytes)
+    def _tensors(self, part_bytes: int, plan: Plan | None = None) -> Any:
+        """Return an iterator of the whole tensors at rank 0, with a `plan` of this rank's buckets."""
+        sender = self._services if self._services is not None else self._sender
+        settle = _nothing if sender is None else sender.settle
+        buckets = None if plan is None else {one.name: one.bucket for one in plan.tensors}
+        return self._backend.weights_out.iter_device(settle, part_bytes=part_bytes, buckets=buckets)
 
 
 def send_weights(weights: Weights, send: Callable[[Any], object] | None) -> None:
@@ -78,8 +117,17 @@ def send_weights(weights: Weights, send: Callable[[Any], object] | None) -> None
     if send is not None:
         send(weights)
     else:
-        for _ in weights:
-            pass
+        exhaust_all(weights)
+
+
+def exhaust_all(weights: Iterable[Any]) -> None:
+    """Take part in the gathering of weights that another rank reads."""
+    for _ in weights:
+        pass
+
+
+def _alone(told: bytes) -> None:
+    """There is no rank to tell."""
 
 
 def _nothing() -> None: ...

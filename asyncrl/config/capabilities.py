@@ -37,6 +37,8 @@ from asyncrl.device_features import DEVICES
 from asyncrl.errors import ConfigError
 
 Role = Literal["learner", "producer"]
+#: Ranks that send a version by transport `direct`: a large host has eight network cards.
+MOST_SENDERS = 8
 NO_MODEL: Model = {}
 
 #: Names of devices that torch calls differently.

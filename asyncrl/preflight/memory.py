@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config, mode
+from asyncrl.config.capabilities import MOST_SENDERS
 from asyncrl.config.judges import list_judges
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.preflight.layouts import Layout, find_fullest
@@ -212,7 +213,7 @@ def _step_memory(config: Config, shape: Shape) -> list[Part]:
             Part("gathered layers", 2 * shape.largest_layer * width, f"2 x {_count(shape.largest_layer)} x {width} B")
         )
     if _sends_direct(config):
-        parts.append(_buckets(config, shape, 3, ", on rank 0"))
+        parts.append(_buckets(config, shape, 3, where=", on ranks that send"))
     elif _shards(config) > 1 and not mode.streams(config) and not _writes_rows(config):
         tensor = _largest_tensor(shape)
         parts.append(Part("published tensors", 3 * tensor * width, f"3 x {_count(tensor)} x {width} B, on rank 0"))
@@ -231,11 +232,20 @@ def _largest_tensor(shape: Shape) -> int:
     return max(shape.vocabulary * shape.hidden, *(2 * part // 3 for part in shape.feed_forward))
 
 
-def _buckets(config: Config, shape: Shape, count: int, where: str = "") -> Part:
-    """Buckets of transport `direct` on a device; one holds at least a whole tensor."""
+def _buckets(config: Config, shape: Shape, count: int, *, further: int = 0, where: str = "") -> Part:
+    """Buckets of transport `direct` on a device; `count` of them hold at least a whole tensor each."""
     size, tensor = config.weightsync.bucket_bytes, _largest_tensor(shape) * _sent_width(config)
     of = "weightsync.bucket_bytes" if size >= tensor else "the largest tensor"
-    return Part("buckets", count * max(size, tensor), f"{count} x {of}, {format_bytes(max(size, tensor))}{where}")
+    how = f"{count} x {of}, {format_bytes(max(size, tensor))}{where}"
+    how += f", and {further} x weightsync.bucket_bytes, one of each further sender" if further else ""
+    return Part("buckets", count * max(size, tensor) + further * size, how)
+
+
+def _senders(config: Config) -> int:
+    """Most ranks that send by transport `direct`; those of a mixture of experts are one (`WeightsOut.turns`)."""
+    split = config.learner.parallel
+    rows = split.tensor == split.expert == 1 and not config.learner.lora.rank
+    return min(_shards(config), MOST_SENDERS) if rows else 1
 
 
 def _writes_rows(config: Config) -> bool:
@@ -272,7 +282,7 @@ def _engines(config: Config, shape: Shape, role: str, count: int, *, accelerator
             ),
         ]
     if _sends_direct(config):
-        parts.append(_buckets(config, shape, 3 if staged else 2))
+        parts.append(_buckets(config, shape, 3 if staged else 2, further=_senders(config) - 1))
         if staged:
             layer = shape.largest_layer * _sent_width(config)
             parts.append(Part("incomplete layers", layer, "tensors of a layer that wait for its last"))

@@ -15,7 +15,8 @@ from transport_rigs import DEADLINE_S, CollectiveRig, digests_from, reply_of, ru
 
 from asyncrl.errors import ConfigError
 from weightsync.transports.base import UNUSABLE, TransportError, TransportUnusable
-from weightsync.transports.collective import CollectiveInbox, CollectiveOutbox
+from weightsync.transports.collective import CollectiveOutbox
+from weightsync.transports.collective_inbox import CollectiveInbox
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,7 +96,7 @@ def test_a_work_that_hangs_is_left_at_the_deadline(rig: CollectiveRig, monkeypat
         ended.wait(20)
 
     monkeypatch.setattr("weightsync.transports.collective.Sending._gather", hang)
-    monkeypatch.setattr("weightsync.transports.collective.CollectiveInbox._meet", hang)
+    monkeypatch.setattr("weightsync.transports.collective_inbox.CollectiveInbox._meet", hang)
     instruction = msgspec.structs.replace(rig.instruction(), deadline_s=0.5)
     started = time.monotonic()
     inbox = CollectiveInbox(instruction)
@@ -129,7 +130,8 @@ from pathlib import Path
 import torch.distributed as dist
 sys.path.insert(0, "tests/contract")
 from transport_rigs import CollectiveRig, digests_from
-from weightsync.transports.collective import CollectiveInbox, CollectiveOutbox
+from weightsync.transports.collective import CollectiveOutbox
+from weightsync.transports.collective_inbox import CollectiveInbox
 
 made = []
 def plain(store, rank, size, timeout):

@@ -26,7 +26,9 @@ from learners.row_weights import RowWeights
 from weightsync.plan.buckets import group_by_bucket
 from weightsync.plan.digest import bucket_digest, version_digest
 from weightsync.publisher.direct import Direct, digest_tensors
-from weightsync.transports.collective import CollectiveInbox, CollectiveOutbox
+from weightsync.publisher.senders import Peers
+from weightsync.transports.collective import CollectiveOutbox
+from weightsync.transports.collective_inbox import CollectiveInbox
 from weightsync.transports.kept_groups import Groups
 
 assert torch_npu is not None
@@ -42,7 +44,7 @@ class Services:
         self.address = self.outbox.open()
         self.buckets: list[torch.Tensor] = []
         self.manifest: Manifest | None = None
-        self.generation = 0
+        self.generation = self.senders = 0
         self.settle = self.direct.settle
         self.publisher = self
 
@@ -77,8 +79,9 @@ class Services:
     def wait_group(self) -> bool:
         return self.direct.wait_group()
 
-    def send_direct(self, plan: Any, tensors: Any) -> str:
-        result = self.direct.send(tensors, plan, self.outbox, limit_s=60.0)
+    def send_direct(self, plan: Any, tensors: Any, peers: Peers) -> str:
+        self.senders = peers.senders
+        result = self.direct.send(tensors, plan, self.outbox, limit_s=60.0, peers=peers)
         assert result == "sent", result
         return result
 
@@ -109,7 +112,12 @@ def main() -> None:
                 assert data[place.offset : place.offset + place.nbytes].tobytes() == staged[place.name].tobytes()
         found = {name: after[name] - before[name] for name in after}
         found |= {"peak": peak - used, "largest_bucket": max(plan.bucket_bytes), "buckets": len(plan.bucket_bytes)}
-        found |= {"formed": services.outbox.formed, "bytes": plan.nbytes, "arrived": len(services.buckets)}
+        found |= {
+            "senders": services.senders,
+            "formed": services.outbox.formed,
+            "bytes": plan.nbytes,
+            "arrived": len(services.buckets),
+        }
         print("found", json.dumps(found), flush=True)
         services.groups.close()
         services.outbox.close()

@@ -85,7 +85,7 @@ def test_a_publish_stays_on_the_device(
 ) -> None:
     found = publish(library, tmp_path, tiny_model, case, script="direct_ranks.py", transport="direct")
     figure(f"{case}: {found}")
-    assert found["arrived"] == found["buckets"] > 2 and found["formed"] == 1
+    assert found["arrived"] == found["buckets"] > 2 and found["formed"] == 1 and found["senders"] == case.ranks
     assert found["blocking"] == found["unpinned"] == 0, found
     assert found["bytes_to_host"] == 16 * found["buckets"], "the digests alone leave the device"
     assert found["peak"] <= case.most * found["largest_bucket"], found

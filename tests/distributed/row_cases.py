@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any, cast
 
 import backend_contract as contract
+import msgspec
 import pytest
 import ranks
 
 from asyncrl.errors import Unavailable
+from learners.backends.base import tensor_bytes
 from learners.backends.fsdp2 import own_rows
 from learners.direct_weights import send_weights
 from learners.gang.gang import Gang
@@ -77,6 +80,7 @@ def publish(model: Path, gang: Gang, out: Path, settings: str) -> dict[str, Any]
     published = [weights.publish(version) for version in (1, 2)]
     found: dict[str, Any] = {"published": [word.decode() for word in gang.gather(repr(published).encode())]}
     gathered: list[tuple[Slot, tuple[str, ...]]] = []
+    found |= by_turns(backend, gang)
     settle = publisher.staging.settle if publisher is not None else lambda: None
     take = None if publisher is None else lambda all_: gathered.append(publisher.staging.fill(plan, all_))
     send_weights(backend.iter_hf_weights(settle), take)
@@ -86,6 +90,22 @@ def publish(model: Path, gang: Gang, out: Path, settings: str) -> dict[str, Any]
             found |= {"same": bytes(slot.view) == bytes(publisher.slot.view), "digests": digests == publisher.digests}
         publisher.staging.close()
     return found
+
+
+def hashed(data: Any) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def by_turns(backend: Any, gang: Gang) -> dict[str, Any]:
+    """Digests of the tensors that are whole on each rank: as one sends them, and as several do by buckets."""
+    plan, _ = publish_plans(backend, bucket_bytes=1 << 15)
+    buckets = {one.name: one.bucket for one in plan.tensors}
+    out, found = backend.weights_out, {}
+    for way, given in (("one", None), ("several", buckets if out.turns().senders > 1 else None)):
+        whole = out.iter_device(lambda: None, part_bytes=1 << 15, buckets=given)
+        mine = {name: hashed(tensor_bytes(tensor, tensor.dtype, lend=False)) for name, tensor in whole}
+        found[way] = [msgspec.json.decode(part) for part in gang.gather(msgspec.json.encode(mine))]
+    return {"senders": out.turns().senders, "buckets": buckets} | found
 
 
 def failures(model: Path, gang: Gang, out: Path) -> dict[str, Any]:

@@ -29,18 +29,26 @@ from test_weight_sync_run import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HOLDS = f"learner.after_commit:stop:{TRAINED},learner.after_commit:stop:{JOINED}"
-SETTINGS = ("learner.ranks=1", "weightsync.in_place=true", "weightsync.timeout_s=20")
+SETTINGS = ("learner.ranks=2", "weightsync.in_place=true", "weightsync.timeout_s=20")
 TAKEN = ("local", "stream")  # by those that missed a group
 
 
-def hold(run: Run) -> int:
-    """Wait until the learner stands at a fail-point; its pid."""
+RANKS = ("alive/learner.json", "alive/learner-rank1.json")
 
-    def stands() -> bool:
-        return any(read_state(line["pid"]) == "T" for line in run.lines("alive/learner.json"))
 
-    run.wait("the learner at a fail-point", stands)
-    return int(run.lines("alive/learner.json")[0]["pid"])
+def hold(run: Run) -> list[int]:
+    """Wait until both ranks of the learner, which both send, stand at a fail-point; their pids."""
+
+    def pids() -> list[int]:
+        return [int(line["pid"]) for name in RANKS for line in run.lines(name)]
+
+    run.wait("the learner at a fail-point", lambda: [read_state(pid) for pid in pids()] == ["T", "T"])
+    return pids()
+
+
+def go_on(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
 
 
 def test_one_joins_late_and_one_is_killed_in_a_version(run: Run, tiny_model: Path, figure: Any) -> None:
@@ -50,14 +58,14 @@ def test_one_joins_late_and_one_is_killed_in_a_version(run: Run, tiny_model: Pat
     learner = hold(run)
     killed = cluster.join(KILLED, f"weightsync.after_direct_bucket:kill:{buckets + buckets // 2}")
     run.wait("the one that is going to be killed", lambda: KILLED in cluster.members())
-    os.kill(learner, signal.SIGCONT)
+    go_on(learner)
 
     run.wait("the kill", lambda: killed.poll() is not None)
     assert killed.returncode == -signal.SIGKILL
     assert hold(run) == learner
     late = cluster.join(LATE)
     run.wait("the late one", lambda: LATE in cluster.members())
-    os.kill(learner, signal.SIGCONT)
+    go_on(learner)
 
     out, _ = cluster.main.communicate(timeout=200)
     assert cluster.main.returncode == 0, out + run.logs()

@@ -212,10 +212,11 @@ def test_transport_direct_keeps_buckets_on_both_sides() -> None:
     for settings, bucket in ((direct, embedding), (large, 1 << 30)):
         learner = parts(made(**settings), "learner", "device", QWEN_05B)
         assert learner["buckets"] == 3 * bucket and "published tensors" not in learner
-        assert parts(made(**settings), "producer", "device", QWEN_05B)["buckets"] == 2 * bucket
+        further = max(64 << 20, int(settings.get("weightsync.bucket_bytes", 0)))
+        assert parts(made(**settings), "producer", "device", QWEN_05B)["buckets"] == 2 * bucket + further, "two send"
     of_two = direct | {"producers.engine": "vllm", "producers.engine_args.tensor_parallel_size": 2}
     worker = parts(made(**of_two), "producer", "device", QWEN_05B)
-    assert worker["buckets"] == 3 * embedding, "each worker receives whole buckets"
+    assert worker["buckets"] == 3 * embedding + (64 << 20), "each worker receives whole buckets"
     assert worker["incomplete layers"] == embedding, "the largest unit"
     assert parts(made(**direct | {"learner.ranks": 1}), "learner", "device", QWEN_05B)["buckets"] == 3 * embedding
     assert "buckets" not in parts(made(), "learner", "device", QWEN_05B)

@@ -81,6 +81,24 @@ def test_a_bucket_that_lies_in_memory_is_sent_from_there() -> None:
     check(sent, found)
 
 
+@pytest.mark.parametrize("senders", [2, 3, 20])
+def test_each_of_several_senders_packs_its_own_buckets(senders: int) -> None:
+    found = values()
+    every: dict[int, bytes] = {}
+    for sender in range(senders):
+        sent = Sent()
+        packing = Packing(PLAN, begin=sent.begin, wait=sent.wait, sender=sender, senders=senders)
+        for place in PLAN.tensors:
+            if place.bucket % senders == sender:
+                packing.add(place.name, found[place.name].clone())
+                packing.settle()
+        packing.end()
+        every |= dict(zip(range(sender, len(PLAN.bucket_bytes), senders), sent.buckets, strict=True))
+    whole = Sent()
+    whole.buckets = [every[number] for number in range(len(PLAN.bucket_bytes))]
+    check(whole, found)
+
+
 def test_other_tensors_are_refused() -> None:
     found = values()
     for names in (["b"], ["a", "a"], ["a", "c"]):

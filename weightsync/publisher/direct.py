@@ -11,23 +11,22 @@ sends (`send`). The watching thread passes the service's word (`hand_over`, `not
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from asyncrl.wire import RoundReply
 from weightsync.plan.buckets import Plan
 from weightsync.plan.sum_digest import hexdigest
+from weightsync.publisher.senders import Carrier, Meeting, Peers, Tensors
 from weightsync.transports.base import TransportError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from weightsync.transports.collective import CollectiveOutbox
-    from weightsync.transports.packing import Packing
 
 GROUP_S = 15.0  # longer than the service waits for members that are busy (`coordinator.queries.FORM_S`)
-
-Tensors = Iterable[tuple[str, "Tensor"]]
 
 
 class Direct:
@@ -39,7 +38,8 @@ class Direct:
         self._reply: RoundReply | None = None  # with its group
         self._nobody = False
         self._result = ""
-        self._packing: Packing | None = None
+        self._carrier = Carrier()
+        self.settle = self._carrier.settle
 
     # ------------------------------------------------------------ training thread
 
@@ -56,32 +56,29 @@ class Direct:
                 self._digest = ""
             return self._reply is not None
 
-    def send(self, tensors: Tensors, plan: Plan, outbox: CollectiveOutbox, *, limit_s: float) -> str:
-        """Send the tensors; "sent", or why it failed."""
-        from weightsync.transports.packing import Packing
-
-        reply, result = self._reply, "failed: the learner could not read its weights"
-        assert reply is not None
+    def send(self, tensors: Tensors, plan: Plan, outbox: CollectiveOutbox, *, limit_s: float, peers: Peers) -> str:
+        """Send the tensors, which are those of this rank's buckets; "sent", or why it failed."""
+        result = "failed: the learner could not read its weights"
         try:
-            with outbox.form(reply, deadline_s=limit_s) as sending:
-                self._packing = packing = Packing(plan, begin=sending.begin, wait=sending.settle)
-                for name, tensor in tensors:
-                    packing.add(name, tensor)
-                packing.end()
-            result = "sent"
-        except TransportError as error:
-            result = f"failed: {error.message}"
+            error = self._send(tensors, plan, outbox, limit_s, peers)
+            result = f"failed: {error}" if error else "sent"
         finally:
-            self._packing = None
             with self._changed:
                 self._digest, self._reply, self._result = "", None, result
                 self._changed.notify_all()
         return result
 
-    def settle(self) -> None:
-        """As `weightsync.staging.Staging.settle`, for the tensors of `send`."""
-        if self._packing is not None:
-            self._packing.settle()
+    def _send(self, tensors: Tensors, plan: Plan, outbox: CollectiveOutbox, limit_s: float, peers: Peers) -> str:
+        reply = self._reply
+        assert reply is not None
+        try:
+            sending = outbox.meet(reply, deadline_s=limit_s, senders=peers.senders)
+        except TransportError as error:
+            peers.tell(b"")
+            return error.message
+        meeting = Meeting(outbox.open(), reply.generation, limit_s, sending.choice)
+        peers.tell(msgspec.msgpack.encode(meeting))
+        return self._carrier.run(sending, sending.build, tensors, plan, peers.agree)
 
     # ------------------------------------------------------------ watching thread
 

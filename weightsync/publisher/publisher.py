@@ -43,9 +43,10 @@ from weightsync.plan.digest import version_digest
 from weightsync.plan.limits import limit_for
 from weightsync.plan.signature import sign
 from weightsync.publisher.delta_chain import DeltaChain, Staged
-from weightsync.publisher.direct import Direct, Tensors, digest_tensors
+from weightsync.publisher.direct import Direct, digest_tensors
 from weightsync.publisher.offers import Offers
 from weightsync.publisher.outboxes import Outboxes
+from weightsync.publisher.senders import Peers, Tensors
 from weightsync.staging import SLOTS, Chunks, Fill, Slot, Staging
 from weightsync.transports.base import TransportError
 from weightsync.transports.catalogue import make_outbox
@@ -170,10 +171,10 @@ class Publisher:
         """Whether engines take the announced version now."""
         return self._direct.wait_group()
 
-    def send_direct(self, plan: Plan, tensors: Tensors) -> str:
-        """Send the announced weights to the engines of the group: "sent", or why not."""
+    def send_direct(self, plan: Plan, tensors: Tensors, peers: Peers) -> str:
+        """Send the announced weights, those of this rank's buckets, to the engines of the group: "sent", or why not."""
         limit_s = limit_for(self._config.timeout_s, plan.nbytes)
-        return self._direct.send(tensors, plan, self._outboxes.group(), limit_s=limit_s)
+        return self._direct.send(tensors, plan, self._outboxes.group(), limit_s=limit_s, peers=peers)
 
     def stage_direct(self, plan: Plan, weights: Chunks | Fill) -> None:
         """Copy out the announced weights for engines that missed them (`stage_wanted`). `weights`: as in `publish`."""

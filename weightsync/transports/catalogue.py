@@ -28,7 +28,7 @@ def make_inboxes(config: WeightSyncConfig, *, keys: Keys | None = None) -> dict[
         return LocalInbox(instruction, maps)
 
     def collective(instruction: Instruction) -> Inbox:
-        from weightsync.transports.collective import CollectiveInbox
+        from weightsync.transports.collective_inbox import CollectiveInbox
         from weightsync.transports.kept_groups import Groups
 
         kept.extend([] if kept else [Groups()])

@@ -4,7 +4,8 @@ Tensors that already lie in memory as in their bucket are sent from there, other
 size of a bucket. Guarantees:
 1. buckets are sent in order, whole, each tensor at its place of the plan;
 2. a room is filled again only when its bucket has been sent;
-3. an iterator of tensors that uses their memory again calls `settle` before: afterwards nothing refers to it.
+3. an iterator of tensors that uses their memory again calls `settle` before: afterwards nothing refers to it;
+4. of several senders each packs its own buckets: sender s of n those with number s, s + n, s + 2 n and so on.
 
 Example: a gathering puts the tensors of bucket 3 one after the other: it is sent as it lies, and `settle` waits for it
 while bucket 4 is gathered elsewhere.
@@ -24,9 +25,18 @@ from weightsync.plan.buckets import Plan
 class Packing:
     """One version. `begin` sends a bucket, `wait` returns when at most that many buckets are under way."""
 
-    def __init__(self, plan: Plan, *, begin: Callable[[Tensor], None], wait: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        begin: Callable[[Tensor], None],
+        wait: Callable[[int], None],
+        sender: int = 0,
+        senders: int = 1,
+    ) -> None:
         self._sizes = plan.bucket_bytes
-        self._tensors = plan.tensors
+        self._tensors = tuple(one for one in plan.tensors if one.bucket % senders == sender)
+        self._senders = senders
         self._begin, self._wait = begin, wait
         self._next = 0  # of the tensors
         self._rooms: list[Tensor | None] = [None, None]
@@ -79,9 +89,10 @@ class Packing:
 
     def _take_room(self, number: int, device: torch.device) -> Tensor:
         self._wait(1)  # the bucket two before lies there
-        room = self._rooms[number % 2]
+        which = number // self._senders % 2
+        room = self._rooms[which]
         if room is None:
-            room = self._rooms[number % 2] = torch.empty(max(self._sizes), dtype=torch.uint8, device=device)
+            room = self._rooms[which] = torch.empty(max(self._sizes), dtype=torch.uint8, device=device)
         return room[: self._sizes[number]]
 
     def _send(self, number: int) -> None:

@@ -29,6 +29,26 @@ dist: Any = torch.distributed
 GroupMaker = Callable[[Any, int, int, timedelta], Any]
 WATCHDOG = timedelta(days=1)
 POLL_S = 0.0005
+OPERATION_SHARE = 0.5  # of the deadline: for one broadcast; Gloo cannot be interrupted within it
+REACH_SHARE = 0.2  # of the deadline: to connect to the store, which torch tries twice
+
+
+def seconds(value: float) -> timedelta:
+    """A limit for torch, which refuses none."""
+    return timedelta(seconds=max(value, 0.05))
+
+
+def reach(address: str, generation: int, *, deadline_s: float) -> Any:
+    """The store of a generation. Raises RuntimeError, ValueError if rank 0 cannot be reached at this address."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    store = dist.TCPStore(host, int(port), None, False, timeout=seconds(deadline_s * REACH_SHARE))
+    store.set_timeout(seconds(deadline_s * OPERATION_SHARE))
+    return dist.PrefixStore(f"ws/{generation}", store)
+
+
+def lane_store(store: Any, lane: int) -> Any:
+    """Where the processes of a lane find each other."""
+    return dist.PrefixStore(f"pg{lane or ''}", store)
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -109,7 +109,7 @@ class FSDP2Backend:
             rests=Rests.from_config(config, gang.device),
             scale=LossScale() if config.model.dtype == "float16" else None,
         )
-        self._out = WeightsOut(self._sharded, parts, self._view, config, gang)
+        self.weights_out = WeightsOut(self._sharded, parts, self._view, config, gang)
         self._adapters = Adapters(self._lora, self._sharded, config, gang) if self._lora is not None else None
         self.adapters = self._adapters if sends_adapters(config) else None
         self.critic = Critic(config, gang) if wants_critic(config) else None
@@ -221,18 +221,14 @@ class FSDP2Backend:
     # ------------------------------------------------------------ weights out
 
     def weight_specs(self) -> list[WeightSpec]:
-        return self._out.specs()
+        return self.weights_out.specs()
 
     def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-        return self._out.iter_bytes(settle)
-
-    def iter_device_weights(self, settle: Callable[[], None], *, part_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same tensors in the memory of this rank's device, gathered in parts of this size."""
-        return self._out.iter_device(settle, part_bytes=part_bytes)
+        return self.weights_out.iter_bytes(settle)
 
     def own_rows(self) -> OwnRows | None:
         """Return this rank's rows of the same tensors; None if the layout needs a gathering."""
-        return self._out.own_rows()
+        return self.weights_out.own_rows()
 
     def export_hf(self, folder: Path) -> None:
         """Companions go into folders below it; with adapters it holds merged weights, and a folder with the

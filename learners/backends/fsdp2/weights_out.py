@@ -2,7 +2,7 @@
 
 - `own_rows`: this rank's rows as they lie, if all parameters are split by rows;
 - `iter_bytes`: whole tensors in host memory of rank 0, gathered in parts, or layer by layer by FSDP;
-- `iter_device`: the same in the memory of its device.
+- `iter_device`: the same in the memory of its device, or by turns of several ranks.
 
 A parameter that stacks experts is published as the tensors of its folder, which lie in its memory one after the other.
 """
@@ -18,9 +18,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from asyncrl.config import Config
+from asyncrl.config.capabilities import MOST_SENDERS
 from asyncrl.runtime.model_tensors import Part
 from learners.backends.base import DTYPES, WeightSpec, published_dtype, tensor_bytes
-from learners.backends.fsdp2.gathering import PART_BYTES, Gathering, fits
+from learners.backends.fsdp2.gathering import PART_BYTES, Gathering, Turns, fits
 from learners.backends.fsdp2.own_rows import OwnRows
 from learners.backends.fsdp2.sharded_module import PLAIN, Sharded, View
 from learners.gang.gang import Gang
@@ -79,10 +80,21 @@ class WeightsOut:
             parts = self._parts[name]
             yield from zip(parts, data.reshape(len(parts), -1), strict=True)
 
-    def iter_device(self, settle: Callable[[], None], *, part_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors in the memory of this rank's device, gathered in parts of this size."""
-        for name, tensor in self._iter_whole(settle, part_bytes):
-            if not self._gang.lead:
+    def turns(self) -> Turns:
+        """Return the ranks that can send buckets: rank 0 alone if a part of a gathering cannot be a bucket."""
+        gathering = self._make_gathering()
+        if gathering is None or self._parts:
+            return Turns()
+        return Turns(gathering.ranks, min(gathering.ranks, MOST_SENDERS))
+
+    def iter_device(
+        self, settle: Callable[[], None], *, part_bytes: int, buckets: Mapping[str, int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors in the memory of rank 0's device, gathered in parts of this size; with `buckets` (by name)
+        those of each bucket in the memory of the rank that sends it.
+        """
+        for name, tensor in self._iter_whole(settle, part_bytes, buckets):
+            if buckets is None and not self._gang.lead:
                 continue
             sent = tensor.to(self._device.torch_device, self._sent_dtype)
             if name in self._parts:
@@ -107,19 +119,25 @@ class WeightsOut:
             if self._gang.lead:
                 yield name, tensor_bytes(tensor, self._sent_dtype, lend=settle is not None)
 
-    def _iter_whole(self, settle: Callable[[], None] | None, part_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        gathering = self._make_gathering(part_bytes)
+    def _iter_whole(
+        self, settle: Callable[[], None] | None, part_bytes: int, buckets: Mapping[str, int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        gathering = self._make_gathering(part_bytes, buckets)
         return self._sharded.whole(settle, view=self._view) if gathering is None else gathering.run(settle)
 
-    def _make_gathering(self, part_bytes: int) -> Gathering | None:
-        """Return the gathering by parts, if the layout allows it."""
+    def _make_gathering(
+        self, part_bytes: int = PART_BYTES, buckets: Mapping[str, int] | None = None
+    ) -> Gathering | None:
+        """Return the gathering by parts, or of buckets on those that send them, if the layout allows it."""
         if self._gang.size == 1 or self._view is not PLAIN:
             return None
         named = self._row_parameters(self._device.type)
         if not named:
             return None
         sent = [(self._view.name(name), parameter) for name, parameter in named]
-        return Gathering(sent, compute=self._dtype, sent=self._sent_dtype, part_bytes=part_bytes)
+        senders = 1 if buckets is None else self.turns().senders
+        made: dict[str, Any] = {"part_bytes": part_bytes, "buckets": buckets, "senders": senders}
+        return Gathering(sent, compute=self._dtype, sent=self._sent_dtype, **made)
 
     def _row_parameters(self, device: str) -> list[tuple[str, Any]]:
         """Return the parameters in publishing order if all are split by rows and lie on this kind of device."""

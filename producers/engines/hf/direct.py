@@ -15,7 +15,7 @@ def receive(weights: ModelWeights, instruction: Instruction, kept: list[Any]) ->
 
     Raises TransportError if a bucket does not come in time, or what the model then holds has another digest.
     """
-    from weightsync.transports.collective import CollectiveInbox
+    from weightsync.transports.collective_inbox import CollectiveInbox
     from weightsync.transports.kept_groups import Groups
 
     kept.extend([] if kept else [Groups()])

@@ -159,7 +159,7 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Load the buckets of transport `direct`, each worker for itself. `held` reports an error: it must not end the
         engine, which gets the version another way."""
         from weightsync.transports.base import TransportError
-        from weightsync.transports.collective import CollectiveInbox
+        from weightsync.transports.collective_inbox import CollectiveInbox
         from weightsync.transports.kept_groups import Groups
 
         self._groups = self._groups or Groups()
