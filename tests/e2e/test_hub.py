@@ -167,7 +167,7 @@ def serving(kind: str, repositories: Repositories, place: Path) -> Iterator[Hub]
         server.server_close()
 
 
-@pytest.fixture(params=ANSWERS)
+@pytest.fixture(params=["huggingface", pytest.param("modelscope", marks=pytest.mark.chaos)])
 def hub(request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Path) -> Iterator[Hub]:
     model = {path.name: path.read_bytes() for path in tiny_model.iterdir() if path.is_file()}
     rows = "".join(json.dumps({"prompt": f"{one}+1="}) + "\n" for one in range(9)).encode()

@@ -54,7 +54,9 @@ def test_a_run_whose_server_judge_and_teacher_see_is_exact(tmp_path: Path, serve
         done = run.launch(*settings, *frozen, *SETTINGS, timeout=500)
         assert_exact(run, done)
         lines = run.lines("metrics/learner.jsonl")
-        assert all(0 < line["reward_mean"] < 1 and line["teacher_jsd"] >= 0 for line in lines)
+        assert all(0 < line["reward_mean"] < 1 and line["teacher_jsd"] > -1e-6 for line in lines), (
+            "0 at first, but for rounding"
+        )
         first = next(line for line in lines if line["step"] == 1)
         assert first["teacher_jsd"] < 1e-6 < max(line["teacher_jsd"] for line in lines)  # it is the policy at first
     finally:

@@ -41,7 +41,7 @@ def earlier_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("store", ["sqlite", "redis"])
+@pytest.mark.parametrize("store", ["sqlite", pytest.param("redis", marks=pytest.mark.chaos)])
 def test_a_run_of_an_earlier_build_goes_on(run, earlier_build: Path, store: str) -> None:  # type: ignore[no-untyped-def]
     if store == "redis":
         need_redis()

@@ -17,8 +17,7 @@ TIMES = 50
 GRACE_S = 20.0  # of Kubernetes: 30 s
 
 
-@pytest.mark.long
-@pytest.mark.alone
+@pytest.mark.chaos
 @pytest.mark.slow
 def test_f29_fifty_preemptions_lose_no_step(recorded: Recorded, tmp_path: Path) -> None:
     rng = seed_of("SIGTERM")

@@ -82,8 +82,7 @@ def in_step(lab: Lab, *, after: int) -> bool:
     return bool(lines) and lines[-1]["e"] == "claim" and lines[-1]["step"] > after
 
 
-@pytest.mark.long
-@pytest.mark.alone
+@pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_rank_of_two_is_killed_five_times(recorded: Recorded, tmp_path: Path, figure: Figure) -> None:

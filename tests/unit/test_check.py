@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from quick_checks import no_parts_are_tried
 from small_folder import write_folder
 
 from asyncrl.config import Config, parse
@@ -22,6 +23,8 @@ from asyncrl.preflight.check import check, render
 from asyncrl.preflight.code import check_plugins, import_problem
 from asyncrl.preflight.derived import derive_findings
 from asyncrl.preflight.files import check_data, first_row
+
+assert no_parts_are_tried  # a fixture
 
 
 @pytest.fixture

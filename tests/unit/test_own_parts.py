@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import warm
+from quick_checks import no_parts_are_tried
 
 from asyncrl.config import DataConfig, OptimConfig, parse
 from asyncrl.config.sections.algorithm import AlgorithmConfig
@@ -30,6 +32,7 @@ from producers.tools.base import make_toolbox
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "own-parts.md").read_text()
 BLOCKS = dict(re.findall(r"```python\n# (own_\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
 LEAST = '[model]\npath = "model"\n[data]\npath = "rows.jsonl"\n[[reward]]\nfunction = "own_reward.py:right"\n'
+assert no_parts_are_tried  # a fixture
 PLACES = ("own_losses:mine", "own.py:mine", "a/b c/own.py:Class.method", "/abs/own.py:mine", "pkg.sub:a.b")
 
 
@@ -222,7 +225,9 @@ def test_an_advantage_and_a_correction_of_a_file() -> None:
     assert torch.allclose(weights, torch.tensor([1.0, 2.0, 0.36788, 0.0]), atol=1e-4)
 
 
-def test_check_imports_own_parts_and_tells_what_is_missing(place: Path) -> None:
+def test_check_imports_own_parts_and_tells_what_is_missing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.preflight.code.subprocess.run", warm.run)
+
     def said(text: str) -> str:
         (place / "run.toml").write_text(LEAST + text)
         found = check_files(place / "run.toml")[1].errors

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick_checks import no_parts_are_tried, same_imports_once
 
 from asyncrl.cli import main
 from asyncrl.config import Config, parse
@@ -19,6 +20,7 @@ from asyncrl.configure.wizard import init_command
 from asyncrl.errors import ConfigError, ConfigErrors
 from producers.engines.vllm.args import OURS
 
+assert no_parts_are_tried and same_imports_once  # fixtures
 VERL = r"""
 MODEL=models/m
 DIR=${DATA_DIR:-data}

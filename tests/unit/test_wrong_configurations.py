@@ -5,7 +5,6 @@ The cases stand in wrong_configurations.txt. Beside them every key of the config
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 import re
@@ -14,17 +13,16 @@ from pathlib import Path
 from typing import NamedTuple, get_origin, get_type_hints
 
 import pytest
+from quick_checks import no_parts_are_tried, same_imports_once
 
 from asyncrl.cli import main
 from asyncrl.config import Config, all_keys, parse
 from asyncrl.config.suggestions import list_keys, list_sections, synonyms
 from asyncrl.errors import CATALOGUE, ConfigErrors
-from asyncrl.preflight import check
-from asyncrl.preflight import code as check_code
 from asyncrl.preflight.check import check_files
-from asyncrl.preflight.start import StartReport
 
 CASES = Path(__file__).with_name("wrong_configurations.txt")
+assert no_parts_are_tried and same_imports_once  # fixtures
 GOOD = {
     "model": '[model]\npath = "model"\n',
     "data": '[data]\npath = "rows.jsonl"\n',
@@ -70,18 +68,6 @@ def case_of(title: str, body: str) -> Case:
 
 def opened(name: str, text: str) -> bool:
     return bool(re.search(rf"^\[\[?{name}\]", text, re.MULTILINE))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def same_imports_once() -> Iterator[None]:
-    """A reward is imported in a process of its own; the same one not for every case anew."""
-    asked = check_code._problem
-    with pytest.MonkeyPatch.context() as patch:
-        once = functools.cache(lambda *command: asked(list(command)))
-        patch.setattr(check_code, "_problem", lambda command, *, env=(): once(*command))
-        # The folder of the model is a stand-in: tests/contract/test_start_checks.py tries the parts of roles.
-        patch.setattr(check, "ask_roles", lambda *_, **__: StartReport([], [], []))
-        yield
 
 
 @pytest.fixture(scope="module")
