@@ -32,10 +32,16 @@ _decode_chunk = msgspec.msgpack.Decoder(dict[str, bytes]).decode
 
 
 class Archived(msgspec.Struct, frozen=True):
-    """Prompts at their end: ranges `[first, end)` of ids, and how many of each kind."""
+    """Prompts at their end: ranges `[first, end)` of ids, and how many of each kind. Numbers that contradict each other
+    cannot be decoded."""
 
     ranges: tuple[tuple[int, int], ...] = ()
     counts: dict[str, int] = {}
+
+    def __post_init__(self) -> None:
+        kinds = all(kind == RETIRED or kind.startswith(("dropped:", "dead:")) for kind in self.counts)
+        if not kinds or min([0, *self.counts.values()]) < 0 or sum(self.counts.values()) != len(IdSet(self.ranges)):
+            raise ValueError(f"the counts {self.counts} are not those of the ranges")
 
 
 _decode_adopted = msgspec.msgpack.Decoder(Archived).decode

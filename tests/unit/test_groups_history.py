@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from groups_run import settings
 
+from asyncrl.errors import AsyncRLError
 from buffers.client.offline_ledger import grown_ledger
 from buffers.groups import group_table
 from buffers.groups.group_table import GroupTable, ledger_counts
@@ -319,3 +320,13 @@ def test_id_set_cuts_and_finds_gaps() -> None:
         plain -= set(range(first, end))
         assert set(ids) == plain and len(ids) == len(plain) and ids.ranges() == ranges_of(plain)
         assert list(ids.missing(45)) == [n for n in range(45) if n not in plain]
+
+
+@pytest.mark.parametrize("counts", [{"retired": 3}, {"retired": 5, "dropped:late": -1}, {"lost:x": 4}])
+def test_a_ledger_whose_numbers_contradict_each_other_is_refused(counts: dict[str, int]) -> None:
+    good = {"ranges": [[0, 4]], "counts": {"retired": 3, "dead:reward": 1}}
+    text = Ledger().to_json()
+    made = msgspec.json.decode(text) | {"archived": good}
+    assert ledger_of(msgspec.json.encode(made).decode()).archived.counts == good["counts"]
+    with pytest.raises(AsyncRLError, match="cannot be read"):
+        ledger_of(msgspec.json.encode(made | {"archived": good | {"counts": counts}}).decode())
