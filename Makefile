@@ -12,6 +12,8 @@ LONG_LIMIT_S ?= 2400
 RUN_TESTS = PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
+# Every process of a run would compile the modules again, and every worker of the tests the tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo recipe-reasoning test test-long test-node check check-docker unit chaos mutation fuzz install clean redis bwrap bench bench-learner docs screenshots docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
 
@@ -56,7 +58,7 @@ test: check redis bwrap $(ASIDE)
 
 # The rest: process tests of several seconds, then those that measure speed or learning, one at a time.
 test-long: redis bwrap $(ASIDE)
-	$(RUN_TESTS) $(LONG_LIMIT_S) $(BIN)/python -m pytest -m "long and not alone" -n $(LONG_WORKERS) --dist load
+	$(RUN_TESTS) $(LONG_LIMIT_S) $(BIN)/python -m pytest -m "long and not alone and not chaos" -n $(LONG_WORKERS) --dist load
 	$(RUN_TESTS) $(LONG_LIMIT_S) $(BIN)/python -m pytest -m "long and alone" -n 0
 
 # The reward worker in JavaScript against a real buffer (node 20 and npm). Its packages run no scripts of their own.

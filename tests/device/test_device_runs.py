@@ -66,7 +66,7 @@ def test_a_run_on_devices_is_exact(npu_run: DeviceRun, layout: str, figure: Call
     assert pinned >= published > 0, "versions go through pinned memory"
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 def test_four_ranks_in_two_copies_stop_and_go_on(npu_run: DeviceRun) -> None:
     npu_run.devices = 6
     layout = ("learner.ranks=4", "learner.parallel.replicate=2")

@@ -74,7 +74,6 @@ def compare(got: dict[str, Any], wanted: dict[str, Any], *, limit: float = 1e-5)
         np.testing.assert_allclose(values, wanted["weights"][name], atol=limit, rtol=0, err_msg=name)
 
 
-@pytest.mark.long_cases("hsdp-*")
 @pytest.mark.parametrize(("layout", "name"), CASES, ids=[f"{layout[1]}-{name}" for layout, name in CASES])
 def test_steps_equal_one_process(results_of: Any, single: Any, layout: tuple[int, str], name: str) -> None:
     got, wanted = results_of(*layout)[0][name], single(layout)[0][name]

@@ -16,7 +16,6 @@ from learners.gang.gang import Gang
 pytestmark = pytest.mark.timeout(1200)  # the first one waits for the launch of all jobs of two ranks
 
 
-@pytest.mark.long_cases("2")
 @pytest.mark.parametrize("count", [2, 1])
 def test_ranks_agree_on_what_is_durable(two: Any, one: Any, count: int) -> None:
     results = (two if count == 2 else one)[0]

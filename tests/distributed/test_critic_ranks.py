@@ -53,7 +53,6 @@ def same(left: dict[str, Any], right: dict[str, Any], limit: float) -> None:
             np.testing.assert_allclose(values, right[kind][name], atol=limit, rtol=0, err_msg=f"{kind} {name}")
 
 
-@pytest.mark.long_cases("bootstrap")
 @pytest.mark.parametrize("name", sorted(cases.CASES))
 def test_two_ranks_equal_one(two: Any, one: Any, name: str) -> None:
     compare(two[0][name], one[0][name])

@@ -115,7 +115,6 @@ def same(left: dict[str, Any], right: dict[str, Any], limit: float) -> None:
             assert np.quantile(apart, 0.99) <= limit and apart.max() < 2e-3, (kind, name, apart.max())
 
 
-@pytest.mark.long_cases("before")
 @pytest.mark.parametrize("name", sorted(cases.CASES))
 def test_two_ranks_equal_one(two: Any, one: Any, name: str) -> None:
     compare(two[0][name], one[name])

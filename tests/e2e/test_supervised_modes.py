@@ -337,7 +337,7 @@ def colours(mode: str) -> tuple[list[dict[str, Any]], float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["sft", "dpo"])
+@pytest.mark.parametrize("mode", ["sft", pytest.param("dpo", marks=pytest.mark.chaos)])
 def test_answers_about_pictures_are_learnt_from_the_pictures(seeing: Run, mode: str) -> None:
     rows, blind = colours(mode)
     path = seeing.folder / "pictures.parquet"

@@ -65,7 +65,7 @@ def show_in_turns(run: Run) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("where", ["prompts", "turns"])
+@pytest.mark.parametrize("where", [pytest.param("prompts", marks=pytest.mark.chaos), "turns"])
 def test_every_role_is_killed_once(seeing: Run, where: str) -> None:
     if where == "turns":
         show_in_turns(seeing)

@@ -39,8 +39,6 @@ SHORT = (
     Case(batch=1, size=1, eta=3, depth=2, producers=1, late=True),
     Case(batch=1, size=1, eta=3, depth=3, producers=2, losses=False, inflight=False),
     Case(batch=1, size=2, eta=2, depth=2, producers=1, late=True),
-    Case(batch=2, size=2, eta=1, depth=1, producers=1),
-    Case(batch=1, size=1, eta=3, depth=3, producers=1, late=True),
     # tokens that are older than the lease: (F) may break, the bound may not
     Case(batch=1, size=2, eta=1, depth=1, producers=2, older=1, late=True, on_late="drop"),
     # tuned at any moment
@@ -49,6 +47,8 @@ SHORT = (
     Case(batch=1, size=1, eta=2, depth=2, producers=1, checkpoints=True),
 )
 LONG = (
+    Case(batch=2, size=2, eta=1, depth=1, producers=1),
+    Case(batch=1, size=1, eta=3, depth=3, producers=1, late=True),
     Case(batch=1, size=1, eta=1, depth=1, producers=2, restarts=True, unsaved=1),
     Case(batch=2, size=1, eta=1, depth=1, producers=2, late=True),
     Case(batch=1, size=2, eta=2, depth=2, producers=2, losses=False),

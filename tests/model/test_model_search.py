@@ -28,7 +28,7 @@ def test_every_interleaving_of_the_smallest_systems(figure: Callable[[str], None
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_interleaving_of_small_systems(figure: Callable[[str], None]) -> None:
-    assert prove_all(SHORT, figure) > 80_000
+    assert prove_all([case for case in SHORT if case not in SMALLEST], figure) > 35_000
 
 
 def prove_all(cases: Sequence[Case], figure: Callable[[str], None]) -> int:

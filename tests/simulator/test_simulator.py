@@ -46,12 +46,6 @@ def test_nothing_is_lost_doubled_or_too_old_in_a_thousand_schedules(figure: Call
     check(1_000, first=1, figure=figure)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_nothing_is_lost_doubled_or_too_old_in_four_thousand_schedules(figure: Callable[[str], None]) -> None:
-    check(4_000, first=10_001, figure=figure)
-
-
 @pytest.mark.chaos
 @pytest.mark.timeout(6000)
 def test_nothing_is_lost_doubled_or_too_old_in_twenty_thousand_others(figure: Callable[[str], None]) -> None:
