@@ -1,8 +1,9 @@
 """Publishing by transport `direct`: two passes over the weights on their device, and one to the host on request.
 
-The first pass digests them and announces the version; the second one sends them, if engines take them, by all ranks
-that can (`weightsync.publisher.senders`). An engine that missed a version waits until the weights are staged, which
-happens while the learner waits for a batch, or for the next version. All methods are collective.
+The first pass digests them, every rank its own rows (gathered on rank 0 if there are no such rows), and announces the
+version; the second one sends them, if engines take them, by all ranks that can (`weightsync.publisher.senders`). An
+engine that missed a version waits until the weights are staged, which happens while the learner waits for a batch, or
+for the next version. All methods are collective.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from asyncrl.config import Config
 from learners.gang.gang import Gang
 from learners.rank_zero import Services, Weights, exhaust
 from learners.row_weights import RowWeights
 from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
+from weightsync.publisher.direct import Summed, digest_tensors, join_sums, sum_rows
 from weightsync.publisher.senders import CoSender, Peers
 
 
@@ -28,14 +32,14 @@ class DirectWeights:
         self._services = services
         self._rows = rows
         self._senders = 0  # unknown
-        self._plan: Plan | None = None  # with several senders
+        self._plan: Plan | None = None
         self._sender: CoSender | None = None  # of another rank than 0
 
     def publish(self, version: int) -> None:
         """Announce the weights of a version and send them."""
-        services = self._services
-        tensors = self._tensors(self._bucket_bytes // 2)  # half as large: the digests need room as well
-        send_weights(tensors, None if services is None else lambda all_: self._announce(services, version, all_))
+        services, digests = self._services, self._digest()
+        if services is not None:
+            services.record_digest(version, services.publisher.announce(version, services.plan, digests))
         meets = b"1" if services is not None and services.publisher.wait_group() else b""
         if self._gang.share(meets if services is not None else None):
             self._send_all(version)
@@ -55,15 +59,32 @@ class DirectWeights:
         if self._gang.share(wanted if self._services is not None else None):
             self.stage()
 
-    @staticmethod
-    def _announce(services: Services, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+    def _digest(self) -> tuple[str, ...]:
+        """Return the digests of the buckets at rank 0; nothing at the others."""
+        rows, plan = self._backend.own_rows(), self._find_plan()
+        if rows is not None:
+            parts = self._gang.gather(msgspec.msgpack.encode(sum_rows(rows.chunks(), plan)))
+            if self._services is None:
+                return ()
+            return join_sums(plan, [msgspec.msgpack.decode(part, type=Summed) for part in parts])
+        tensors = self._tensors(self._bucket_bytes // 2)  # half as large: the digests need room as well
+        if self._services is None:
+            exhaust_all(tensors)
+            return ()
         with exhaust(tensors) as rest:
-            services.record_digest(version, services.publisher.announce(version, services.plan, rest))
+            return digest_tensors(rest, plan)
+
+    def _find_plan(self) -> Plan:
+        if self._plan is None:
+            specs = [TensorSpec(*spec) for spec in self._backend.weight_specs()]
+            self._plan = plan_buckets(specs, bucket_bytes=self._bucket_bytes)
+        return self._plan
 
     def _send_all(self, version: int) -> None:
         """Send the version by all ranks that can."""
         self._find_senders()
-        tensors = self._tensors(self._bucket_bytes, self._plan)  # they lie as in their buckets
+        # They lie as in their buckets.
+        tensors = self._tensors(self._bucket_bytes, self._plan if self._senders > 1 else None)
         if self._services is not None:
             self._send(self._services, version, tensors)
         elif self._senders == 1 or not (told := self._gang.share(None)):  # nothing: no group, rank 0 says why
@@ -81,8 +102,6 @@ class DirectWeights:
         turns = self._backend.weights_out.turns()
         self._senders = turns.senders
         if turns.senders > 1:
-            specs = [TensorSpec(*spec) for spec in self._backend.weight_specs()]
-            self._plan = plan_buckets(specs, bucket_bytes=self._bucket_bytes)
             number = turns.sender(self._gang.rank)
             if number:
                 self._sender = CoSender(number, device=str(self._gang.device.torch_device))

@@ -25,7 +25,7 @@ from learners.main import publish_plans
 from learners.row_weights import RowWeights
 from weightsync.plan.buckets import group_by_bucket
 from weightsync.plan.digest import bucket_digest, version_digest
-from weightsync.publisher.direct import Direct, digest_tensors
+from weightsync.publisher.direct import Direct
 from weightsync.publisher.senders import Peers
 from weightsync.transports.collective import CollectiveOutbox
 from weightsync.transports.collective_inbox import CollectiveInbox
@@ -51,8 +51,7 @@ class Services:
     def record_digest(self, version: int, manifest: Manifest) -> None:
         assert manifest is self.manifest and manifest.version == version
 
-    def announce(self, version: int, plan: Any, tensors: Any) -> Manifest:
-        digests = digest_tensors(tensors, plan)
+    def announce(self, version: int, plan: Any, digests: tuple[str, ...]) -> Manifest:
         digest = version_digest(digests)
         self.manifest = Manifest(version, self.plan.digest, self.plan.bucket_bytes, digests, digest)
         self.direct.open(digest)

@@ -17,13 +17,14 @@ import ranks
 from asyncrl.errors import Unavailable
 from learners.backends.base import tensor_bytes
 from learners.backends.fsdp2 import own_rows
-from learners.direct_weights import send_weights
+from learners.direct_weights import exhaust_all, send_weights
 from learners.gang.gang import Gang
 from learners.main import publish_plans
 from learners.rank_zero import Services
 from learners.row_weights import RowWeights
 from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 from weightsync.plan.digest import PIECE_BYTES
+from weightsync.publisher import direct
 from weightsync.staging import Fill, Slot, Staging
 from weightsync.transports.base import TransportUnusable
 from weightsync.transports.shared_memory import Maps
@@ -105,7 +106,22 @@ def by_turns(backend: Any, gang: Gang) -> dict[str, Any]:
         whole = out.iter_device(lambda: None, part_bytes=1 << 15, buckets=given)
         mine = {name: hashed(tensor_bytes(tensor, tensor.dtype, lend=False)) for name, tensor in whole}
         found[way] = [msgspec.json.decode(part) for part in gang.gather(msgspec.json.encode(mine))]
-    return {"senders": out.turns().senders, "buckets": buckets} | found
+    return {"senders": out.turns().senders, "buckets": buckets, "sums": sums_of_rows(backend, gang, plan)} | found
+
+
+def sums_of_rows(backend: Any, gang: Gang, plan: Any) -> list[bool]:
+    """Whether the digests of transport `direct` from the rows of all ranks are those of the gathered tensors."""
+    rows, whole = backend.own_rows(), backend.weights_out.iter_device(lambda: None, part_bytes=1 << 15)
+    wanted = direct.digest_tensors(whole, plan) if gang.lead else exhaust_all(whole)
+    if rows is None:
+        return []
+    parts = gang.gather(msgspec.msgpack.encode(direct.sum_rows(rows.chunks(), plan)))
+    own = [msgspec.msgpack.decode(part, type=direct.Summed) for part in parts]
+    if not gang.lead:
+        return []
+    with pytest.raises(ValueError, match="bytes were digested"):
+        direct.join_sums(plan, own[1:])
+    return [one == two for one, two in zip(direct.join_sums(plan, own), wanted or (), strict=True)]
 
 
 def failures(model: Path, gang: Gang, out: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ def test_rows_make_the_version_of_a_gathering(results_of: Any, count: int, name:
     got, written = results_of(count, "row_cases")[0][name], cases.CASES[count][name][2]
     assert got["published"] == [repr([written, written])] * count
     assert not written or got["same"] is got["digests"] is True
+    assert all(got["sums"]) and bool(got["sums"]) is written
 
 
 #: Ranks that send by transport `direct`; of stacked experts, and with tensor or expert places, rank 0 alone.

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """
@@ -38,7 +39,7 @@ def script(folder: Path, model: Path, code: str) -> subprocess.Popen[str]:
     path = folder / "notebook.py"
     path.write_text(HEAD.format(model=str(model), run=str(folder / "run")) + textwrap.dedent(code))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
+    return warm.popen(
         [sys.executable, str(path)],
         cwd=folder,
         env=env,

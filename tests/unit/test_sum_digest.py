@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import numpy as np
 import pytest
 import torch
 
-from weightsync.plan.sum_digest import CHUNK_WORDS, MASK, SumDigest, hexdigest, mix
+from weightsync.plan.sum_digest import CHUNK_WORDS, MASK, SumDigest, hexdigest, mix, padded
 from weightsync.transports.device_digest import DeviceSums, sum_tensors, word_view
 
 CPU = torch.device("cpu")
@@ -49,7 +50,9 @@ def on_device(parts: list[bytes]) -> str:
     found = DeviceSums(CPU)
     for part in parts:
         if part:
-            found._add(word_view(torch.frombuffer(bytearray(part), dtype=torch.uint8)))
+            data = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+            found._add(found._end // 4, word_view(data))
+            found._end += padded(data.nbytes)
     first, second = found.sums.tolist()
     return hexdigest((first, second))
 
@@ -78,6 +81,28 @@ def test_every_dtype_and_alignment(dtype: torch.dtype) -> None:
     parts = [one.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in tensors]
     first, second = sum_tensors(tensors, CPU).tolist()
     assert hexdigest((first, second)) == on_host(parts) == plain(parts)
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096, 4 * CHUNK_WORDS + 6])
+def test_parts_in_any_order_have_the_sums_of_the_whole(size: int) -> None:
+    """Cut between any two bytes, as rows of several ranks are: a word may have bytes in four of them."""
+    random = np.random.default_rng(size)
+    data, start = np.frombuffer(random.bytes(size), np.uint8), 8 + 4 * CHUNK_WORDS
+    cuts = sorted({0, size, *(int(cut) for cut in random.integers(0, size, 9)), *range(min(6, size))})
+    pieces = [*itertools.pairwise(cuts)]
+    random.shuffle(pieces)
+    whole, on_host, in_torch = SumDigest(), SumDigest(), DeviceSums(CPU)
+    whole.add(data, start)
+    device = DeviceSums(CPU)
+    for first, end in pieces:
+        part = torch.from_numpy(data[first:end].copy())
+        on_host.add(data[first:end], start + first)
+        in_torch.add(part, start + first)
+        device._add((start + first) // 4, word_view(part, (start + first) % 4))
+    wanted = on_host.sums
+    assert wanted == whole.sums
+    for found in (in_torch, device):
+        assert tuple(value & MASK for value in found.sums.tolist()) == wanted
 
 
 def test_every_wrong_byte_and_every_wrong_order_is_another_digest() -> None:

@@ -84,6 +84,11 @@ def spans(first: int, words: int) -> list[Span]:
     return found
 
 
+def padded(nbytes: int) -> int:
+    """The bytes of a tensor's words."""
+    return -(-nbytes // 4) * 4
+
+
 def enough(chunks: int) -> int:
     """A number of factors to compute at once: a power of two."""
     return 1 << max(chunks - 1, 63).bit_length()
@@ -98,27 +103,35 @@ class SumDigest:
     """The digest of one bucket on the host, tensor by tensor, like `weightsync.plan.digest.Digest`."""
 
     def __init__(self) -> None:
-        self._words = 0
+        self._end = 0  # of the tensors so far
         self._sums = [0, 0]
 
     def update(self, tensor: Buffer) -> None:
         """Add the bytes of the next tensor, whole."""
         data = np.frombuffer(tensor, np.uint8)
-        whole = data.size // 4
-        words = data[: whole * 4].view(np.int32)
-        self._add(words)
-        if rest := data.size % 4:
-            self._add(np.frombuffer(data[-rest:].tobytes().ljust(4, b"\0"), np.int32))
+        self.add(data, self._end)
+        self._end += padded(data.size)
 
-    def _add(self, words: npt.NDArray[np.int32]) -> None:
-        for span in spans(self._words, words.size):
+    def add(self, data: npt.NDArray[np.uint8], start: int) -> None:
+        """Add bytes of a tensor that begin `start` bytes after the beginning of the bucket. The parts of a word that
+        lie in several calls are added to one another, as its bytes are."""
+        head = min(-start % 4, data.size)
+        tail = head + (data.size - head) // 4 * 4
+        if head:
+            first = bytes(start % 4) + data[:head].tobytes()
+            self._add(start // 4, np.frombuffer(first.ljust(4, b"\0"), np.int32))
+        self._add((start + head) // 4, data[head:tail].view(np.int32))
+        if tail < data.size:
+            self._add((start + tail) // 4, np.frombuffer(data[tail:].tobytes().ljust(4, b"\0"), np.int32))
+
+    def _add(self, first: int, words: npt.NDArray[np.int32]) -> None:
+        for span in spans(first, words.size):
             part = words[span.start : span.start + span.size].astype(np.int64).reshape(span.chunks, -1)
             last = span.chunk + span.chunks
             for which in (0, 1):
                 weights = table(which)[span.place : span.place + part.shape[1]]
                 of_chunks = (part * weights).sum(1) * factors(which, enough(last))[span.chunk : last]
                 self._sums[which] = (self._sums[which] + int(of_chunks.sum())) & MASK
-        self._words += words.size
 
     @property
     def sums(self) -> tuple[int, int]:

@@ -11,13 +11,14 @@ sends (`send`). The watching thread passes the service's word (`hand_over`, `not
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from asyncrl.wire import RoundReply
 from weightsync.plan.buckets import Plan
-from weightsync.plan.sum_digest import hexdigest
+from weightsync.plan.sum_digest import hexdigest, padded
 from weightsync.publisher.senders import Carrier, Meeting, Peers, Tensors
 from weightsync.transports.base import TransportError
 
@@ -123,6 +124,46 @@ def digest_tensors(tensors: Tensors, plan: Plan) -> tuple[str, ...]:
     if (missing := next(expected, None)) is not None:
         raise ValueError(f"tensors end before {missing.name}")
     return tuple(hexdigest(sums) for sums in _to_host([one.sums for one in buckets]))
+
+
+class Summed(msgspec.Struct, frozen=True):
+    """The sums of the bytes that one rank holds, int64 `[2]` per bucket."""
+
+    nbytes: int
+    sums: list[tuple[int, int]]
+
+
+def sum_rows(chunks: Iterable[tuple[tuple[str, int], Tensor]], plan: Plan) -> Summed:
+    """The sums of chunks of the plan's tensors: name, first byte in it, and the chunk on its device."""
+    from weightsync.transports.device_digest import DeviceSums
+
+    starts, ends = dict[str, tuple[int, int]](), [0] * len(plan.bucket_bytes)
+    for one in plan.tensors:
+        starts[one.name] = one.bucket, ends[one.bucket]
+        ends[one.bucket] += padded(one.nbytes)
+    found: dict[int, DeviceSums] = {}
+    nbytes = 0
+    for (name, at), chunk in chunks:
+        bucket, start = starts[name]
+        if bucket not in found:
+            found[bucket] = DeviceSums(chunk.device)
+        found[bucket].add(chunk, start + at)
+        nbytes += chunk.nbytes
+    sums = dict(zip(found, _to_host([one.sums for one in found.values()]), strict=True)) if found else {}
+    return Summed(nbytes, [sums.get(bucket, (0, 0)) for bucket in range(len(plan.bucket_bytes))])
+
+
+def join_sums(plan: Plan, parts: Sequence[Summed]) -> tuple[str, ...]:
+    """The digests of the buckets from the sums of all ranks.
+
+    Raises:
+        ValueError: bytes are missing.
+    """
+    wanted, summed = sum(tensor.nbytes for tensor in plan.tensors), sum(part.nbytes for part in parts)
+    if wanted != summed:
+        raise ValueError(f"{summed} bytes were digested, {wanted} planned")
+    buckets = zip(*(part.sums for part in parts), strict=True)
+    return tuple(hexdigest((sum(one for one, _ in all_), sum(two for _, two in all_))) for all_ in buckets)
 
 
 def _to_host(sums: list[Tensor]) -> list[tuple[int, int]]:

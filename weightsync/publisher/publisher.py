@@ -43,7 +43,7 @@ from weightsync.plan.digest import version_digest
 from weightsync.plan.limits import limit_for
 from weightsync.plan.signature import sign
 from weightsync.publisher.delta_chain import DeltaChain, Staged
-from weightsync.publisher.direct import Direct, digest_tensors
+from weightsync.publisher.direct import Direct
 from weightsync.publisher.offers import Offers
 from weightsync.publisher.outboxes import Outboxes
 from weightsync.publisher.senders import Peers, Tensors
@@ -152,10 +152,10 @@ class Publisher:
         self._offers.pin_base(Staged(manifest, plan, self._staging, slot, slot.order, ready=True))
         return manifest
 
-    def announce(self, version: int, plan: Plan, tensors: Tensors) -> Manifest:
-        """Transport `direct`: announce the weights on their device, which stay as they are until `send_direct`."""
+    def announce(self, version: int, plan: Plan, digests: tuple[str, ...]) -> Manifest:
+        """Transport `direct`: announce the weights on their device, which stay as they are until `send_direct`, by the
+        digests of their buckets."""
         self._offers.raise_error()
-        digests = digest_tensors(tensors, plan)
         manifest = Manifest(version, plan.digest, plan.bucket_bytes, digests, version_digest(digests))
         manifest = sign(manifest, self._keys)
         self._direct.open(manifest.digest)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weightsync.plan.sum_digest import SumDigest, enough, factors, spans, table
+from weightsync.plan.sum_digest import SumDigest, enough, factors, padded, spans, table
 
 
 @cache
@@ -28,36 +28,42 @@ class DeviceSums:
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(2, dtype=torch.int64, device=device)
-        self._words = 0
+        self._end = 0  # of the tensors so far
         self._host = SumDigest()
 
     @torch.no_grad()
     def update(self, tensor: Tensor) -> None:
-        """Add the bytes of the next tensor."""
+        """Add the bytes of the next tensor, whole."""
+        self.add(tensor, self._end)
+        self._end += padded(tensor.nbytes)
+
+    @torch.no_grad()
+    def add(self, tensor: Tensor, start: int) -> None:
+        """As `SumDigest.add`."""
         if tensor.is_cpu:  # numpy is three times as fast as torch here; `numpy()` would make the storage unresizable
             data = tensor.contiguous()
             memory = (ctypes.c_uint8 * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b""
-            self._host.update(memoryview(memory).cast("B"))
+            self._host.add(np.frombuffer(memoryview(memory), np.uint8), start)
             np.copyto(self.sums.numpy(), np.array(self._host.sums, np.uint64).view(np.int64))
         else:
-            self._add(word_view(tensor))
+            self._add(start // 4, word_view(tensor, start % 4))
 
-    def _add(self, words: Tensor) -> None:
-        for span in spans(self._words, words.numel()):
+    def _add(self, first: int, words: Tensor) -> None:
+        for span in spans(first, words.numel()):
             part = words[span.start : span.start + span.size].to(torch.int64).view(span.chunks, -1)
             last = span.chunk + span.chunks
             for which in (0, 1):
                 weights = _table(which, part.device)[span.place : span.place + part.shape[1]]
                 of_chunks = (part * weights).sum(1)
                 self.sums[which] += (of_chunks * _factors(which, enough(last), part.device)[span.chunk : last]).sum()
-        self._words += words.numel()
 
 
-def word_view(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as int32, padded with zeros: a view if they are aligned and whole."""
+def word_view(tensor: Tensor, zeros: int = 0) -> Tensor:
+    """The bytes of a tensor as int32, padded with zeros, this many of them before it: a view if they are aligned and
+    whole."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if data.numel() % 4:
-        data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
+    if zeros or data.numel() % 4:
+        data = torch.nn.functional.pad(data, (zeros, -(zeros + data.numel()) % 4))
     if data.storage_offset() % 4 or data.data_ptr() % 4:
         data = data.clone()
     return data.view(torch.int32)

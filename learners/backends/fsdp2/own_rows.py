@@ -54,16 +54,19 @@ class OwnRows:
         """Yield the bytes of each chunk and their place. They may change after `settle` returned, which this iterator
         calls before.
         """
-        if not self.writes:
+        if self._pin is not None and self.writes:
+            yield from self._pin().run(self.chunks(), settle)
             return
-        if self._pin is not None:
-            yield from self._pin().run(self._chunks(), settle)
-            return
-        for place, chunk in self._chunks():
+        for place, chunk in self.chunks():
             yield place, tensor_bytes(chunk, self._sent, lend=True) if self._lends else chunk.view(torch.uint8).numpy()
 
-    def _chunks(self) -> Iterator[tuple[Place, Tensor]]:
-        """Each lies in one published tensor and ends at its end, or at a multiple of `PART_BYTES` in it."""
+    @torch.no_grad()
+    def chunks(self) -> Iterator[tuple[Place, Tensor]]:
+        """Yield each chunk where its parameter is. It lies in one published tensor and ends at its end, or at a
+        multiple of `PART_BYTES` in it.
+        """
+        if not self.writes:
+            return
         part = PART_BYTES // self._sent.itemsize
         for sizes, parameter in self._named:
             own = parameter.to_local().detach().reshape(-1)
