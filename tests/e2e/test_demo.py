@@ -77,7 +77,6 @@ def test_the_synchronous_demo_has_no_lag_and_still_learns(folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.alone
 def test_the_demo_of_images_learns_from_them(folder: Path) -> None:
     said, lines, audit = demo(folder, task="shapes")
     assert [line["step"] for line in lines] == list(range(1, 61))
@@ -89,8 +88,7 @@ def test_the_demo_of_images_learns_from_them(folder: Path) -> None:
     assert "BROKEN" not in said
 
 
-@pytest.mark.long
-@pytest.mark.alone
+@pytest.mark.chaos
 def test_with_pictures_of_other_rows_the_reward_stays_at_chance(folder: Path) -> None:
     mixed = folder / "mixed.parquet"
     shapes.write_parquet(mixed, shapes.prompt_rows(1024, 0, permuted=True))
