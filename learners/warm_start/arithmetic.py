@@ -30,7 +30,7 @@ from asyncrl.runtime.model_folder import load_model, load_tokenizer
 from learners.warm_start.sft import Example, OptimizerName, pack, sft
 from learners.warm_start.tiny_model import SPECIAL_TOKENS, make_tiny_qwen3, make_tokenizer, save_model
 
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 MARKER = "warm_start.json"
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import demo_model
 import pytest
 
 pytest.importorskip("yaml", reason="kubectl's stand-in reads manifests with PyYAML")
@@ -149,10 +150,8 @@ def audit(cluster: Cluster, run: Path) -> dict[str, Any]:
 
 
 def prepare(cluster: Cluster) -> None:
-    """The demo's model and prompts on the volume. The model is the one that `make demo` made here, where it did."""
-    model = Path("runs", "models", "running_sum")
-    if (ROOT / model / "warm_start.json").exists():
-        shutil.copytree(ROOT / model, cluster.volume / model)
+    """The demo's model and prompts on the volume."""
+    demo_model.place(cluster.volume)
     made = subprocess.run(
         [sys.executable, "-m", "asyncrl", "demo", "--prepare-only"],
         cwd=cluster.volume,

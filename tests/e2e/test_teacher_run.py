@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import demo_model
 import pytest
 import torch
 import warm
@@ -123,9 +124,9 @@ def test_a_student_comes_ten_times_nearer_within_40_steps(run: Run) -> None:
     """The teacher is the demo's warm-started model, the student the same with noise in every matrix. The figure is the
     exact KL(student || teacher) per token along held-out answers of the student, before and after.
     """
+    teacher, student = demo_model.place(run.folder), run.folder / "student"
     done = run.command("demo", "--task", "running_sum", "--prepare-only", timeout=200)
     assert done.returncode == 0, done.stdout
-    teacher, student = run.folder / "runs/models/running_sum", run.folder / "student"
     shutil.copytree(teacher, student)
     model = AutoModelForCausalLM.from_pretrained(teacher)
     generator = torch.Generator().manual_seed(0)

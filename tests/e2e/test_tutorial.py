@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import demo_model
 import pytest
 
 from asyncrl.metrics import read_lines
@@ -101,6 +102,7 @@ def follow(page: Path, folder: Path, *, run: str, failing: tuple[str, ...] = ())
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of a reader who has done part 1 up to its run: the model, the rows, the reward."""
     folder = tmp_path_factory.mktemp("tutorial")
+    demo_model.place(folder)
     shell("asyncrl demo --prepare-only", folder)
     write_files(DOCS / "start.md", folder)
     shell("python make_rows.py", folder)
