@@ -56,9 +56,9 @@ check: install
 test: check redis bwrap $(ASIDE)
 	$(RUN_TESTS) $(TEST_LIMIT_S) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-# The rest: process tests of several seconds, then those that measure speed or learning, one at a time.
+# The rest: process tests of several seconds, then those that measure speed, one at a time.
 test-long: redis bwrap $(ASIDE)
-	$(RUN_TESTS) $(LONG_LIMIT_S) $(BIN)/python -m pytest -m "long and not alone and not chaos" -n $(LONG_WORKERS) --dist load
+	$(RUN_TESTS) $(LONG_LIMIT_S) $(BIN)/python -m pytest -m "long and not alone and not chaos" -n $(LONG_WORKERS) --dist loadgroup
 	$(RUN_TESTS) $(LONG_LIMIT_S) $(BIN)/python -m pytest -m "long and alone" -n 0
 
 # The reward worker in JavaScript against a real buffer (node 20 and npm). Its packages run no scripts of their own.

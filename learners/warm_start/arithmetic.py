@@ -146,7 +146,7 @@ def make_warm_start(
 
     The folder is an ordinary transformers checkpoint: config, safetensors weights, generation config and tokenizer.
     `warm_start.json` is written last; a folder without it is incomplete and is rebuilt. Only one process may build in a
-    folder at a time. It takes well under a minute on one core; weights are reproducible with one torch thread.
+    folder at a time. It takes about a minute on one core; weights are reproducible with one torch thread.
 
     Args:
         task: `add` or `running_sum`.

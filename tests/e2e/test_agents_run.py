@@ -51,7 +51,6 @@ def test_an_agent_plays_a_short_run(run: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.alone
 def test_the_openai_client_trains_a_policy(run: Any, figure: Any) -> None:
     prepare(run, steps=20)
     done = run.launch(timeout=400)

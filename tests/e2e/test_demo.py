@@ -52,7 +52,7 @@ def gain(lines: list[dict[str, Any]]) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.alone
+@pytest.mark.xdist_group("demo")  # they share the model
 def test_the_demo_learns_within_its_bound(folder: Path) -> None:
     said, lines, audit = demo(folder)
     assert [line["step"] for line in lines] == list(range(1, 41))
@@ -67,7 +67,7 @@ def test_the_demo_learns_within_its_bound(folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.alone
+@pytest.mark.xdist_group("demo")  # they share the model
 def test_the_synchronous_demo_has_no_lag_and_still_learns(folder: Path) -> None:
     said, lines, audit = demo(folder, "--set", "buffer.max_staleness=0", "--set", "learner.steps=25")
     assert [line["lag_max"] for line in lines] == [0] * 25

@@ -31,7 +31,6 @@ JUDGES = (
 
 
 @pytest.mark.long
-@pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_a_run_with_two_judges(run: Run) -> None:
     (run.folder / "my_rewards.py").write_text(REWARDS)

@@ -22,7 +22,7 @@ import demo_model
 import pytest
 
 pytest.importorskip("yaml", reason="kubectl's stand-in reads manifests with PyYAML")
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.xdist_group("kubernetes"), pytest.mark.timeout(500)]
 ROOT = Path(__file__).parents[2]
 STANDINS = Path(__file__).parent / "standins"
 NEEDED = ("bwrap", "ip", "nsenter", "setpriv")

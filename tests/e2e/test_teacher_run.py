@@ -50,7 +50,6 @@ def plain_logprobs(folder: Path, prompt: Any, response: Any) -> torch.Tensor:
 
 
 @pytest.mark.long
-@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_teachers_that_are_killed_lose_nothing(run: Run) -> None:
     folders = {"maths": make_teacher(run.folder / "maths", 5), "rest": make_teacher(run.folder / "rest", 6)}
@@ -118,7 +117,6 @@ def test_teachers_that_are_killed_lose_nothing(run: Run) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_a_student_comes_ten_times_nearer_within_40_steps(run: Run) -> None:
     """The teacher is the demo's warm-started model, the student the same with noise in every matrix. The figure is the

@@ -90,7 +90,6 @@ def ids_of(run, text: str) -> list[int]:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.long
-@pytest.mark.alone
 def test_a_policy_learns_to_call_a_calculator(run) -> None:  # type: ignore[no-untyped-def]
     model, data = run.folder / "model", run.folder / "calculator.jsonl"
     warm.run(

@@ -24,6 +24,7 @@ DOCS = ROOT / "docs"
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 SET_UP = ("make ", "source ")  # done before this test
 LIMIT_S = 400
+pytestmark = pytest.mark.xdist_group("tutorial")  # the parts go on from each other's files
 
 
 def environment() -> dict[str, str]:
@@ -110,7 +111,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.long
-@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_part_1_own_rows_and_an_own_reward(place: Path) -> None:
     """`make demo` leaves a warm model behind; here the demo only makes it."""
@@ -126,7 +126,6 @@ def test_part_1_own_rows_and_an_own_reward(place: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_part_2_a_notebook(place: Path) -> None:
     cells = [
@@ -146,7 +145,6 @@ def test_part_2_a_notebook(place: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_part_3_two_hosts_a_crash_and_a_backup(place: Path) -> None:
     said = follow(DOCS / "tutorial" / "two-hosts.md", place, run="runs/two")
@@ -159,7 +157,6 @@ def test_part_3_two_hosts_a_crash_and_a_backup(place: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_part_4_faults_are_seen_where_the_page_says(place: Path) -> None:
     failing = ("asyncrl check", "asyncrl test-reward", "asyncrl launch all my.toml broken.toml")
@@ -180,7 +177,6 @@ def test_part_4_faults_are_seen_where_the_page_says(place: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     """Its cells are plain Python, in one process; each asserts what it shows."""

@@ -76,7 +76,6 @@ def grader() -> Iterator[Grader]:
 
 
 @pytest.mark.long
-@pytest.mark.alone
 def test_a_model_behind_a_url_scores_a_run(run: Any, grader: Grader) -> None:
     run.config.write_text(run.config.read_text() + GRADER.format(url=f"http://127.0.0.1:{grader.port}/v1"))
     done = run.launch(timeout=300)

@@ -106,7 +106,7 @@ def wide(run: Any) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.alone
+@pytest.mark.xdist_group("other host")
 def test_another_host_is_answered_with_a_key_of_the_run_alone(run: Any, there: list[str]) -> None:
     main = run.start("launch", "services", str(run.config), *wide(run))
     run.wait("the services", lambda: len(run.living()) == 2)
@@ -121,7 +121,7 @@ def test_another_host_is_answered_with_a_key_of_the_run_alone(run: Any, there: l
 
 
 @pytest.mark.long
-@pytest.mark.alone
+@pytest.mark.xdist_group("other host")
 def test_a_producer_of_another_host_works_for_the_run(run: Any, there: list[str]) -> None:
     main = run.start("launch", "all", str(run.config), *wide(run))
     run.wait("step 1", lambda: 1 in run.steps())
