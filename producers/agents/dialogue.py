@@ -103,7 +103,11 @@ class Dialogue:
         request = self.session.request(
             self._request, max_prompt_tokens=self._setting.max_prompt_tokens, max_new_tokens=room
         )
-        delta, stopped = await self._generate(request, ask.stop, on_text)
+        try:
+            delta, stopped = await self._generate(request, ask.stop, on_text)
+        except BaseException:  # a request that is repeated finds the row as it was
+            self.session.drop_context()
+            raise
         number = self.session.turns
         self.session.add_turn(delta)
         self._setting.counts.turns += 1
