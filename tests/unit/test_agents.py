@@ -557,6 +557,7 @@ LINES = (
     + """
 for line in sys.stdin:
     job = json.loads(line)
+    assert job["anthropic_base_url"] + "/v1" == job["base_url"]
     ask(job["base_url"], job["api_key"], job["row"]["prompt"])
     print(os.getpid(), flush=True)
 """
