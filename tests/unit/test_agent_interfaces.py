@@ -246,6 +246,35 @@ def test_a_dialogue_has_the_same_tokens_through_every_interface(tmp_path: Path, 
         assert other.mask.tolist() == first.mask.tolist() and other.rows == first.rows
 
 
+def test_a_foreign_conversation_has_one_normal_form() -> None:
+    """Also answers of other models, such as examples that an agent shows: templates get their calls as objects."""
+    arguments = '{"a": 1}'
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    chat = [
+        {"role": "system", "content": "be brief"},
+        user("x"),
+        {"role": "assistant", "content": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+    ]
+    items = [
+        user("x"),
+        {"role": "assistant", "content": [{"type": "output_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": arguments},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "3"}]},
+    ]
+    use = {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}}
+    blocks = [
+        user("x"),
+        {"role": "assistant", "content": [{"type": "text", "text": "hm"}, use]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}]},
+    ]
+    one = read_chat({"messages": chat, "tools": [Chat.function]})
+    other = read_response({"input": items, "instructions": "be brief", "tools": [Responses.function]}, {})
+    third = read_request({"messages": blocks, "system": "be brief", "tools": [Messages.function], "max_tokens": 9})
+    assert one.messages == other.messages == third.messages and one.tools == other.tools == third.tools
+    assert one.messages is not None and one.messages[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
 # ---------------------------------------------------------------- streams, ends, references
 
 
