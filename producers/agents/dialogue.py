@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from asyncrl.engine import Engine, GenDelta, GenRequest, join_deltas
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import AsyncRLError, ConfigError
-from producers.agents.openai_api import Answer, ApiError, ChatRequest, Message
+from producers.agents.interface import Answer, ApiError, ChatRequest, Message
 from producers.data.tokenizer import Tokenizer
 from producers.environments.conversation import Counts, GivenUp
 from producers.environments.rendering import ChatTemplate, PlainText, Renderer, encode_text
@@ -90,6 +90,14 @@ class Dialogue:
             except GivenUp:
                 raise ApiError(503, "the sample is no longer needed", code="given_up") from None
 
+    async def count(self, ask: ChatRequest) -> int:
+        """Tokens of the context that the request would have."""
+        async with self._turn:  # bounded: by the episode's time limit
+            try:
+                return len(self._context(ask))
+            except EnvironmentFailure as error:
+                raise ApiError(400, error.reason, param="messages") from None
+
     async def _answer(self, ask: ChatRequest, on_text: OnText | None) -> Answer:
         if self.session.turns >= self._setting.max_turns:
             raise ApiError(
@@ -103,7 +111,11 @@ class Dialogue:
         request = self.session.request(
             self._request, max_prompt_tokens=self._setting.max_prompt_tokens, max_new_tokens=room
         )
-        delta, stopped = await self._generate(request, ask.stop, on_text)
+        try:
+            delta, stopped = await self._generate(request, ask.stop, on_text)
+        except BaseException:  # a request that is repeated finds the row as it was
+            self.session.drop_context()
+            raise
         number = self.session.turns
         self.session.add_turn(delta)
         self._setting.counts.turns += 1
@@ -132,16 +144,14 @@ class Dialogue:
         """Token ids of the context for the policy."""
         if ask.messages is None:
             return self._text_context(ask.prompt)
-        tools = msgspec.json.encode(ask.tools)
         messages, history = list(ask.messages), self._history
         same = len(messages) > len(history) and [_message_key(item) for item in messages[: len(history)]] == [
             _message_key(item) for item in history
         ]
-        if history and same and tools == self._tools:
+        if history and same and _tools_key(ask) == self._tools:
             pending = messages[len(history) :]
             with suppress(ConfigError):  # the template changes earlier messages: open a new row
                 return [*self.session.context.tolist(), *self._renderer(ask).delta(pending, last_token=self._last)]
-        self._tools = tools
         try:
             return self._splice(messages, ask.tools)
         except ConfigError as error:
@@ -161,7 +171,7 @@ class Dialogue:
         return encode_text(self._setting.tokenizer.encode, prompt)
 
     def _renderer(self, ask: ChatRequest) -> Renderer:
-        known = self._renderers.get(self._tools)
+        known = self._renderers.get(_tools_key(ask))
         if known is None:
             tokenizer = self._setting.tokenizer
             known = (
@@ -169,7 +179,7 @@ class Dialogue:
                 if self._setting.chat
                 else PlainText(tokenizer)
             )
-            self._renderers[self._tools] = known
+            self._renderers[_tools_key(ask)] = known
         return known
 
     def _splice(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
@@ -240,17 +250,16 @@ class Dialogue:
             calls,
             delta.runs[-1][0],
             tuple(self.session.context[: -len(ids)].tolist()) if ask.token_ids else (),
+            stopped,
         )
         self._last = ids[-1]
+        self._tools = _tools_key(ask)
         self._text, self._history = "", []
         if ask.messages is None:
             self._text = "" if isinstance(ask.prompt, tuple) else ask.prompt + whole
         else:
-            own: Message = {"role": "assistant", "content": shown}
-            if calls:
-                own["tool_calls"] = [{"id": name, "function": {"name": call.name}} for name, call in calls]
-            self._history = [*ask.messages, own]
-            self._known[_message_key(own)] = ids
+            self._history = [*ask.messages, said.message]
+            self._known[_message_key(said.message)] = ids
         return said
 
     def _calls(self, text: str, number: int) -> tuple[tuple[str, Any], ...]:
@@ -323,6 +332,10 @@ def _first(delta: GenDelta, count: int) -> GenDelta:
         support=None if delta.support is None else delta.support.cut(0, count),
         experts=None if delta.experts is None else delta.experts[: len(delta.experts) - len(delta.token_ids) + count],
     )
+
+
+def _tools_key(ask: ChatRequest) -> bytes:
+    return msgspec.json.encode(ask.tools)
 
 
 def _message_key(message: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""The OpenAI-compatible endpoint of a producer: loopback only, one key per session.
+"""The endpoint of a producer for agents: loopback only, one key per session.
 
-Needs the extra `http` (aiohttp). Routes: `POST /v1/chat/completions`, `POST /v1/completions`, `GET /v1/models`,
-`POST /v1/reward`; and the same below `/s/KEY/v1`, for agents that cannot set a key. Guarantees:
+Needs the extra `http` (aiohttp). Routes: those of the interfaces (`ANSWERS`), `POST /v1/messages/count_tokens`,
+`GET /v1/models`, `POST /v1/reward`; and the same below `/s/KEY/v1`, for agents that cannot set a key. Guarantees:
 1. it listens on 127.0.0.1; a request without the key of a running session gets 401, and a connection without one with
    such a key is closed after `SILENT_S`, earlier if there are more than `MOST_CONNECTIONS`;
 2. an agent that disconnects ends its turn, and so does the end of its session: the sample has nothing of it;
@@ -15,6 +15,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -23,9 +24,11 @@ import msgspec
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.net.descriptors import SILENT_S
-from producers.agents import openai_api as api
 from producers.agents.dialogue import Dialogue
-from producers.agents.openai_api import Answer, ApiError, ChatRequest
+from producers.agents.interface import Answer, ApiError, ChatRequest, Events, Interface, Message
+from producers.agents.messages_api import MESSAGES, read_request
+from producers.agents.openai_api import CHAT, TEXT, models
+from producers.agents.responses_api import RESPONSES
 from producers.data.tokenizer import Tokenizer
 from producers.environments.conversation import require_number
 
@@ -34,6 +37,7 @@ GRACE_S = 1.0  # for answers under way at the end
 HOST = "127.0.0.1"
 MOST_CONNECTIONS = 512
 LOOK_S = 0.25  # between two looks at the connections
+ANSWERS = {"/chat/completions": CHAT, "/completions": TEXT, "/responses": RESPONSES, "/messages": MESSAGES}
 
 
 class Session:
@@ -45,6 +49,7 @@ class Session:
         self.asks = 0
         self.reward: float | None = None
         self.parts: dict[str, float] = {}
+        self.conversations: dict[str, tuple[Message, ...]] = {}  # by the ids of its answers, with the answers
         self.changed = asyncio.Event()  # set if the dialogue cannot go on
         self.under_way: set[asyncio.Task[Any]] = set()  # handlers of its requests
 
@@ -69,15 +74,17 @@ class Endpoint:
         """Listen. Raises `config.extra` without aiohttp, `net.port_in_use`."""
         self._web = web = _web()
         app = web.Application(client_max_size=MOST_BYTES)
-        routes: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
-            ("POST", "/chat/completions", self._chat),
-            ("POST", "/completions", self._text),
-            ("GET", "/models", self._models),
-            ("POST", "/reward", self._reward),
-        )
-        for method, path, handler in routes:
+        routes: list[tuple[str, str, Callable[..., Awaitable[Any]], Interface]] = [
+            ("POST", path, partial(self._answer, interface), interface) for path, interface in ANSWERS.items()
+        ]
+        routes += [
+            ("POST", "/messages/count_tokens", self._count, MESSAGES),
+            ("GET", "/models", self._models, CHAT),
+            ("POST", "/reward", self._reward, CHAT),
+        ]
+        for method, path, handler, interface in routes:
             for prefix in ("/v1", "/s/{key}/v1"):
-                app.router.add_route(method, prefix + path, self._guard(handler))
+                app.router.add_route(method, prefix + path, self._guard(handler, interface))
         # A handler is cancelled with its connection: the turn of an agent that disconnects ends.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=GRACE_S)
         await self._runner.setup()
@@ -122,7 +129,10 @@ class Endpoint:
 
     # ------------------------------------------------------------ requests
 
-    def _guard(self, handler: Callable[..., Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
+    def _guard(self, handler: Callable[..., Awaitable[Any]], interface: Interface) -> Callable[[Any], Awaitable[Any]]:
+        def refuse(error: ApiError) -> Any:
+            return self._json(interface.error(error), error.status)
+
         async def guard(request: Any) -> Any:
             try:
                 session, task = self._find_session(request), asyncio.current_task()
@@ -134,20 +144,21 @@ class Endpoint:
                 finally:
                     session.under_way.discard(task)
             except ApiError as error:
-                return self._json(error.body, error.status)
+                return refuse(error)
             except self._web.HTTPException as error:  # for example a body that is too long
-                return self._json(ApiError(error.status, error.reason).body, error.status)
+                return refuse(ApiError(error.status, error.reason))
             except (ConnectionError, TimeoutError):
                 raise  # the client is gone
             except Exception as error:  # the tokenizers package can raise any Exception
                 print(f"warning: a request of an agent failed: {type(error).__name__}: {error}"[:500], flush=True)
-                return self._json(ApiError(500, f"{type(error).__name__}: {error}"[:200]).body, 500)
+                return refuse(ApiError(500, f"{type(error).__name__}: {error}"[:200]))
 
         return guard
 
     def _find_session(self, request: Any) -> Session:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        key = request.match_info.get("key") or (token.strip() if scheme.lower() == "bearer" else "")
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        key = request.match_info.get("key") or request.headers.get("x-api-key") or bearer
         session = self._sessions.get(key)
         if session is None:
             raise ApiError(401, "no such session, or it is over", code="invalid_api_key")
@@ -163,31 +174,31 @@ class Endpoint:
         return self._web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
     async def _models(self, _request: Any, _session: Session) -> Any:
-        return self._json(api.models(self.model))
+        return self._json(models(self.model))
 
-    async def _chat(self, request: Any, session: Session) -> Any:
-        return await self._answer(request, session, api.read_chat(await self._body(request)), api.chat_answer)
+    async def _count(self, request: Any, session: Session) -> Any:
+        ask = read_request(await self._body(request), limited=False)
+        return self._json({"input_tokens": await session.dialogue.count(ask)})
 
-    async def _text(self, request: Any, session: Session) -> Any:
-        return await self._answer(request, session, api.read_completion(await self._body(request)), api.text_answer)
-
-    async def _answer(self, request: Any, session: Session, ask: ChatRequest, build: Callable[..., Any]) -> Any:
-        name = f"chatcmpl-{secrets.token_hex(12)}" if ask.messages is not None else f"cmpl-{secrets.token_hex(12)}"
+    async def _answer(self, interface: Interface, request: Any, session: Session) -> Any:
+        ask = interface.read(await self._body(request), session.conversations)
+        name = f"{interface.prefix}{secrets.token_hex(12)}"
         session.asks += 1
         try:
             if ask.stream:
-                return await self._stream(request, session, ask, name)
+                return await self._stream(request, session, ask, interface.events(ask, id=name, model=self.model), name)
             said = await session.dialogue.answer(ask)
         finally:
             if session.dialogue.fatal is not None:
                 session.changed.set()
+        session.conversations[name] = (*ask.conversation, said.message)
         texts = self._texts(said) if ask.logprobs else ()
-        return self._json(build(said, ask, id=name, model=self.model, texts=texts))
+        return self._json(interface.answer(said, ask, id=name, model=self.model, texts=texts))
 
     def _texts(self, said: Answer) -> list[str]:
         return [self._tokenizer.decode([token]) for token in said.token_ids]
 
-    async def _stream(self, request: Any, session: Session, ask: ChatRequest, name: str) -> Any:
+    async def _stream(self, request: Any, session: Session, ask: ChatRequest, events: Events, name: str) -> Any:
         """Events as the text comes. With tools the text comes whole: it may be a call."""
         news: asyncio.Queue[str | None] = asyncio.Queue()
         asking = asyncio.create_task(session.dialogue.answer(ask, None if ask.tools else news.put_nowait))
@@ -196,32 +207,30 @@ class Endpoint:
         try:
             # bounded: the end of the turn rings, and the episode has its time
             while (text := await news.get()) is not None:
-                response = response or await self._begin_stream(request, ask, name)
-                await response.write(api.chunk(ask, id=name, model=self.model, text=text))
+                response = response or await self._begin_stream(request, events)
+                await response.write(events.text(text))
             said = asking.result()  # an error before the first event is an answer like any other
-            response = response or await self._begin_stream(request, ask, name)
+            session.conversations[name] = (*ask.conversation, said.message)
+            response = response or await self._begin_stream(request, events)
             if ask.tools and said.text:
-                await response.write(api.chunk(ask, id=name, model=self.model, text=said.text))
-            await response.write(api.chunk(ask, id=name, model=self.model, last=said))
-            if ask.usage_in_stream:
-                await response.write(api.usage_chunk(said, ask, id=name, model=self.model))
-            await response.write(api.DONE)
+                await response.write(events.text(said.text))
+            await response.write(events.end(said))
             await response.write_eof()
         except ApiError as error:
             if response is None:
                 raise
-            await response.write(api.event(error.body))
+            await response.write(events.error(error))
             await response.write_eof()
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)  # bounded: it was cancelled, or is done
         return response
 
-    async def _begin_stream(self, request: Any, ask: ChatRequest, name: str) -> Any:
+    async def _begin_stream(self, request: Any, events: Events) -> Any:
         response = self._web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        if ask.messages is not None:
-            await response.write(api.chunk(ask, id=name, model=self.model, first=True))
+        if first := events.begin():
+            await response.write(first)
         return response
 
     async def _reward(self, request: Any, session: Session) -> Any:

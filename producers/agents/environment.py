@@ -1,7 +1,7 @@
 """`[environment] name = "agent"`: a program that knows nothing about training plays the samples.
 
-Each sample is a session of an agent that talks to the policy through an OpenAI-compatible endpoint: a command (any
-language) or an async function. Guarantees:
+Each sample is a session of an agent that talks to the policy through an endpoint with the interfaces of OpenAI and
+Anthropic: a command (any language) or an async function. Guarantees:
 1. the sample holds the policy's answers as they were sampled, with log-probs and versions (`dialogue`);
 2. the reward is the one posted to `/v1/reward`, else the result of the agent, else that of reward workers;
 3. a session fails with a reason, and the prompt is tried again: `timeout` (environment.episode_timeout_s), `crashed`
@@ -24,7 +24,7 @@ from asyncrl.plugins import load_object
 from asyncrl.runtime.user_errors import format_user_error
 from producers.agents.dialogue import Dialogue, Setting
 from producers.agents.endpoint import Endpoint, Session
-from producers.agents.processes import Agent
+from producers.agents.processes import Agent, anthropic_url
 from producers.data.tokenizer import Tokenizer
 from producers.environments.multi_turn import Turns, split_reward
 from producers.rollout.rollout import Finished
@@ -36,6 +36,11 @@ class Connection(NamedTuple):
     base_url: str
     api_key: str
     model: str
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """For `anthropic.AsyncAnthropic(base_url=c.anthropic_base_url, api_key=c.api_key)`."""
+        return anthropic_url(self.base_url)
 
 
 Function = Callable[[Connection, dict[str, Any]], Awaitable[Any]]

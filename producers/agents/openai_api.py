@@ -1,4 +1,4 @@
-"""The OpenAI interface as far as an agent needs it: request bodies to `ChatRequest`, `Answer` to response bodies. Pure.
+"""Chat Completions and Completions of OpenAI, as far as an agent needs them. Pure.
 
 Known: chat completions with tools, streams, `stop`, `max_tokens` (or `max_completion_tokens`), `logprobs` of the
 sampled tokens; completions of text or token ids; the models. Guarantees:
@@ -11,64 +11,34 @@ sampled tokens; completions of text or token ids; the models. Guarantees:
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from asyncrl.environment import ToolCall
-from asyncrl.errors import UNREADABLE
+from producers.agents.interface import (
+    Answer,
+    ApiError,
+    ChatRequest,
+    Interface,
+    Message,
+    event,
+    read_call,
+    read_limit,
+    read_object,
+    read_stops,
+    read_text,
+)
 
 MOST_STOPS = 4
-Message = dict[str, Any]
-
-
-class ApiError(Exception):
-    """An error response for the agent; `code` is the interface's own."""
-
-    def __init__(self, status: int, message: str, *, code: str = "", param: str = "") -> None:
-        super().__init__(message)
-        self.status = status
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.body = {"error": {"message": message, "type": kind, "param": param or None, "code": code or None}}
-
-
-class ChatRequest(msgspec.Struct, frozen=True):
-    """One request for an answer: `messages` of a chat, or a `prompt` of text or token ids."""
-
-    messages: tuple[Message, ...] | None
-    prompt: str | tuple[int, ...] = ""
-    tools: tuple[Message, ...] = ()
-    max_tokens: int = 0  # 0: as long as there is room
-    stop: tuple[str, ...] = ()
-    stream: bool = False
-    usage_in_stream: bool = False
-    logprobs: bool = False
-    token_ids: bool = False  # an extension that vLLM has too: ids with the text
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """An answer: its text without the stop, its tokens and their log-probs."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish: str  # stop | length
-    prompt_tokens: int
-    calls: tuple[tuple[str, ToolCall], ...] = ()  # with the id of the call
-    version: int = 0
-    prompt_ids: tuple[int, ...] = ()
-
+DONE = b"data: [DONE]\n\n"
 
 # ---------------------------------------------------------------- requests
 
 
 def read_chat(body: Any) -> ChatRequest:
     """The request of a `/v1/chat/completions` body. Raises ApiError."""
-    tree = _object(body)
+    tree = read_object(body)
     messages = tree.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages must be a list of messages", param="messages")
@@ -89,7 +59,7 @@ def read_chat(body: Any) -> ChatRequest:
 
 def read_completion(body: Any) -> ChatRequest:
     """The request of a `/v1/completions` body. Raises ApiError."""
-    tree = _object(body)
+    tree = read_object(body)
     prompt = tree.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -106,26 +76,12 @@ def read_completion(body: Any) -> ChatRequest:
     return ChatRequest(None, prompt=prompt, logprobs=logprobs is not None and logprobs is not False, **_common(tree))
 
 
-def _object(body: Any) -> dict[str, Any]:
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body is no JSON object")
-    if body.get("n") not in (None, 1):
-        raise ApiError(400, "n must be 1: the run decides the number of samples", param="n")
-    return body
-
-
 def _common(tree: dict[str, Any]) -> dict[str, Any]:
-    limit = next((tree[name] for name in ("max_completion_tokens", "max_tokens") if tree.get(name) is not None), 0)
-    if type(limit) is not int or limit < 0:
-        raise ApiError(400, f"max_tokens is {limit!r}", param="max_tokens")
-    stop = tree.get("stop") or []
-    stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise ApiError(400, f"stop must be a text, or a list of at most {MOST_STOPS}", param="stop")
+    limit = "max_tokens" if tree.get("max_completion_tokens") is None else "max_completion_tokens"
     options = tree.get("stream_options")
     return {
-        "max_tokens": limit,
-        "stop": tuple(stops),
+        "max_tokens": read_limit(tree.get(limit), param=limit),
+        "stop": read_stops(tree.get("stop"), param="stop", most=MOST_STOPS),
         "stream": bool(tree.get("stream")),
         "usage_in_stream": isinstance(options, dict) and bool(options.get("include_usage")),
         "token_ids": bool(tree.get("return_token_ids")),
@@ -137,41 +93,21 @@ def read_message(item: Any) -> Message:
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
         raise ApiError(400, f"a message without a role: {str(item)[:80]}", param="messages")
     role = "system" if item["role"] == "developer" else item["role"]
-    found: Message = {"role": role, "content": _content(item.get("content"))}
+    found: Message = {"role": role, "content": read_text(item.get("content"), param="messages")}
     calls = item.get("tool_calls") or []
     if calls:
-        found["tool_calls"] = [_call(call) for call in calls]
+        found["tool_calls"] = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
     for name in ("name", "tool_call_id"):
         if isinstance(item.get(name), str):
             found[name] = item[name]
     return found
 
 
-def _content(content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise ApiError(400, "the content of a message must be text, or parts of text", param="messages")
-    return "".join(str(text) for text in texts)
-
-
 def _call(call: Any) -> Message:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if not isinstance(function, dict):
         raise ApiError(400, f"not a tool call: {str(call)[:80]}", param="messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(*UNREADABLE):  # kept as text
-            arguments = msgspec.json.decode(arguments)
-    return {
-        "id": str(call.get("id") or ""),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    return read_call(call.get("id"), function.get("name"), function.get("arguments"), param="messages")
 
 
 # ---------------------------------------------------------------- answers
@@ -183,7 +119,7 @@ def chat_answer(said: Answer, ask: ChatRequest, *, id: str, model: str, texts: S
         "index": 0,
         "message": _message(said),
         "finish_reason": "tool_calls" if said.calls else said.finish,
-        "logprobs": _chat_logprobs(said, texts) if ask.logprobs else None,
+        "logprobs": {"content": token_logprobs(said, texts), "refusal": None} if ask.logprobs else None,
     }
     if ask.token_ids:
         choice["token_ids"] = list(said.token_ids)
@@ -236,51 +172,55 @@ def _tool_calls(said: Answer) -> list[dict[str, Any]]:
     ]
 
 
-def _chat_logprobs(said: Answer, texts: Sequence[str]) -> dict[str, Any]:
-    return {
-        "content": [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in zip(texts, said.logprobs, strict=True)
-        ],
-        "refusal": None,
-    }
+def token_logprobs(said: Answer, texts: Sequence[str]) -> list[dict[str, Any]]:
+    """The log-probs of the sampled tokens."""
+    return [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in zip(texts, said.logprobs, strict=True)
+    ]
 
 
-def chunk(
-    ask: ChatRequest, *, id: str, model: str, text: str = "", last: Answer | None = None, first: bool = False
-) -> bytes:
-    """One event of a stream: new text, and with `last` the end."""
-    finish = None if last is None else "tool_calls" if last.calls else last.finish
-    choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "logprobs": None}
-    if ask.messages is None:
-        choice["text"] = text
-    else:
-        delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
-        if text:
-            delta["content"] = text
-        if last is not None and last.calls:
-            delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(_tool_calls(last))]
-        choice["delta"] = delta
-    kind = "text_completion" if ask.messages is None else "chat.completion.chunk"
-    return event({"id": id, "object": kind, "created": int(time.time()), "model": model, "choices": [choice]})
+class Chunks:
+    """The stream of a chat or a completion."""
+
+    def __init__(self, ask: ChatRequest, *, id: str, model: str) -> None:
+        self._ask = ask
+        kind = "text_completion" if ask.messages is None else "chat.completion.chunk"
+        self._head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
+
+    def begin(self) -> bytes:
+        return b"" if self._ask.messages is None else self._chunk(delta={"role": "assistant", "content": ""})
+
+    def text(self, text: str) -> bytes:
+        return self._chunk(text=text) if self._ask.messages is None else self._chunk(delta={"content": text})
+
+    def end(self, said: Answer) -> bytes:
+        finish = "tool_calls" if said.calls else said.finish
+        calls = [{"index": n, **call} for n, call in enumerate(_tool_calls(said))]
+        delta = {"tool_calls": calls} if calls else {}
+        last = {"text": ""} if self._ask.messages is None else {"delta": delta}
+        events = self._chunk(finish_reason=finish, **last)
+        if self._ask.usage_in_stream:
+            events += event({**self._head, "choices": [], "usage": usage(said)})
+        return events + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        return event(error_body(error))
+
+    def _chunk(self, **choice: Any) -> bytes:
+        return event({**self._head, "choices": [{"index": 0, "finish_reason": None, "logprobs": None, **choice}]})
 
 
-def usage_chunk(said: Answer, ask: ChatRequest, *, id: str, model: str) -> bytes:
-    """The event with the usage."""
-    kind = "text_completion" if ask.messages is None else "chat.completion.chunk"
-    return event(
-        {"id": id, "object": kind, "created": int(time.time()), "model": model, "choices": [], "usage": usage(said)}
-    )
-
-
-def event(body: Mapping[str, Any]) -> bytes:
-    """A body as a server-sent event."""
-    return b"data: " + msgspec.json.encode(dict(body)) + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The body of an error."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": error.message, "type": kind, "param": error.param or None, "code": error.code or None}}
 
 
 def models(name: str) -> dict[str, Any]:
     """The body of `/v1/models`."""
     return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "asyncrl"}]}
+
+
+CHAT = Interface("chatcmpl-", lambda body, _: read_chat(body), chat_answer, Chunks, error_body)
+TEXT = Interface("cmpl-", lambda body, _: read_completion(body), text_answer, Chunks, error_body)

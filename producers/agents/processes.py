@@ -1,10 +1,11 @@
 """The processes of an agent: one per session, or a few that play one session after the other.
 
-A process gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment, with the variables of every child
-(`asyncrl.runtime.child_environment`) and those of `environment.env`. The row comes as JSON on its standard input, which
-is then closed; its last line of output may be the reward: a number, or an object with `reward`. With
-`sessions` above 1 it gets a line {"row", "base_url", "api_key", "model"} for every session and answers each with a
-line: a number, such an object, or null. Guarantees:
+A process gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment, ANTHROPIC_BASE_URL,
+ANTHROPIC_API_KEY and ANTHROPIC_MODEL too, with the variables of every child (`asyncrl.runtime.child_environment`) and
+those of `environment.env`. The row comes as JSON on its standard input, which is then closed; its last line of output
+may be the reward: a number, or an object with `reward`. With `sessions` above 1 it gets a line
+{"row", "base_url", "anthropic_base_url", "api_key", "model"} for every session and answers each with a line: a number,
+such an object, or null. Guarantees:
 1. a process that is no longer needed (time limit, lost lease, end of the producer) gets SIGTERM with its whole group,
    and SIGKILL after `grace_s`; it always dies with the producer (Linux);
 2. an exit code other than 0 is `environment.crashed` with the last lines of its standard error;
@@ -104,7 +105,14 @@ class Agent:
         """Play one session; its reward, None if the agent printed none."""
         if self._config.sessions > 1:
             return await self._line(row, url, key)
-        process = await self._start({"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key})
+        process = await self._start(
+            {
+                "OPENAI_BASE_URL": url,
+                "OPENAI_API_KEY": key,
+                "ANTHROPIC_BASE_URL": anthropic_url(url),
+                "ANTHROPIC_API_KEY": key,
+            }
+        )
         assert process.process.stdin is not None and process.process.stdout is not None
         printed = _Tail(process.process.stdout)
         try:
@@ -125,7 +133,13 @@ class Agent:
     async def _line(self, row: Row, url: str, key: str) -> Any:
         process = self._idle.pop() if self._idle else await self._start({})
         assert process.process.stdin is not None and process.process.stdout is not None
-        asked = {"row": dict(row), "base_url": url, "api_key": key, "model": self._config.model}
+        asked = {
+            "row": dict(row),
+            "base_url": url,
+            "anthropic_base_url": anthropic_url(url),
+            "api_key": key,
+            "model": self._config.model,
+        }
         try:
             process.process.stdin.write(json.dumps(asked).encode() + b"\n")
             await process.process.stdin.drain()
@@ -152,6 +166,7 @@ class Agent:
         await asyncio.gather(*(self._end(process) for process in list(self._living)))  # bounded: each by its grace
 
     async def _start(self, more: Mapping[str, str]) -> AgentProcess:
+        model = self._config.model
         tied = [
             sys.executable,
             "-m",
@@ -164,7 +179,7 @@ class Agent:
         try:
             made = await asyncio.create_subprocess_exec(
                 *tied,
-                env=child_environment(self._env, more={"OPENAI_MODEL": self._config.model, **more}),
+                env=child_environment(self._env, more={"OPENAI_MODEL": model, "ANTHROPIC_MODEL": model, **more}),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -182,6 +197,11 @@ class Agent:
     async def _end(self, process: AgentProcess) -> None:
         self._living.discard(process)
         await process.end()
+
+
+def anthropic_url(url: str) -> str:
+    """The base URL for Anthropic's clients: they add /v1 themselves."""
+    return url.removesuffix("/v1")
 
 
 def parse_reward(lines: list[str], *, strict: bool = False) -> Any:

@@ -60,6 +60,16 @@ class _Row:
         self.context = np.concatenate([self.context, piece.tokens])
         self.pieces.append(piece)
 
+    def drop_observations(self) -> None:
+        """Drop everything after the last sampled token."""
+        end = self.prompt_tokens + self.sampled
+        self.context = self.context[:end]
+        while self.pieces and self.pieces[-1].logprobs is None:
+            self.pieces.pop()
+        while self.places and self.places[-1] >= end:
+            self.places.pop()
+            self.images.pop()
+
 
 class Session:
     """`prompt_ids` i4 `[P]` is the prompt of the group with its `images`, `index` that of the sample."""
@@ -143,6 +153,12 @@ class Session:
         row.places += [len(row.context) + place for place in places]
         if len(ids):
             row.add(_Piece(ids))
+
+    def drop_context(self) -> None:
+        """Take back what was added after the last turn: no turn followed it."""
+        if len(self._rows) > 1 and not self._rows[-1].turns:
+            self._rows.pop()
+        self._rows[-1].drop_observations()
 
     def add_turn(self, delta: GenDelta) -> None:
         """Add the complete answer (`asyncrl.engine.join_deltas`) to `context`."""

@@ -316,6 +316,27 @@ def test_a_turn_that_the_agent_gives_up_leaves_no_trace(folder: Path, tokenizer:
     assert engine.given_up == [engine.asked[0].id]
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_a_later_turn_that_the_agent_gives_up_leaves_no_trace(folder: Path, tokenizer: Tokenizer, other: bool) -> None:
+    """Clients repeat a request that took too long; `other`: it was a conversation of its own."""
+
+    async def plays(client: Any, row: Any, endpoint: Connection) -> None:
+        made = await client.chat.completions.create(model="m", messages=row["prompt"])
+        messages = [*row["prompt"], made.choices[0].message, user("why?")]
+        with pytest.raises(openai.APITimeoutError):
+            await client.with_options(timeout=0.3).chat.completions.create(
+                model="m", messages=[user("something else")] if other else messages
+            )
+        await client.chat.completions.create(model="m", messages=messages)
+
+    (item,), engine, failure = played(
+        settings(folder), tokenizer, lambda _, turn, __: None if turn == 1 else "six", plays=plays
+    )
+    shown = tokenizer.decode(engine.asked[2].prompt_ids.tolist())
+    assert failure is None and shown == "user\n2*3\nassistant\nsix\nuser\nwhy?\nassistant\n"
+    assert texts_of(item, tokenizer) == ["six", "six"] and item.rows == ()
+
+
 def test_what_is_asked_beyond_the_end_of_a_session_is_given_up(folder: Path, tokenizer: Tokenizer) -> None:
     """Nobody would ever read it, and the engine would go on with it."""
     left: list[asyncio.Task[Any]] = []
@@ -536,6 +557,7 @@ LINES = (
     + """
 for line in sys.stdin:
     job = json.loads(line)
+    assert job["anthropic_base_url"] + "/v1" == job["base_url"]
     ask(job["base_url"], job["api_key"], job["row"]["prompt"])
     print(os.getpid(), flush=True)
 """

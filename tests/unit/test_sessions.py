@@ -112,6 +112,20 @@ def test_what_nothing_was_said_after_is_left_out() -> None:
     assert done.rows == ()
 
 
+def test_a_context_without_a_turn_can_be_dropped() -> None:
+    session = Session(np.array([1, 99, 2], np.int32), index=2, images=(b"a",))
+    session.add_turn(said(5, 6))
+    session.observe([7, 99], [b"b"], [1])
+    session.drop_context()
+    assert session.extend([1, 99, 2, 5, 6, 8], [b"a"]), "the row goes on behind its last turn"
+    assert not session.extend([1, 9]) and session.rows == 2
+    session.drop_context()
+    assert session.rows == 1 and session.context.tolist() == [1, 99, 2, 5, 6]
+    session.add_turn(said(4))
+    done = session.finish()
+    assert (done.sample.token_ids.tolist(), done.mask, done.images) == ([5, 6, 4], None, ())
+
+
 def test_another_beginning_replaces_the_prompt_of_the_group() -> None:
     session = Session(np.array([1, 2], np.int32), index=0)
     assert not session.extend([3, 3, 3])
