@@ -32,7 +32,8 @@ from asyncrl.wire import Buffer
 
 SUM = "sum:"
 CHUNK_WORDS = 1 << 14  # K
-MOST_CHUNKS = 64  # at once: their products need 8 bytes a word
+MOST_CHUNKS = 64  # at once on a device: their products need 8 bytes a word
+HOST_CHUNKS = 8  # on the host, where they stay in the cache
 MASK = (1 << 64) - 1
 
 
@@ -71,13 +72,13 @@ class Span(NamedTuple):
     chunks: int
 
 
-def spans(first: int, words: int) -> list[Span]:
-    """The parts of a tensor of `words` words that begins at word `first` of its bucket."""
+def spans(first: int, words: int, *, most: int = MOST_CHUNKS) -> list[Span]:
+    """The parts, of at most `most` chunks, of a tensor of `words` words that begins at word `first` of its bucket."""
     found, done = [], 0
     while done < words:
         chunk, place = divmod(first + done, CHUNK_WORDS)
         left = words - done
-        chunks = 1 if place else max(1, min(left // CHUNK_WORDS, MOST_CHUNKS))
+        chunks = 1 if place else max(1, min(left // CHUNK_WORDS, most))
         size = min(chunks * CHUNK_WORDS - place, left)
         found.append(Span(chunk, place, done, size, chunks))
         done += size
@@ -125,7 +126,7 @@ class SumDigest:
             self._add((start + tail) // 4, np.frombuffer(data[tail:].tobytes().ljust(4, b"\0"), np.int32))
 
     def _add(self, first: int, words: npt.NDArray[np.int32]) -> None:
-        for span in spans(first, words.size):
+        for span in spans(first, words.size, most=HOST_CHUNKS):
             part = words[span.start : span.start + span.size].astype(np.int64).reshape(span.chunks, -1)
             last = span.chunk + span.chunks
             for which in (0, 1):

@@ -153,23 +153,25 @@ class CollectiveInbox:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Instead of `read`: every blob, uint8 on the device of the backend, while the next one of each sender arrives.
-        Valid until the next; the reader's work on the device must have ended by then."""
+        Valid until the next, which may lie in the same memory; the reader's work on the device must have ended by then.
+        """
         assert self._place is not None and self._group is not None
-        ahead = self._group.senders
-        under_way = deque(self._begin(number) for number in range(min(ahead, len(self._sizes))))
-        for number in range(len(self._sizes)):
-            if number + ahead < len(self._sizes):
-                under_way.append(self._begin(number + ahead))
+        count, ahead = len(self._sizes), self._group.senders
+        made: dict[str, Any] = {"dtype": torch.uint8, "device": self._place.device}
+        rooms = [torch.empty(max(self._sizes), **made) for _ in range(min(ahead + 1, count))]
+
+        def begin(number: int) -> tuple[torch.Tensor, Future[None]]:
+            room = rooms[number % len(rooms)][: self._sizes[number]]
+            return room, self._submit(lambda: self._receive_into(room, number), number)
+
+        under_way = deque(begin(number) for number in range(min(ahead, count)))
+        for number in range(count):
+            if number + ahead < count:
+                under_way.append(begin(number + ahead))
             blob, arriving = under_way.popleft()
             self._await(f"blob {number}", arriving)
             self._left -= 1
             yield blob
-            del blob, arriving
-
-    def _begin(self, number: int) -> tuple[torch.Tensor, Future[None]]:
-        assert self._place is not None
-        room = torch.empty(self._sizes[number], dtype=torch.uint8, device=self._place.device)
-        return room, self._submit(lambda: self._receive_into(room, number), number)
 
     def _receive_into(self, tensor: torch.Tensor, number: int = 0) -> None:
         group = self._group.lane(number) if self._group is not None else None
