@@ -48,7 +48,11 @@ from producers.engines.logprob_probe import check_logprobs
 from weightsync.staging import Staging
 
 SWAPS = 8  # tries to meet samples in their middle
-CASES = [(rig, kv) for rig in RIGS for kv in rig.kv]
+CASES = [
+    pytest.param((rig, kv), marks=[pytest.mark.chaos] if (rig.name, kv) == ("sglang_standin", "recompute") else [])
+    for rig in RIGS
+    for kv in rig.kv
+]
 LONG = [(7 * n + 3) % VOCAB for n in range(300)]  # several blocks of any prefix cache
 PROMPTS = [[3, 4, 5, 6, 7], [9, 10], list(range(11, 40)), [30, 31, 32]]
 

@@ -106,7 +106,7 @@ def test_no_command_and_no_role_runs_it(run: Run, tiny_model: Path) -> None:
     assert run.steps() == list(range(1, 9))
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 def test_with_the_permission_they_do(run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other test can fail. These are processes of their own: transformers has a folder for such code."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(run.folder / "modules"))
