@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import demo_model
 import pytest
 
 from asyncrl.demo import shapes
@@ -18,8 +19,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty folder in which the demo makes its model once."""
-    yield tmp_path_factory.mktemp("demo")
+    """A folder with the model that the demo makes."""
+    place = tmp_path_factory.mktemp("demo")
+    demo_model.place(place)
+    yield place
 
 
 def demo(
@@ -52,7 +55,6 @@ def gain(lines: list[dict[str, Any]]) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.xdist_group("demo")  # they share the model
 def test_the_demo_learns_within_its_bound(folder: Path) -> None:
     said, lines, audit = demo(folder)
     assert [line["step"] for line in lines] == list(range(1, 41))
@@ -67,7 +69,6 @@ def test_the_demo_learns_within_its_bound(folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.xdist_group("demo")  # they share the model
 def test_the_synchronous_demo_has_no_lag_and_still_learns(folder: Path) -> None:
     said, lines, audit = demo(folder, "--set", "buffer.max_staleness=0", "--set", "learner.steps=25")
     assert [line["lag_max"] for line in lines] == [0] * 25
@@ -76,7 +77,7 @@ def test_the_synchronous_demo_has_no_lag_and_still_learns(folder: Path) -> None:
     assert "BROKEN" not in said
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 def test_the_demo_of_images_learns_from_them(folder: Path) -> None:
     said, lines, audit = demo(folder, task="shapes")
     assert [line["step"] for line in lines] == list(range(1, 61))
