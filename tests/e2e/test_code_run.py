@@ -86,7 +86,7 @@ def test_verls_data_and_reward_file_run_as_they_are_beside_code(run: Any, tiny_m
         assert any(line["reward_mean"] == pytest.approx(mean) for mean in means), line
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 def test_functions_that_pass_their_tests_become_more(run: Any) -> None:
     needs_bubblewrap()
     model, data = run.folder / "model", run.folder / "code.jsonl"

@@ -68,7 +68,7 @@ def test_the_demo_learns_within_its_bound(folder: Path) -> None:
     assert len({line["pid"] for line in processes}) >= 6
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 def test_the_synchronous_demo_has_no_lag_and_still_learns(folder: Path) -> None:
     said, lines, audit = demo(folder, "--set", "buffer.max_staleness=0", "--set", "learner.steps=25")
     assert [line["lag_max"] for line in lines] == [0] * 25

@@ -22,7 +22,7 @@ import demo_model
 import pytest
 
 pytest.importorskip("yaml", reason="kubectl's stand-in reads manifests with PyYAML")
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.xdist_group("kubernetes"), pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kubernetes"), pytest.mark.timeout(500)]
 ROOT = Path(__file__).parents[2]
 STANDINS = Path(__file__).parent / "standins"
 NEEDED = ("bwrap", "ip", "nsenter", "setpriv")
@@ -164,6 +164,7 @@ def prepare(cluster: Cluster) -> None:
     assert made.returncode == 0, made.stdout + made.stderr
 
 
+@pytest.mark.chaos
 def test_the_demo_learns_in_pods_that_are_killed_and_moved(cluster: Cluster) -> None:
     steps, name = 20, "demo"
     prepare(cluster)
@@ -217,6 +218,7 @@ def test_the_demo_learns_in_pods_that_are_killed_and_moved(cluster: Cluster) -> 
     assert not [pod for pod in cluster.ended() if pod["killed"]], "all of them ended within their grace"
 
 
+@pytest.mark.long
 def test_a_gang_of_two_pods_meets_again_after_one_was_killed(cluster: Cluster, run: Any) -> None:
     """As root, with lines of `cluster.setup`, and with a reward function that lies on the volume alone."""
     steps = 12

@@ -89,7 +89,7 @@ def ids_of(run, text: str) -> list[int]:  # type: ignore[no-untyped-def]
     return list(Tokenizer.from_file(f"{path}/tokenizer.json").encode(text, add_special_tokens=False).ids)
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 def test_a_policy_learns_to_call_a_calculator(run) -> None:  # type: ignore[no-untyped-def]
     model, data = run.folder / "model", run.folder / "calculator.jsonl"
     warm.run(

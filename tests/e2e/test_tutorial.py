@@ -176,7 +176,7 @@ def test_part_4_faults_are_seen_where_the_page_says(place: Path) -> None:
     assert "lost 0" in of("asyncrl audit runs/stuck")
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 @pytest.mark.timeout(900)
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     """Its cells are plain Python, in one process; each asserts what it shows."""

@@ -53,7 +53,7 @@ class ArchivedAtOnce(GroupTable):
     chunk = 1
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 @pytest.mark.parametrize("case", [case for case in SMALLEST if case.restarts], ids=str)
 def test_the_archive_decides_nothing(case: Case) -> None:
     """The same states are reached where prompts leave the table early, also by learners that return to the past."""
