@@ -73,7 +73,7 @@ check-docker: $(STAMP)
 	$(BIN)/pip install -q --disable-pip-version-check uv
 	RESOLVE_PIP_LINES=1 timeout --foreground -s INT -k 60 600 $(BIN)/python -m pytest -n 0 tests/unit/test_docker.py
 
-# The long forms: more schedules, more faults, more kill points (about half an hour).
+# The long forms: more schedules, faults, kill points and systems, runs that learn for longer (hours on two cores).
 chaos: redis
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python -m pytest -m chaos -s --figures=benchmarks/results/chaos.txt tests
 

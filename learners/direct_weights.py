@@ -17,7 +17,7 @@ from asyncrl.config import Config
 from learners.gang.gang import Gang
 from learners.rank_zero import Services, Weights, exhaust
 from learners.row_weights import RowWeights
-from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
+from weightsync.plan.buckets import Plan
 from weightsync.publisher.direct import Summed, digest_tensors, join_sums, sum_rows
 from weightsync.publisher.senders import CoSender, Peers
 
@@ -32,7 +32,6 @@ class DirectWeights:
         self._services = services
         self._rows = rows
         self._senders = 0  # unknown
-        self._plan: Plan | None = None
         self._sender: CoSender | None = None  # of another rank than 0
 
     def publish(self, version: int) -> None:
@@ -61,7 +60,7 @@ class DirectWeights:
 
     def _digest(self) -> tuple[str, ...]:
         """Return the digests of the buckets at rank 0; nothing at the others."""
-        rows, plan = self._backend.own_rows(), self._find_plan()
+        rows, plan = self._backend.own_rows(), self._rows.plan()
         if rows is not None:
             parts = self._gang.gather(msgspec.msgpack.encode(sum_rows(rows.chunks(), plan)))
             if self._services is None:
@@ -74,17 +73,11 @@ class DirectWeights:
         with exhaust(tensors) as rest:
             return digest_tensors(rest, plan)
 
-    def _find_plan(self) -> Plan:
-        if self._plan is None:
-            specs = [TensorSpec(*spec) for spec in self._backend.weight_specs()]
-            self._plan = plan_buckets(specs, bucket_bytes=self._bucket_bytes)
-        return self._plan
-
     def _send_all(self, version: int) -> None:
         """Send the version by all ranks that can."""
         self._find_senders()
-        # They lie as in their buckets.
-        tensors = self._tensors(self._bucket_bytes, self._plan if self._senders > 1 else None)
+        plan = self._rows.plan()
+        tensors = self._tensors(self._bucket_bytes, plan if self._senders > 1 else None)  # they lie as in their buckets
         if self._services is not None:
             self._send(self._services, version, tensors)
         elif self._senders == 1 or not (told := self._gang.share(None)):  # nothing: no group, rank 0 says why
@@ -93,8 +86,7 @@ class DirectWeights:
             exhaust_all(tensors)
             self._agree("")
         else:
-            assert self._plan is not None
-            self._sender.send(told, tensors, self._plan, self._agree)
+            self._sender.send(told, tensors, plan, self._agree)
 
     def _find_senders(self) -> None:
         if self._senders:

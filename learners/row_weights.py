@@ -54,6 +54,13 @@ class RowWeights:
         services = self._services
         return self._write_slot(None if services is None else partial(services.publisher.stage_direct, services.plan))
 
+    def plan(self) -> Plan:
+        """Return the plan of the published weights, which all ranks need."""
+        if self._plan is None:
+            specs = [TensorSpec(*spec) for spec in self._backend.weight_specs()]
+            self._plan = plan_buckets(specs, bucket_bytes=self._bucket_bytes)
+        return self._plan
+
     def _write_slot(self, offer: Callable[[Fill], object] | None) -> bool:
         """Write all rows into a slot. `offer` (rank 0) calls its argument and offers the version."""
         rows = self._find_rows()
@@ -98,15 +105,13 @@ class RowWeights:
         """Return what this rank wrote, in msgpack; empty if it does not see the slot."""
         if not rows.writes:
             return msgspec.msgpack.encode(Written(0, b"", b""))
-        if self._plan is None:
-            specs = [TensorSpec(*spec) for spec in self._backend.weight_specs()]
-            self._plan = plan_buckets(specs, bucket_bytes=self._bucket_bytes)
+        plan = self.plan()
         try:
-            view = view or self._maps.view(path, bucket_starts(self._plan.bucket_bytes)[1])
+            view = view or self._maps.view(path, bucket_starts(plan.bucket_bytes)[1])
         except TransportError:
             return b""
         failpoint("learner.writing_rows")
-        return msgspec.msgpack.encode(write_rows(self._plan, view, rows.run, threads=cores(self._writers)))
+        return msgspec.msgpack.encode(write_rows(plan, view, rows.run, threads=cores(self._writers)))
 
     def _all_written(self, parts: list[bytes]) -> bool:
         """Whether every rank wrote its rows; if not, the weights are gathered from now on."""
