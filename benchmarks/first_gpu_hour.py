@@ -11,10 +11,12 @@
 | c | anything | a larger random model (by free memory): seconds of a publish, against computed ones |
 | d | anything | copies to the host, pageable and pinned; memory of one process read by another; digests |
 | e | vLLM | the contract of engines, under both of vLLM's model runners |
-| f | 2 devices or a CPU | two ranks, `collective` weights, a producer killed; an engine of two devices |
+| f | a CUDA device | weights by NCCL between processes of one device |
+| f | 2 devices or a CPU | two ranks, `collective` weights, a producer killed |
 | g | 8 devices, `--model-7b` | 20 steps with four ranks and four engines |
 | h | a second host | the commands to type there |
 
+The runs of part b go side by side; the seconds printed for one are those until it was known.
 The report, `benchmarks/results/first_hour.json`, has one verdict for each check: works, wrong, slower (than computed)
 or "not here" with what is missing. The script ends with 1 if anything is wrong.
 """
@@ -30,7 +32,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,9 +52,11 @@ RESULTS = ROOT / "benchmarks" / "results" / "first_hour.json"
 RUNS = ROOT / "runs" / "first-hour"
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 STEPS = 5
+CORES_OF_A_RUN = 4  # short runs side by side: nothing in them is timed
 RUN_S, TESTS_S, CALL_S = 900, 1800, 300
 SLOWER = 2.0  # times the computed seconds
 COPY_BYTES = 64 << 20
+DIGEST_BYTES = 1 << 30
 #: Sizes of the model of part c: 7.0 billion parameters, 1.4 billion, or 31 million.
 LARGE = {"hidden_size": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp_size": 14336}
 MIDDLE = {"hidden_size": 2048, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128, "mlp_size": 6144}
@@ -69,6 +75,12 @@ MODES: dict[str, tuple[str, list[str]]] = {
 }
 
 
+#: NCCL refuses two processes on one device, unless it takes them for processes of different hosts.
+OTHER_HOSTS = """import os
+
+os.environ["NCCL_HOSTID"] = str(os.getpid())
+os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+"""
 #: One process adds 1 to the tensor of another.
 SHARED = """import torch, torch.multiprocessing as processes
 
@@ -76,6 +88,7 @@ def add_one(queue):
     tensor = queue.get()
     tensor += 1
     torch.cuda.synchronize()
+    del tensor
 
 if __name__ == "__main__":
     processes.set_start_method("spawn")
@@ -148,7 +161,9 @@ def works(words: Sequence[str], *, limit_s: float, env: dict[str, str] | None = 
     return Verdict("works", last) if code == 0 else Verdict("wrong", f"exit {code}: {out}")
 
 
-def run(hour: Hour, name: str, *settings: str, device: str = "") -> tuple[Verdict, list[dict[str, Any]]]:
+def run(
+    hour: Hour, name: str, *settings: str, device: str = "", env: dict[str, str] | None = None
+) -> tuple[Verdict, list[dict[str, Any]]]:
     """A short run from the quick start's settings, its audit, and the learner's lines."""
     folder = RUNS / name.replace(" ", "-").replace(",", "")
     shutil.rmtree(folder, ignore_errors=True)
@@ -157,7 +172,7 @@ def run(hour: Hour, name: str, *settings: str, device: str = "") -> tuple[Verdic
     words += ["evaluation.path=", "evaluation.every=0", "evaluation.at_start=false", "producers.count=1", *settings]
     asyncrl = [sys.executable, "-m", "asyncrl"]
     sets = [word for one in words for word in ("--set", one)]
-    code, out = call([*asyncrl, "launch", "all", str(QUICKSTART), *sets], limit_s=RUN_S)
+    code, out = call([*asyncrl, "launch", "all", str(QUICKSTART), *sets], limit_s=RUN_S, env=env)
     if code:
         return Verdict("wrong", f"exit {code}: {out}"), []
     lines = [json.loads(line) for line in (folder / "metrics" / "learner.jsonl").read_text().splitlines()]
@@ -198,7 +213,7 @@ def part_a(hour: Hour) -> Iterator[Check]:
         leave(group)
         return Verdict("works" if right else "wrong", device.dist_backend)
 
-    tests = [f"tests/unit/test_{name}.py" for name in ("device", "devices", "liger", "attention")]
+    tests = [f"tests/unit/test_{name}.py" for name in ("device", "devices", "liger", "attention", "sum_digest")]
     yield "doctor", lambda: works([sys.executable, "-m", "asyncrl", "doctor"], limit_s=CALL_S)
     yield "device", computes
     yield "collective group", groups
@@ -222,11 +237,22 @@ def part_b(hour: Hour) -> Iterator[Check]:
         return verdict
 
     yield "reference on the CPU", on_cpu
-    for name, (feature, settings) in MODES.items():
-        if feature and not hour.device.supports(feature):
-            yield name, partial(Verdict, "not here", f"{hour.device.type} has no {feature}")
-        else:
-            yield name, partial(mode, name, settings)
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // CORES_OF_A_RUN)) as pool:
+        begun = {}
+        for name, (feature, settings) in MODES.items():
+            why = unfit(hour, feature)
+            begun[name] = pool.submit(Verdict, "not here", why) if why else pool.submit(mode, name, settings)
+        for name, verdict in begun.items():
+            yield name, verdict.result  # bounded: RUN_S
+
+
+def unfit(hour: Hour, feature: str) -> str:
+    """Why a mode that needs this feature cannot run here; empty: it can."""
+    if feature and not hour.device.supports(feature):
+        return f"{hour.device.type} has no {feature}"
+    if feature == "flash_attention" and find_spec("flash_attn") is None:
+        return "flash-attn is not installed"
+    return ""
 
 
 def part_c(hour: Hour) -> Iterator[Check]:
@@ -239,11 +265,15 @@ def part_c(hour: Hour) -> Iterator[Check]:
         if not (folder / "config.json").exists():
             shutil.copytree(start, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
             vocabulary = json.loads((start / "config.json").read_text())["vocab_size"]
-            model: Any = make_tiny_qwen3(vocabulary, seed=0, **sizes)
+            with hour.device.torch_device:  # a CPU takes minutes to draw billions of numbers
+                model: Any = make_tiny_qwen3(vocabulary, seed=0, **sizes)
             print(f"    {count_parameters(model) / 1e9:.3g} billion parameters", flush=True)
             save_model(folder, model.to(torch.bfloat16))
+            del model
+            hour.device.empty_cache()
         settings = [f"model.path={folder}", "model.dtype=bfloat16", "learner.steps=3", "sampling.max_new_tokens=16"]
-        verdict, lines = run(hour, "a large model", *settings, "learner.optim.lr=1e-6")
+        settings += ["weightsync.in_place=true", "learner.optim.lr=1e-6"]  # both halves share the device
+        verdict, lines = run(hour, "a large model", *settings)
         if verdict.verdict != "works":
             return verdict
         nbytes = int(lines[-1]["publish_bytes"])
@@ -277,8 +307,23 @@ def part_d(hour: Hour) -> Iterator[Check]:
         script.write_text(SHARED)
         return works([sys.executable, str(script)], limit_s=CALL_S)
 
+    def digests() -> Verdict:
+        from weightsync.transports.device_digest import sum_tensors
+
+        device = hour.device.torch_device
+        numbers = torch.randint(
+            0, 256, (DIGEST_BYTES if hour.on_device else COPY_BYTES,), dtype=torch.uint8, device=device
+        )
+        parts = numbers.view(-1, COPY_BYTES).unbind()
+        seconds = best_time(hour, partial(sum_tensors, parts, device))
+        copied = best_time(hour, partial(torch.empty_like(numbers).copy_, numbers))
+        figures = {"digest_gb_s": numbers.nbytes / 1e9 / seconds, "copy_gb_s": numbers.nbytes / 1e9 / copied}
+        slow = hour.device.type == "cuda" and seconds > SLOWER * copied  # a copy reads and writes, a digest reads
+        return Verdict("slower" if slow else "works", "as fast as a copy within the device is computed", figures)
+
     yield "copies to the host", copies
     yield "memory of another process", shared
+    yield "digests of `direct`", digests
 
 
 def best_time(hour: Hour, work: Callable[[], Any], tries: int = 5) -> float:
@@ -314,10 +359,22 @@ def part_f(hour: Hour) -> Iterator[Check]:
     def two_ranks(*settings: str) -> Verdict:
         return run(hour, f"two ranks {settings[-1]}", "learner.ranks=2", *settings)[0] if enough else missing
 
+    def one_device(transport: str) -> Verdict:
+        if hour.device.type != "cuda":
+            return Verdict("not here", "NCCL needs a CUDA device")
+        folder = RUNS / "other-hosts"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "sitecustomize.py").write_text(OTHER_HOSTS)
+        env = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        settings = [f"weightsync.transport={transport}", "weightsync.in_place=true", "producers.count=2"]
+        return run(hour, f"{transport} in one device", *settings, env=env)[0]
+
     def killed() -> Verdict:
         tests = "tests/e2e/test_weight_sync_run.py"
         return works([sys.executable, "-m", "pytest", "-q", "-n", "0", tests], limit_s=TESTS_S) if enough else missing
 
+    for transport in ("collective", "direct"):
+        yield f"{transport} weights over NCCL in one device", partial(one_device, transport)
     yield "FSDP2, local weights", lambda: two_ranks("weightsync.transport=local")
     yield "FSDP2, collective weights", lambda: two_ranks("producers.count=2", "weightsync.transport=collective")
     yield "a member joins late, another is killed", killed

@@ -22,8 +22,10 @@ Example: a row of 8192 tokens in 40 sequences of about 200: 40 x 200^2 / 2 = 0.8
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,9 +55,13 @@ def select_kernel(wanted: str, device: Device, dtype: str, *, capped: bool = Fal
         ConfigError: `config.conflict`: the device or the dtype has no such kernel.
     """
     if wanted == VARLEN_SETTING:
+        why = ""
         if not device.supports("varlen_attention") or dtype == "float32":
-            why = f"{VARLEN_SETTING!r} needs a CUDA device and half precision, not {device} and {dtype}"
-            raise ConfigError("config.conflict", why, where="model.attn_implementation")
+            why = f"a CUDA device and half precision, not {device} and {dtype}"
+        elif "window_size" not in _varlen_options():
+            why = f"torch 2.11 or later, not {torch.__version__}"
+        if why:
+            raise ConfigError("config.conflict", f"{VARLEN_SETTING!r} needs {why}", where="model.attn_implementation")
         return "sdpa"
     if wanted != "auto":
         return wanted
@@ -72,7 +78,22 @@ def select_kernel(wanted: str, device: Device, dtype: str, *, capped: bool = Fal
 
 def kernel_by_sequence(device: Device, dtype: str) -> str:
     """Return how a model that was loaded with "sdpa" attends under "auto": by torch's kernel where that runs."""
-    return VARLEN if dtype != "float32" and device.varlen_ok else BY_SEQUENCE
+    able = dtype != "float32" and device.varlen_ok and "window_size" in _varlen_options()
+    return VARLEN if able else BY_SEQUENCE
+
+
+def _varlen_options() -> frozenset[str]:
+    """Return the names of the parameters of this torch's kernel; none before torch 2.10."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return _parameters(varlen_attn)
+
+
+@cache
+def _parameters(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def sequence_lengths(position_ids: Tensor) -> list[int]:
@@ -144,6 +165,11 @@ def attend_varlen(
         return attend(module, query, key, value, attention_mask, **given)
     lengths = _cached_lengths(given["position_ids"])
     ends = torch.tensor([0, *lengths], dtype=torch.int32, device=query.device).cumsum(0, dtype=torch.int32)
+    groups = query.shape[1] // key.shape[1]
+    shared: dict[str, Any] = {"enable_gqa": True} if groups > 1 else {}
+    if groups > 1 and "enable_gqa" not in _parameters(varlen_attn):  # torch 2.11
+        key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
+        shared = {}
     query, key, value = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))  # [W, H, D]
     longest = max(lengths)
     found: Any = varlen_attn(
@@ -156,7 +182,7 @@ def attend_varlen(
         longest,
         scale=given.get("scaling"),
         window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **shared,
     )
     return found[None], None
 

@@ -141,16 +141,18 @@ def test_lengths_of_sequences() -> None:
         attention.sequence_lengths(torch.zeros(3, 1, 4))
 
 
-@pytest.mark.parametrize("width", [None, 3])
+@pytest.mark.parametrize(("width", "shares"), [(None, True), (3, True), (3, False)])
 def test_the_kernel_of_torch_is_asked_for_every_sequence_of_a_row(
-    monkeypatch: pytest.MonkeyPatch, width: int | None
+    monkeypatch: pytest.MonkeyPatch, width: int | None, shares: bool
 ) -> None:
-    """It has no code for a CPU: here one call of it is answered by what its documentation says it computes."""
+    """It has no code for a CPU: here one call of it is answered by what its documentation says it computes. Torch 2.11
+    has one without shared heads of keys (`enable_gqa`)."""
     asked = []
 
-    def varlen(query, key, value, ends, other, most, most_too, **given):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    def attends(query, key, value, ends, other, most, most_too, **given):  # type: ignore[no-untyped-def]  # noqa: PLR0917
         assert ends is other and ends.dtype == torch.int32 and most == most_too == max(ends.diff().tolist())
-        assert given["window_size"] == (-1, 0) and given["enable_gqa"] and all(t.is_contiguous() for t in (query, key))
+        assert given["window_size"] == (-1, 0) and all(t.is_contiguous() for t in (query, key))
+        assert shares == given.get("enable_gqa", False) == (query.shape[1] != key.shape[1])
         asked.append(ends.diff().tolist())
         parts = zip(*(one.split(ends.diff().tolist()) for one in (query, key, value)), strict=True)
         found = [
@@ -164,9 +166,12 @@ def test_the_kernel_of_torch_is_asked_for_every_sequence_of_a_row(
         ]
         return torch.cat(found)
 
+    def newer(*given, enable_gqa=False, **more):  # type: ignore[no-untyped-def]
+        return attends(*given, enable_gqa=enable_gqa, **more)
+
     made = samples()[:width]
     wanted = outcome(qwen(), [packed_row(made)])
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", newer if shares else attends)
     model = qwen()
     assert attention.install(model, attention.VARLEN)
     same(outcome(model, [packed_row(made)]), wanted)
@@ -206,7 +211,8 @@ def test_the_attention_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_prefers_the_kernel_of_torch_to_single_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     every = [Device("cpu"), Device("cuda"), Device("npu")]
-    assert not any(one.varlen_ok for one in every), "there is no GPU"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert not any(one.varlen_ok for one in every)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (8, 0))
     found = [[attention.kernel_by_sequence(one, dtype) for one in every] for dtype in ("bfloat16", "float32")]
@@ -216,6 +222,19 @@ def test_auto_prefers_the_kernel_of_torch_to_single_sequences(monkeypatch: pytes
     monkeypatch.setattr("torch.version.hip", "7.0")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (9, 4))
     assert attention.kernel_by_sequence(every[1], "bfloat16") == attention.BY_SEQUENCE, "not tried on AMD"
+
+
+def test_a_torch_without_windows_in_its_kernel_has_none_for_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.9 has no kernel."""
+    monkeypatch.setattr("torch.version.hip", None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (9, 0))
+    assert attention.kernel_by_sequence(Device("cuda"), "bfloat16") == attention.VARLEN
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value, is_causal: None)
+    assert attention.kernel_by_sequence(Device("cuda"), "bfloat16") == attention.BY_SEQUENCE
+    with pytest.raises(ConfigError, match=r"torch 2\.11") as caught:
+        attention.select_kernel("varlen", Device("cuda"), "bfloat16")
+    assert caught.value.where == "model.attn_implementation"
 
 
 def test_heads_that_the_kernel_does_not_have_attend_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import struct
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 
 from weightsync.plan.sum_digest import CHUNK_WORDS, MASK, SumDigest, hexdigest, mix, padded
+from weightsync.transports import device_digest
 from weightsync.transports.device_digest import DeviceSums, sum_tensors, word_view
 
 CPU = torch.device("cpu")
@@ -130,3 +132,23 @@ def test_flipped_signs_of_many_words_are_seen() -> None:
         wrong[random.random(values.size) < 0.5] *= -1
         seen.add(on_host([wrong.tobytes()]))
     assert len(seen) == 501
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or find_spec("triton") is None, reason="Triton's kernel needs a CUDA device"
+)
+def test_the_kernel_of_a_gpu_gives_the_digest_of_the_host() -> None:
+    device = torch.device("cuda")
+    assert device_digest._kernel(device) is not None
+    generator = np.random.default_rng(5)
+    parts = [generator.bytes(size) for size in (7, 4, 65_536 * 4 - 3, 40_000, 1, 1 << 22, (1 << 22) - 9)]
+    tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device) for part in parts]
+    first, second = sum_tensors(tensors, device).tolist()
+    assert hexdigest((first, second)) == on_host(parts)
+    cut = DeviceSums(device)
+    for start in range(0, 1 << 22, 99_999):  # pieces of a row
+        cut.add(tensors[5][start : start + 99_999], start)
+    alone = SumDigest()
+    alone.update(parts[5])
+    assert [value & MASK for value in cut.sums.tolist()] == list(alone.sums)
