@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -68,17 +69,29 @@ def test_a_group_is_shut_down_before_it_is_let_go() -> None:
     assert group.calls == ["shutdown"]
 
 
-def test_the_watchdog_of_nccl_never_sees_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At its own limit torch would end the process: the learner, and every producer that lives."""
+@pytest.mark.parametrize("before", [None, "0"])
+def test_groups_of_nccl_have_no_watchdog(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    """It would end the process a minute after a peer has died, and at its own limit: the learner, and every producer
+    that lives. Torch starts none where this variable is set; other groups of the process keep theirs."""
     made: list[Any] = []
 
     class NCCL:
         Options = SimpleNamespace
 
         def __init__(self, *given: Any) -> None:
+            assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
             made.append(given)
+            if given[1] == 2:
+                raise RuntimeError("no such device")
 
     monkeypatch.setattr(process_groups, "dist", SimpleNamespace(ProcessGroupNCCL=NCCL))
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    if before is not None:
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
     GROUPS["nccl"]("store", 1, 3, timedelta(seconds=15))
+    assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
+    with pytest.raises(RuntimeError):
+        GROUPS["nccl"]("store", 2, 3, timedelta(seconds=15))
+    assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
     store, rank, size, options = made[0]
     assert (store, rank, size) == ("store", 1, 3) and options._timeout >= timedelta(hours=1)

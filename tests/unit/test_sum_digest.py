@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import struct
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 
 from weightsync.plan.sum_digest import CHUNK_WORDS, MASK, SumDigest, hexdigest, mix, padded
-from weightsync.transports import device_digest
 from weightsync.transports.device_digest import DeviceSums, sum_tensors, word_view
 
 CPU = torch.device("cpu")
@@ -135,12 +133,9 @@ def test_flipped_signs_of_many_words_are_seen() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or find_spec("triton") is None, reason="Triton's kernel needs a CUDA device"
-)
-def test_the_kernel_of_a_gpu_gives_the_digest_of_the_host() -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gives_the_digest_of_the_host() -> None:
     device = torch.device("cuda")
-    assert device_digest._kernel(device) is not None
     generator = np.random.default_rng(5)
     parts = [generator.bytes(size) for size in (7, 4, 65_536 * 4 - 3, 40_000, 1, 1 << 22, (1 << 22) - 9)]
     tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device) for part in parts]

@@ -1,4 +1,4 @@
-"""A digest that devices compute at the speed of their memory: two position-weighted sums. For transport `direct`.
+"""A digest that devices compute faster than links carry weights: two position-weighted sums. For transport `direct`.
 
 The bytes of each tensor of a bucket, padded with zeros to a multiple of four, are words w_i (int32, little-endian),
 numbered through the bucket, i = c K + j with K = 2^14. Modulo 2^64, for s = 0, 1:
@@ -32,7 +32,7 @@ from asyncrl.wire import Buffer
 
 SUM = "sum:"
 CHUNK_WORDS = 1 << 14  # K
-MOST_CHUNKS = 64  # at once on a device: their products need 8 bytes a word
+MOST_CHUNKS = 256  # at once on a device: 16 MiB, 96 MiB with products. An H200 then has 160 GB/s; with 64 chunks, 40
 HOST_CHUNKS = 8  # on the host, where they stay in the cache
 MASK = (1 << 64) - 1
 

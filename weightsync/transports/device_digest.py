@@ -1,21 +1,16 @@
-"""`weightsync.plan.sum_digest` of tensors where they are: on a device nothing but the sums leaves it. Imports torch.
-
-Triton's kernel is used where there is one (`sum_kernel`), operators of torch elsewhere.
-"""
+"""`weightsync.plan.sum_digest` of tensors where they are: on a device nothing but the sums leaves it. Imports torch."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.runtime.device import Device
-from weightsync.plan.sum_digest import CHUNK_WORDS, MASK, SumDigest, enough, factors, padded, spans, table
+from weightsync.plan.sum_digest import SumDigest, enough, factors, padded, spans, table
 
 
 @cache
@@ -28,28 +23,6 @@ def _tables(device: torch.device) -> Tensor:
 def _factors(chunks: int, device: torch.device) -> Tensor:
     """int64 `[2, chunks]`."""
     return torch.from_numpy(np.stack([factors(0, chunks), factors(1, chunks)])).to(device)
-
-
-@cache
-def _kernel(device: torch.device) -> Any:
-    """The module of Triton's kernel, where it runs and gives the digest of the host; otherwise None."""
-    if not Device(device.type).supports("triton"):
-        return None
-    words = torch.arange(3 * CHUNK_WORDS, dtype=torch.int32) * 2654435 - 7
-    wanted = SumDigest()
-    wanted.add(np.frombuffer(words.numpy().tobytes(), np.uint8), 44)
-    sums = torch.zeros(2, dtype=torch.int64, device=device)
-    try:
-        from weightsync.transports import sum_kernel
-
-        sum_kernel.add(words.to(device), 11, _tables(device), _factors(enough(4), device), sums)
-        found = [value & MASK for value in sums.tolist()]
-    except Exception as error:  # Triton reports a missing compiler or an unknown device in ways of its own
-        found = [f"{type(error).__name__}: {error}"]
-    if found != list(wanted.sums):
-        print(f"warning: digests of weights on {device} are made without Triton, which is slower: {found}", flush=True)
-        return None
-    return sum_kernel
 
 
 class DeviceSums:
@@ -78,10 +51,6 @@ class DeviceSums:
             self._add(start // 4, word_view(tensor, start % 4))
 
     def _add(self, first: int, words: Tensor) -> None:
-        if (kernel := _kernel(words.device)) is not None:
-            last = (first + words.numel()) // CHUNK_WORDS + 1
-            kernel.add(words, first, _tables(words.device), _factors(enough(last), words.device), self.sums)
-            return
         for span in spans(first, words.numel()):
             part = words[span.start : span.start + span.size].to(torch.int64).view(span.chunks, -1)
             last = span.chunk + span.chunks

@@ -1,13 +1,14 @@
 """Process groups for the collective transport: by backend, with the tensors that the backend can carry.
 
 Imports torch. The device layer chooses the backend of a host. `nccl` and `hccl` need tensors on their device, so each
-blob is copied there and back; `gloo` reads and writes host memory in place. Only Gloo was measured; `nccl` and `hccl`
-have never run on their hardware. `hccl` is tested by name, with a backend of that name that is Gloo inside.
+blob is copied there and back; `gloo` reads and writes host memory in place. `nccl` has run between processes of one GPU
+(docs/gpus.md); `hccl` never on its hardware: it is tested by name, with a backend of that name that is Gloo inside.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -27,7 +28,8 @@ from asyncrl.runtime.device import collective_device, device_module
 #: Names of torch.distributed that type checkers do not know.
 dist: Any = torch.distributed
 GroupMaker = Callable[[Any, int, int, timedelta], Any]
-WATCHDOG = timedelta(days=1)
+LONGEST = timedelta(days=1)
+NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 POLL_S = 0.0005
 OPERATION_SHARE = 0.5  # of the deadline: for one broadcast; Gloo cannot be interrupted within it
 REACH_SHARE = 0.2  # of the deadline: to connect to the store, which torch tries twice
@@ -56,11 +58,19 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """`finish` keeps the limit: at this one torch's watchdog would end the process, and with it the learner."""
+    """A group without torch's watchdog, whose limits and errors are those of `finish`: the watchdog ends the processes
+    that are left a minute after one has died. Torch reads the variable when the group is made."""
     del timeout
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = WATCHDOG
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    options._timeout = LONGEST
+    before = os.environ.get(NO_WATCHDOG)
+    os.environ[NO_WATCHDOG] = "1"
+    try:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        os.environ.pop(NO_WATCHDOG)
+        if before is not None:
+            os.environ[NO_WATCHDOG] = before
 
 
 def _hccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
