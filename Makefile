@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM = false
 # Every process of a run would compile the modules again, and every worker of the tests the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo recipe-reasoning test test-long test-node check check-docker unit chaos mutation fuzz install clean redis bwrap bench bench-learner docs screenshots docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
+.PHONY: demo recipe-reasoning test test-long test-node check check-docker unit chaos mutation fuzz install clean redis bwrap bench bench-learner docs screenshots docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers test-openenv
 
 install: $(STAMP)
 
@@ -102,6 +102,12 @@ bench: redis
 	$(BIN)/python benchmarks/bench_weightsync.py
 	$(BIN)/python benchmarks/bench_delta.py
 	$(BIN)/python benchmarks/bench_learner.py $(if $(wildcard $(TRL_VENV)/bin/python),--trl-python $(TRL_VENV)/bin/python)
+
+# The environment `openenv` with the real OpenEnv's server, in an environment of its own.
+test-openenv: $(STAMP)
+	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
+	.venv-openenv/bin/pip install -q --disable-pip-version-check "openenv-core>=0.3,<0.4"
+	timeout --foreground -s INT -k 60 300 $(BIN)/python -m pytest -n 0 tests/unit/test_openenv.py
 
 # A rival of the learner's benchmark, and what preference losses are compared with (tests/unit/trl_cases.py), in an
 # environment of its own: it has requirements that nothing here needs.
@@ -211,5 +217,5 @@ test-sglang: $(STAMP) $(SGLANG_STAMP)
 		tests/e2e/test_sglang_run.py -k real
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRL_VENV) $(TRACKERS_VENV) .redis runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRL_VENV) $(TRACKERS_VENV) .venv-openenv .redis runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

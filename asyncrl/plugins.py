@@ -75,6 +75,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "chat": "producers.environments.scripted_chat:play",
         "tools": "producers.environments.tools:play",
         "gymnasium": "producers.environments.gymnasium:GymEnvironment",
+        "openenv": "producers.environments.openenv:OpenEnvironment",
         "verifiers": "producers.environments.verifiers:VerifiersRollout",
         "agent": "producers.agents.environment:Agents",
     },

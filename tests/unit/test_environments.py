@@ -395,7 +395,7 @@ async def strange(chat: Any) -> None:
         (f'name = "{__name__}:ROW"', "neither a class with reset and step nor"),
         (f'name = "{__name__}:Guess"\nargs = {{colour = 1}}', "colour"),
         (f'name = "{__name__}:nothing"', "has no 'nothing'"),
-        ('name = "no_such"', "one of agent, chat, gymnasium, single_turn, tools, verifiers"),
+        ('name = "no_such"', "one of agent, chat, gymnasium, openenv, single_turn, tools, verifiers"),
         ('name = "tools"\ntools = ["no_such"]', "one of calculator, mcp, python, search"),
         ('name = "chat"\nparser = "no_such"', "one of hermes, json, qwen3"),
     ],

@@ -34,7 +34,7 @@ UNSCORED = ("chat", "tools")  # environments of several turns that leave the rew
 class EnvironmentConfig(Section, frozen=True):
     """`[environment]`: several turns, tools, custom environments."""
 
-    name: str = SINGLE_TURN  # single_turn, chat, tools, agent, gymnasium, verifiers, 'module:name', or an entry point
+    name: str = SINGLE_TURN  # single_turn, chat, tools, agent, gymnasium, openenv, verifiers, 'module:name' or plugin
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the environment
     max_turns: Positive = 8  # most turns of the model; then the sample ends
     tools: tuple[str, ...] = ()  # calculator, python, search, mcp:NAME, 'file.py:name', or a .json with schemas
