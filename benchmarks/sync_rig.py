@@ -31,7 +31,9 @@ from asyncrl.engine import EngineCapabilities  # noqa: E402, RUF100
 from asyncrl.errors import AsyncRLError  # noqa: E402, RUF100
 from asyncrl.runtime.run_dir import RunDir, endpoint
 from weightsync.plan.buckets import Plan, TensorSpec
+from weightsync.publisher.direct import digest_tensors
 from weightsync.publisher.publisher import Publisher
+from weightsync.publisher.senders import Peers
 from weightsync.receiver.receiver import Receiver
 
 LAYERS, HIDDEN, KEYS, MLP, WORDS = 24, 896, 128, 4864, 151_936  # Qwen2.5-0.5B
@@ -379,9 +381,11 @@ class World:
         self.version += 1
         started = time.monotonic()
         if self.config.weightsync.transport == "direct":
-            self.publisher.announce(self.version, weights.plan, weights.tensors())
+            digests = digest_tensors(weights.tensors(), weights.plan)
+            self.publisher.announce(self.version, weights.plan, digests)
             assert self.publisher.wait_group()
-            result = self.publisher.send_direct(weights.plan, weights.tensors())
+            peers = Peers(1, lambda told: None, str)  # one sender tells no other
+            result = self.publisher.send_direct(weights.plan, weights.tensors(), peers)
             assert result == "sent", result
         else:
             self.publisher.publish(self.version, weights.plan, weights.chunks())
