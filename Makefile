@@ -59,7 +59,7 @@ test: check redis bwrap $(ASIDE)
 # The rest: process tests of several seconds, then those that measure speed, one at a time.
 test-long: redis bwrap $(ASIDE)
 	$(RUN_TESTS) $(LONG_LIMIT_S) $(BIN)/python -m pytest -m "long and not alone and not chaos" -n $(LONG_WORKERS) --dist loadgroup
-	$(RUN_TESTS) $(LONG_LIMIT_S) $(BIN)/python -m pytest -m "long and alone" -n 0
+	$(RUN_TESTS) $(LONG_LIMIT_S) $(BIN)/python -m pytest -m "long and alone and not chaos" -n 0
 
 # The reward worker in JavaScript against a real buffer (node 20 and npm). Its packages run no scripts of their own.
 NODE_EXAMPLE = examples/reward-worker-js

@@ -28,10 +28,12 @@ COMPUTE, WAIT = ("e2e", "engines", "distributed", "simulator", "model"), ("fault
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort by file (`make test` hands out whole files in this order), and mark the cases that `make test-long` runs."""
+    """Sort by file (`make test` hands out whole files in this order), and mark the cases that other targets run."""
     for item in items:
         if _is_long_case(item):
             item.add_marker(pytest.mark.long)
+        if _is_named(item, "chaos_cases"):
+            item.add_marker(pytest.mark.chaos)
     files = {item.path: None for item in items}
     compute, wait = ([path for path in files if path.parent.name in names] for names in (COMPUTE, WAIT))
     turns = itertools.chain.from_iterable(itertools.zip_longest(compute, wait))
@@ -41,10 +43,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _is_long_case(item: pytest.Item) -> bool:
     """By `long_cases(pattern, ...)` or `long_except(pattern, ...)` over the id of a parametrized case."""
+    excepted = any(item.iter_markers("long_except"))
+    return _is_named(item, "long_cases") or (excepted and not _is_named(item, "long_except"))
+
+
+def _is_named(item: pytest.Item, marker: str) -> bool:
+    """Whether a pattern of the marker fits the id of the case."""
     case = getattr(getattr(item, "callspec", None), "id", "")
-    listed = [any(fnmatch(case, pattern) for pattern in mark.args) for mark in item.iter_markers("long_cases")]
-    kept = [any(fnmatch(case, pattern) for pattern in mark.args) for mark in item.iter_markers("long_except")]
-    return any(listed) or not all(kept)
+    return any(fnmatch(case, pattern) for mark in item.iter_markers(marker) for pattern in mark.args)
 
 
 @pytest.fixture

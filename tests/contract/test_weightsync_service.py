@@ -278,6 +278,7 @@ def test_newer_version_supersedes(world: World) -> None:
 
 
 @pytest.mark.long_except("local")
+@pytest.mark.chaos_cases("stream", "disk")
 def test_killed_and_stopped_members_hold_up_nobody(world: World, tmp_path: Path) -> None:
     """One is killed in the middle of a round, one is stopped: the third commits, the publisher is not blocked."""
     marks = [tmp_path / "killed", tmp_path / "stopped"]
@@ -343,6 +344,7 @@ def test_wrong_model_after_commit_is_broken_and_never_serving(local: World) -> N
 
 
 @pytest.mark.long_except("disk")
+@pytest.mark.chaos_cases("local", "stream")
 def test_service_restart(world: World) -> None:
     """The service forgets everything; publisher and member tell it again, without a transfer of what is there."""
     publisher = world.publisher()

@@ -38,10 +38,9 @@ def complete(run: DeviceRun, done: Any, *, steps: int = 5) -> list[dict[str, Any
     return lines
 
 
-@pytest.mark.long_except("local", "direct in bfloat16")
-@pytest.mark.parametrize(
-    "layout", [pytest.param(one, marks=[pytest.mark.chaos] if "host" in one else []) for one in LAYOUTS]
-)
+@pytest.mark.long_except("direct in bfloat16")
+@pytest.mark.chaos_cases("local", "collective*", "*host")
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_on_devices_is_exact(npu_run: DeviceRun, layout: str, figure: Callable[[str], None]) -> None:
     lines = complete(npu_run, npu_run.train(*LAYOUTS[layout]))
     if HALF not in LAYOUTS[layout]:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from made_batches import a_batch, a_group, a_sample
 from msgspec.structs import replace
-from ranks import settings
+from ranks import chosen, settings
 from safetensors import safe_open
 
 from asyncrl import config as configuration
@@ -159,7 +159,7 @@ def run_all(
 ) -> dict[str, Any]:
     """Results by case; checkpoints and an export under `out`. `others`: checkpoints of other layouts at step 2;
     `wanted`: cases, else those of the layout."""
-    wanted = wanted or wanted_of(layout)
+    wanted = wanted or trained_of(layout)
     also = f"{layout};" if layout else ""
     results = {
         name: case(model, gang, extra=also + extra, count=1 if name == "few" else 14)
@@ -187,6 +187,17 @@ def wanted_of(layout: str) -> tuple[str, ...]:
     if not layout:
         return (*CASES, *WHOLE)
     return (*CORE, *(name for word, names in MORE.items() if word in layout for name in names))
+
+
+def long_of(layout: str) -> tuple[str, ...]:
+    """Those of the long form: four ranks take mini-batches with `kl_cov`."""
+    if not layout:
+        return ()
+    return ("small_rows", "minibatches", "checkpointing") if "ranks=4" in layout else ("small_rows",)
+
+
+def trained_of(layout: str) -> tuple[str, ...]:
+    return tuple(chosen(wanted_of(layout), long_of(layout)))
 
 
 def to_samples(share: Minibatch, found: list[Any], gang: Gang) -> dict[int, list[float]]:

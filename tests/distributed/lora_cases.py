@@ -25,6 +25,7 @@ CASES = {
     "sequence": "",  # rows split over the ranks
     "rslora": 'learner.lora.rslora=true;learner.lora.target_modules=["q_proj", "down_proj"]',
 }
+LONG = ("small_rows", "checkpointing")
 KL = "kl.where=loss;kl.coeff=0.5"
 
 
@@ -56,9 +57,10 @@ def published(model: Path, gang: Gang, layout: str = "") -> dict[str, Any]:
 def run_all(model: Path, gang: Gang, out: Path, *, layout: str = "") -> dict[str, Any]:
     """Results by case; a checkpoint and an export under `out`. With a layout the most telling ones alone."""
     found: dict[str, Any] = {}
-    for name, settings in CASES.items():
+    for name in ranks.chosen(CASES, LONG):
         if layout and name != "plain":
             continue
+        settings = CASES[name]
         split = f"learner.ranks={gang.size};learner.parallel.sequence={gang.size}" if name == "sequence" else ""
         same = ranks.in_layout(gang, split) if split else gang
         found[name] = contract.case(model, same, extra=extra(layout, split, settings))

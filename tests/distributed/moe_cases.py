@@ -10,7 +10,7 @@ from typing import Any
 import backend_contract as contract
 import msgspec
 import torch
-from ranks import MEGATRON, in_layout
+from ranks import MEGATRON, chosen, in_layout
 
 from learners.backends.megatron.checkpoint import Store
 from learners.backends.megatron.mapping import Part
@@ -45,11 +45,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 
+#: By ranks: families whose layouts are of the long form.
+LONG = {1: (), 2: ("mixtral",), 4: ("mixtral", "qwen3_moe")}
 
-def run_all(model: Path, gang: Gang, out: Path, *, families: Any = tuple(FAMILIES)) -> dict[str, Any]:
+
+def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
     """Results by family and layout; on one rank with fsdp2 and with megatron."""
     found: dict[str, Any] = {}
-    for kind in families:
+    for kind in chosen(FAMILIES, LONG[gang.size]):
         folder = make_family(out / kind, kind, gang)
         if gang.size == 1:
             settings = {"fsdp2": "", "alone": "learner.backend=megatron"}

@@ -11,6 +11,7 @@ from typing import Any
 
 import critic_cases as common
 import msgspec
+from ranks import chosen
 
 from asyncrl import config as configuration
 from learners.backends.fsdp2.backend import FSDP2Backend
@@ -35,6 +36,7 @@ CASES = {
     "few": "",  # fewer samples than ranks
 }
 SAME = ("small_rows", "padded", "offload")
+LONG = ("padded", "offload", "before_minibatches")
 
 
 def make_config(model: Path, extra: str = "") -> configuration.Config:
@@ -102,7 +104,9 @@ def resume(model: Path, gang: Gang, folder: Path, extra: str = "") -> dict[str, 
 
 def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
     """Results by case; a checkpoint under `out`."""
-    results = {name: case(model, gang, extra=extra, groups=1 if name == "few" else 6) for name, extra in CASES.items()}
+    results = {
+        name: case(model, gang, extra=CASES[name], groups=1 if name == "few" else 6) for name in chosen(CASES, LONG)
+    }
     return results | {
         "resume": resume(model, gang, out / "checkpoint"),
         "resume_before": resume(model, gang, out / "before", CASES["before"]),

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,6 +103,8 @@ HAS_PEFT = all(importlib.util.find_spec(name) for name in ("peft", "accelerate")
 if HAS_PEFT:
     LAUNCHES[2] |= {"lora_cases": Job("lora_cases")}
     LAUNCHES[4] |= {"lora_hsdp": Job("lora_cases", "learner.ranks=4;learner.parallel.replicate=2")}
+#: Set where a test of the long form (`chaos`) was chosen: its cases are trained too. Case modules name them in `LONG`.
+EVERY_CASE = "ASYNCRL_TEST_EVERY_CASE"
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCH_S = 480
 #: Of the ranks: the library, and what tests share.
@@ -120,6 +122,16 @@ learner.optim.lr = 1e-3
 
 #: The least that a gang is made of.
 LONE = 'data.max_prompt_tokens = 16\n[[reward]]\nfunction = "a:b"'
+
+
+def chosen(names: Iterable[str], long: Collection[str]) -> list[str]:
+    """The cases that are trained: those of the long form only where a test of it was chosen."""
+    return [name for name in names if name not in long or EVERY_CASE in os.environ]
+
+
+def parameters(names: Iterable[str], long: Collection[str]) -> list[Any]:
+    """Cases as parameters of a test."""
+    return [pytest.param(name, marks=[pytest.mark.chaos] if name in long else []) for name in names]
 
 
 def settings(model: Path, lines: str, extra: str = "") -> configuration.Config:

@@ -25,6 +25,11 @@ LAYOUTS = {
     "expert": (("critic", "process"), ranks.MOE),
 }
 
+LONG = (
+    "sequence critic", "sequence sft", "sequence reward_model", "tensor process", "tensor dpo", "tensor reward_model",
+    "replicate process", "replicate dpo", "expert critic",
+)  # fmt: skip
+
 
 def case(model: Path, gang: Gang, name: str, layout: str) -> dict[str, Any]:
     """Three steps of it."""
@@ -38,11 +43,20 @@ def case(model: Path, gang: Gang, name: str, layout: str) -> dict[str, Any]:
 def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
     """Results by layout and case; with one rank those of no layout, by model and case."""
     if gang.size == 1:
-        wanted = {(folder, name) for names, folder in LAYOUTS.values() for name in names}
+        wanted = {
+            (folder, name)
+            for split, (names, folder) in LAYOUTS.items()
+            for name in names
+            if ranks.chosen([f"{split} {name}"], LONG)
+        }
         return {f"{folder} {name}": case(model / folder, gang, name, "") for folder, name in sorted(wanted)}
     found = {}
     for split, (names, folder) in LAYOUTS.items():
         layout = f"learner.ranks=2;learner.parallel.{split}=2"
         same = ranks.in_layout(gang, layout)
-        found |= {f"{split} {name}": case(model / folder, same, name, layout) for name in names}
+        found |= {
+            f"{split} {name}": case(model / folder, same, name, layout)
+            for name in names
+            if ranks.chosen([f"{split} {name}"], LONG)
+        }
     return found

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ranks import HAS_MEGATRON, in_layout, settings
+from ranks import HAS_MEGATRON, chosen, in_layout, settings
 
 from asyncrl import config as configuration
 from asyncrl.plugins import find
@@ -44,6 +44,7 @@ SAME = {
     "renewed": ("renewed_offload",),
     "reward_model": ("reward_model_small_rows",),
 }
+LONG = ("dpo_small_rows", "dpo_padded", "kto_small_rows", "kto_padded", "reward_model_small_rows")
 
 
 def make_config(model: Path, mode: str, extra: str = "") -> configuration.Config:
@@ -95,7 +96,8 @@ def case(model: Path, gang: Gang, mode: str, extra: str, count: int = 11) -> dic
 
 def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
     """Results by case. Nothing is written to `out`."""
-    found = {name: case(model, gang, mode, extra) for name, (mode, extra) in CASES.items()}
+    names = chosen(CASES, LONG)
+    found = {name: case(model, gang, mode, extra) for name, (mode, extra) in CASES.items() if name in names}
     if HAS_MEGATRON and gang.size == 2:
         for name, (mode, extra) in MEGATRON.items():
             found[name] = case(model, in_layout(gang, extra.lstrip(";")), CASES[mode][0], extra.lstrip(";"))

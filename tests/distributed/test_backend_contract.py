@@ -34,6 +34,7 @@ def job_of(layout: tuple[int, str]) -> ranks.Job:
 
 
 CASES = [(layout, name) for layout in LAYOUTS for name in cases.wanted_of(job_of(layout).layout)]
+LONG = [f"{layout[1]}-{name}" for layout, name in CASES if name in cases.long_of(job_of(layout).layout)]
 #: Muon iterates in bfloat16 over a matrix whose sums are made in another order.
 LIMITS = {"muon": 5e-4}
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=[name for _, name in LAYOUTS])
@@ -49,7 +50,7 @@ def single(model: Path, gang: Gang, one: Any, tmp_path_factory: pytest.TempPathF
         if job.model not in found:
             out = tmp_path_factory.mktemp("single")
             same = [job_of(one).layout for one in LAYOUTS if job_of(one).model == job.model]
-            wanted = tuple(dict.fromkeys(name for one in same for name in cases.wanted_of(one)))
+            wanted = tuple(dict.fromkeys(name for one in same for name in cases.trained_of(one)))
             found[job.model] = cases.run_all(model / job.model, gang, out, wanted=wanted), out
         return found[job.model]
 
@@ -74,6 +75,7 @@ def compare(got: dict[str, Any], wanted: dict[str, Any], *, limit: float = 1e-5)
         np.testing.assert_allclose(values, wanted["weights"][name], atol=limit, rtol=0, err_msg=name)
 
 
+@pytest.mark.chaos_cases(*LONG)
 @pytest.mark.parametrize(("layout", "name"), CASES, ids=[f"{layout[1]}-{name}" for layout, name in CASES])
 def test_steps_equal_one_process(results_of: Any, single: Any, layout: tuple[int, str], name: str) -> None:
     got, wanted = results_of(*layout)[0][name], single(layout)[0][name]

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from ranks import HAS_MEGATRON, check_no_trace
+from ranks import HAS_MEGATRON, check_no_trace, parameters
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import AsyncRLError, ConfigError
@@ -53,7 +53,7 @@ def same(left: dict[str, Any], right: dict[str, Any], limit: float) -> None:
             np.testing.assert_allclose(values, right[kind][name], atol=limit, rtol=0, err_msg=f"{kind} {name}")
 
 
-@pytest.mark.parametrize("name", sorted(cases.CASES))
+@pytest.mark.parametrize("name", parameters(sorted(cases.CASES), cases.LONG))
 def test_two_ranks_equal_one(two: Any, one: Any, name: str) -> None:
     compare(two[0][name], one[0][name])
 
@@ -74,7 +74,7 @@ def test_megatron_equals_fsdp2_and_its_checkpoint_loads_there(
         assert parameter.flatten().tolist() == result["written"]["critic"][f"model.{own}"], own
 
 
-@pytest.mark.parametrize("name", cases.SAME)
+@pytest.mark.parametrize("name", parameters(cases.SAME, cases.LONG))
 def test_rows_and_memory_settings_do_not_change_the_result(two: Any, name: str) -> None:
     compare(two[0][name], two[0]["plain"])
 

@@ -30,7 +30,7 @@ JOBS = [(2, "lora_cases"), (4, "lora_hsdp")]
 every_launch = pytest.mark.parametrize("job", JOBS, ids=["two", "hsdp"])
 
 
-@pytest.mark.parametrize("name", [*cases.CASES, "kl"])
+@pytest.mark.parametrize("name", ranks.parameters([*cases.CASES, "kl"], cases.LONG))
 def test_two_ranks_equal_one(results_of: Any, one: Any, name: str) -> None:
     compare(results_of(*JOBS[0])[0][name], one[0][name], limit=2e-5)
 
@@ -39,7 +39,7 @@ def test_four_ranks_that_hold_the_weights_twice_equal_one(results_of: Any, one: 
     compare(results_of(*JOBS[1])[0]["plain"], one[0]["plain"], limit=2e-5)
 
 
-@pytest.mark.parametrize("name", ["small_rows", "checkpointing", "offload", "sequence"])
+@pytest.mark.parametrize("name", ranks.parameters(("small_rows", "checkpointing", "offload", "sequence"), cases.LONG))
 def test_rows_and_memory_settings_do_not_change_the_result(one: Any, name: str) -> None:
     compare(one[0][name], one[0]["plain"], limit=2e-5)
 

@@ -14,13 +14,20 @@ from safetensors.torch import load_file
 pytest.importorskip("megatron.core")
 
 import moe_cases as cases
+from ranks import chosen
 
 #: The first one waits for the launch of all jobs of its number of ranks.
 pytestmark = pytest.mark.timeout(1200)
 RUNS = [(1, "alone")] + [(count, name) for count, names in cases.LAYOUTS.items() for name in names]
 PAIRS = [(count, *pair) for count, names in cases.LAYOUTS.items() for pair in itertools.pairwise(names)]
+LONG = [f"{family}-{name}" for count, name in RUNS for family in cases.LONG[count]]
 every_family = pytest.mark.parametrize("family", cases.FAMILIES)
-every_run = pytest.mark.parametrize("run", RUNS, ids=[name for _, name in RUNS])
+
+
+def every_run(test: Any) -> Any:
+    """Of every family; a case of the long form is `chaos`."""
+    runs = pytest.mark.parametrize("run", RUNS, ids=[name for _, name in RUNS])
+    return pytest.mark.chaos_cases(*LONG)(runs(every_family(test)))
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +43,6 @@ def found(results_of: Any, alone: Any) -> Any:
 
 
 @every_run
-@every_family
 def test_layouts_train_as_transformers(found: Any, alone: Any, family: str, run: tuple[int, str]) -> None:
     got, wanted = found(family, run), alone[family]["fsdp2"]
     for left, right in zip(got["metrics"], wanted["metrics"], strict=True):
@@ -50,7 +56,6 @@ def test_layouts_train_as_transformers(found: Any, alone: Any, family: str, run:
 
 
 @every_run
-@every_family
 def test_gradients_agree_by_parameter(found: Any, alone: Any, family: str, run: tuple[int, str]) -> None:
     """Checkpoints hold them by the names of transformers, experts stacked, in every layout and backend."""
     wanted = alone[family]["fsdp2"]
@@ -61,7 +66,6 @@ def test_gradients_agree_by_parameter(found: Any, alone: Any, family: str, run: 
 
 
 @every_run
-@every_family
 def test_weights_come_in_and_go_out_bit_by_bit(found: Any, alone: Any, family: str, run: tuple[int, str]) -> None:
     result = found(family, run)
     files = load_file(Path(result["folder"]) / "model.safetensors")
@@ -72,7 +76,6 @@ def test_weights_come_in_and_go_out_bit_by_bit(found: Any, alone: Any, family: s
 
 
 @every_run
-@every_family
 def test_transformers_loads_an_export(found: Any, family: str, run: tuple[int, str]) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -89,6 +92,8 @@ def test_transformers_loads_an_export(found: Any, family: str, run: tuple[int, s
 def test_checkpoints_load_in_other_layouts(found: Any, alone: Any, family: str) -> None:
     """Each layout of a launch loads what the one before it has written after a step; one rank what fsdp2 has."""
     for count, before, after in ((1, "fsdp2", "alone"), *PAIRS):
+        if not chosen([family], cases.LONG[count]):
+            continue
         writer = alone[family][before] if count == 1 else found(family, (count, before))
         loaded = found(family, (count, after))["loaded"]
         assert loaded and loaded == writer["first"] != writer["weights"], (before, after)

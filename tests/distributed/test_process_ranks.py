@@ -15,7 +15,7 @@ import process_cases as cases
 import pytest
 import torch
 import warm
-from ranks import PYTHON_PATH, check_no_trace
+from ranks import PYTHON_PATH, check_no_trace, parameters
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -115,12 +115,12 @@ def same(left: dict[str, Any], right: dict[str, Any], limit: float) -> None:
             assert np.quantile(apart, 0.99) <= limit and apart.max() < 2e-3, (kind, name, apart.max())
 
 
-@pytest.mark.parametrize("name", sorted(cases.CASES))
+@pytest.mark.parametrize("name", parameters(sorted(cases.CASES), cases.LONG))
 def test_two_ranks_equal_one(two: Any, one: Any, name: str) -> None:
     compare(two[0][name], one[name])
 
 
-@pytest.mark.parametrize("name", cases.SAME)
+@pytest.mark.parametrize("name", parameters(cases.SAME, cases.LONG))
 def test_rows_and_memory_settings_do_not_change_the_result(two: Any, name: str) -> None:
     compare(two[0][name], two[0]["plain"])
 

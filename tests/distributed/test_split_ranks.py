@@ -26,6 +26,7 @@ def same(got: Any, wanted: Any, where: str) -> int:
     return 0
 
 
+@pytest.mark.chaos_cases(*(name.replace(" ", "-") for name in cases.LONG))
 @pytest.mark.parametrize(("layout", "name"), [(one, name) for one in cases.LAYOUTS for name in cases.LAYOUTS[one][0]])
 def test_two_ranks_equal_one_process(two: Any, one: Any, layout: str, name: str) -> None:
     import msgspec

@@ -50,7 +50,7 @@ def test_an_agent_plays_a_short_run(run: Any) -> None:
     assert all(line["observed_share"] > 0 for line in lines), "what the agent added between two turns is not trained"
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 def test_the_openai_client_trains_a_policy(run: Any, figure: Any) -> None:
     prepare(run, steps=20)
     done = run.launch(timeout=400)

@@ -60,7 +60,7 @@ def finished(run: Any, jobs: Path, steps: int) -> None:
     assert sorted(set(run.steps())) == list(range(1, steps + 1)), texts(jobs)
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.chaos), 2])
 def test_slurm_jobs_train_and_end(run: Any, cluster: dict[str, str], hosts: int) -> None:
     jobs = render(run, "slurm", "cluster.producers=2", "producers.count=1", f"cluster.learner_hosts={hosts}")
     done = subprocess.run(

@@ -218,7 +218,7 @@ def test_the_demo_learns_in_pods_that_are_killed_and_moved(cluster: Cluster) -> 
     assert not [pod for pod in cluster.ended() if pod["killed"]], "all of them ended within their grace"
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 def test_a_gang_of_two_pods_meets_again_after_one_was_killed(cluster: Cluster, run: Any) -> None:
     """As root, with lines of `cluster.setup`, and with a reward function that lies on the volume alone."""
     steps = 12

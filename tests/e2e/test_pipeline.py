@@ -116,7 +116,7 @@ def test_synchronous_has_no_lag(run) -> None:  # type: ignore[no-untyped-def]
     assert [line["lag_max"] for line in run.lines("metrics/learner.jsonl")] == [0, 0, 0, 0]
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 def test_a_late_producer_joins_and_a_killed_one_is_not_missed(run) -> None:  # type: ignore[no-untyped-def]
     main = run.start(
         "launch",

@@ -196,6 +196,7 @@ def agreement(folder: Path, rows: list[dict[str, Any]]) -> float:
 
 
 @pytest.mark.long
+@pytest.mark.chaos_cases("smoothed", "robust", "ipo", "simpo")
 @pytest.mark.parametrize("name", LEARNT)
 def test_a_preference_is_learnt_and_holds_for_unseen_answers(run: Any, tiny_model: Path, name: str) -> None:
     mode, settings = LEARNT[name]
@@ -336,8 +337,8 @@ def colours(mode: str) -> tuple[list[dict[str, Any]], float]:
     return rows, float(nats / sum(len(truth) + 1 for truth in truths))  # a token per letter, and the end
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["sft", pytest.param("dpo", marks=pytest.mark.chaos)])
+@pytest.mark.chaos
+@pytest.mark.parametrize("mode", ["sft", "dpo"])
 def test_answers_about_pictures_are_learnt_from_the_pictures(seeing: Run, mode: str) -> None:
     rows, blind = colours(mode)
     path = seeing.folder / "pictures.parquet"

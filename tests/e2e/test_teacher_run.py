@@ -116,7 +116,7 @@ def test_teachers_that_are_killed_lose_nothing(run: Run) -> None:
     assert audit["exit"] == 1 and "teaching of sample" in json.dumps(audit)
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 @pytest.mark.timeout(400)
 def test_a_student_comes_ten_times_nearer_within_40_steps(run: Run) -> None:
     """The teacher is the demo's warm-started model, the student the same with noise in every matrix. The figure is the

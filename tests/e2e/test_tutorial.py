@@ -125,7 +125,7 @@ def test_part_1_own_rows_and_an_own_reward(place: Path) -> None:
     assert (place / "runs/mine/report.html").exists() and (place / "my-model/model.safetensors").exists()
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 @pytest.mark.timeout(900)
 def test_part_2_a_notebook(place: Path) -> None:
     cells = [
@@ -144,7 +144,7 @@ def test_part_2_a_notebook(place: Path) -> None:
     assert (place / "sums-model/model.safetensors").exists()
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 @pytest.mark.timeout(900)
 def test_part_3_two_hosts_a_crash_and_a_backup(place: Path) -> None:
     said = follow(DOCS / "tutorial" / "two-hosts.md", place, run="runs/two")

@@ -46,6 +46,7 @@ def test_killed_at_every_bucket(transport: str, tmp_path: Path, forks: Forks, fi
 
 
 @pytest.mark.long_except("local")
+@pytest.mark.chaos_cases("stream", "disk")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_stopped_for_longer_than_its_deadline(transport: str, tmp_path: Path, forks: Forks, figure: Any) -> None:
     """A generator at every bucket, the service and the learner at one."""

@@ -60,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     yield Run(killed_run(tmp_path_factory.mktemp("forged"), steps=24, victims=VICTIMS))
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_every_kind_of_forgery_is_found(run: Run, figure: Figure) -> None:
     """With the seals of the history, with a chain that is computed again, and by the meaning of the lines alone."""

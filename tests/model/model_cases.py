@@ -1,4 +1,4 @@
-"""The configurations that are searched: SMALLEST by `make test`, SHORT by `make test-long`, LONG by `make chaos`."""
+"""The configurations that are searched: SMALLEST by `make test`, SHORT and LONG by `make chaos`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The searched weight-sync systems: SMALLEST by `make test`, SHORT by `make test-long`, LONG by `make chaos`."""
+"""The searched weight-sync systems: SMALLEST by `make test`, SHORT and LONG by `make chaos`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_every_interleaving_of_the_smallest_systems(figure: Callable[[str], None
     assert prove_all(SMALLEST, figure) > 15_000
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_every_interleaving_of_small_systems(figure: Callable[[str], None]) -> None:
     assert prove_all([case for case in SHORT if case not in SMALLEST], figure) > 35_000

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from quick_checks import no_parts_are_tried  # noqa: F401
 
 from asyncrl.config import Config, parse
 from asyncrl.config.sections.cluster import ClusterConfig

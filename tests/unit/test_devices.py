@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick_checks import no_parts_are_tried  # noqa: F401
 
 from asyncrl.config import Config, parse
 from asyncrl.errors import ConfigErrors

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from quick_checks import no_parts_are_tried  # noqa: F401
 
 from asyncrl import metrics
 from asyncrl.cli import main

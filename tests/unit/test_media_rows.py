@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from quick_checks import no_parts_are_tried  # noqa: F401
 from small_folder import CHAT, write_folder
 from test_learner_loop import model_dir
 

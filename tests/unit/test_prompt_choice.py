@@ -54,7 +54,7 @@ def test_rows_without_outcomes_are_drawn_alike() -> None:
 
 
 def test_no_row_is_forgotten_and_none_takes_all() -> None:
-    groups = 20000
+    groups = 8000
     counts = Counter(taught(100, range(10)).choose(group) for group in range(groups))
     by_chance = groups / 100
     assert min(counts[row] for row in range(10, 100)) > 0.5 * by_chance / CHANCE
