@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM = false
 # Every process of a run would compile the modules again, and every worker of the tests the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo recipe-reasoning test test-long test-node check check-docker unit chaos mutation fuzz install clean redis bwrap bench bench-learner docs screenshots docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers test-openenv
+.PHONY: demo recipe-reasoning test test-long test-node check check-docker unit chaos mutation fuzz install clean redis bwrap bench bench-learner docs screenshots docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers test-openenv test-verifiers
 
 install: $(STAMP)
 
@@ -107,7 +107,13 @@ bench: redis
 test-openenv: $(STAMP)
 	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
 	.venv-openenv/bin/pip install -q --disable-pip-version-check "openenv-core>=0.3,<0.4"
-	timeout --foreground -s INT -k 60 300 $(BIN)/python -m pytest -n 0 tests/unit/test_openenv.py
+	timeout --foreground -s INT -k 60 600 $(BIN)/python -m pytest -n 0 tests/unit/test_openenv.py tests/e2e/test_openenv_run.py
+
+# An environment of verifiers 0.4, which pins another mcp and openai, plays a run through the agents' endpoint.
+test-verifiers: $(STAMP)
+	test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/pip install -q --disable-pip-version-check "verifiers>=0.4,<0.5" uv
+	timeout --foreground -s INT -k 60 600 $(BIN)/python -m pytest -n 0 tests/e2e/test_verifiers_run.py
 
 # A rival of the learner's benchmark, and what preference losses are compared with (tests/unit/trl_cases.py), in an
 # environment of its own: it has requirements that nothing here needs.
@@ -217,5 +223,5 @@ test-sglang: $(STAMP) $(SGLANG_STAMP)
 		tests/e2e/test_sglang_run.py -k real
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRL_VENV) $(TRACKERS_VENV) .venv-openenv .redis runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRL_VENV) $(TRACKERS_VENV) .venv-openenv .venv-verifiers .redis runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,5 @@
-"""A server of the real OpenEnv, for tests/unit/test_openenv.py: `python openenv_server.py PORT` in its environment."""
+"""A server of the real OpenEnv, for tests/unit/test_openenv.py: `python openenv_server.py PORT [LONGEST]` in its
+environment. Words of more than LONGEST letters (12) are no actions."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 from pydantic import Field
 
+LONGEST = int(sys.argv[2]) if len(sys.argv) > 2 else 12
+
 
 class Guess(Action):  # type: ignore[misc]
-    word: str = Field(max_length=12)
+    word: str = Field(max_length=LONGEST)
 
 
 class Seen(Observation):  # type: ignore[misc]
