@@ -48,10 +48,15 @@ from producers.engines.logprob_probe import check_logprobs
 from weightsync.staging import Staging
 
 SWAPS = 8  # tries to meet samples in their middle
-#: Every rig runs with one policy; `hf` with both.
-LONG = (("sglang_standin", "recompute"), ("vllm_http_standin", "keep"), ("hf-caches", "recompute"))
+#: Cases of the long forms: every other rig runs with one policy, `hf` and `vllm` with both.
+FURTHER = {
+    ("sglang_standin", "recompute"),
+    ("vllm_http_standin", "keep"),
+    ("vllm_http", "recompute"),
+    ("hf-caches", "recompute"),
+}
 CASES = [
-    pytest.param((rig, kv), marks=[pytest.mark.chaos] if (rig.name, kv) in LONG else [])
+    pytest.param((rig, kv), marks=[pytest.mark.chaos] if (rig.name, kv) in FURTHER else [])
     for rig in RIGS
     for kv in rig.kv
 ]
