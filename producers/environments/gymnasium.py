@@ -41,8 +41,8 @@ class GymEnvironment:
             message = f"{error}: pip install 'asyncrl[gymnasium]'"
             raise ConfigError("config.extra", message, where="environment.name") from None
         self._intro = intro
-        self._observe = _function(observe, "observe") if observe else str
-        self._act = _function(act, "act") if act else last_number
+        self._observe = converter(observe, "observe") if observe else str
+        self._act = converter(act, "act") if act else last_number
         try:
             self._environment: Any = gymnasium.make(id, **options)
         except (gymnasium.error.Error, TypeError) as error:
@@ -67,6 +67,7 @@ class GymEnvironment:
         await run_blocking(self._environment.close)
 
 
-def _function(dotted: str, name: str) -> Callable[[Any], Any]:
+def converter(dotted: str, name: str) -> Callable[[Any], Any]:
+    """The user's function of this argument: an observation to text, or a text to an action."""
     found: Callable[[Any], Any] = load_object(dotted, code="config.environment", where=f"environment.args.{name}")
     return found

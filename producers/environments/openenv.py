@@ -15,12 +15,12 @@ for other actions the turn must hold a JSON object.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.environment import EnvironmentFailure, Row, Step, Turn
 from asyncrl.errors import ConfigError
-from asyncrl.plugins import load_object
+from producers.environments.gymnasium import converter
 
 Object = Mapping[str, Any]
 MOST_BYTES = 64 << 20  # of one message
@@ -66,8 +66,8 @@ class OpenEnvironment:
         if not url.startswith(("http://", "https://")):
             raise ConfigError("config.environment", "not a http:// or https:// address", where=f"args.url = {url!r}")
         self._http, self._url, self._intro, self._timeout_s = aiohttp, url.rstrip("/"), intro, timeout_s
-        self._observe = _function(observe, "observe") if observe else one_text
-        self._act = _function(act, "act") if act else None
+        self._observe = converter(observe, "observe") if observe else one_text
+        self._act = converter(act, "act") if act else None
         self._field = ""
         self._session: Any = None
         self._socket: Any = None
@@ -100,11 +100,13 @@ class OpenEnvironment:
         )
 
     async def close(self) -> None:
-        if self._socket is not None and not self._socket.closed:
-            await self._socket.send_json({"type": "close"})
-            await self._socket.close()
-        if self._session is not None:
-            await self._session.close()
+        try:
+            if self._socket is not None and not self._socket.closed:
+                await self._socket.send_json({"type": "close"})
+                await self._socket.close()
+        finally:
+            if self._session is not None:
+                await self._session.close()
 
     def _action(self, text: str) -> Object:
         if self._act is not None:
@@ -128,8 +130,3 @@ def _refusal(found: Object) -> str:
     errors = [one for one in found.get("errors") or () if isinstance(one, dict)]
     said = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg', '')}" for one in errors]
     return "; ".join(said) or str(found.get("message"))
-
-
-def _function(dotted: str, name: str) -> Callable[[Any], Any]:
-    found: Callable[[Any], Any] = load_object(dotted, code="config.environment", where=f"environment.args.{name}")
-    return found

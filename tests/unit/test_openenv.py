@@ -155,6 +155,17 @@ def test_functions_of_the_user_convert_texts(server: Any) -> None:
     talked(server, talk)
 
 
+def test_a_session_outlives_the_limit_of_an_answer() -> None:
+    async def talk(url: str) -> None:
+        found = OpenEnvironment(url, timeout_s=1)
+        await found.reset({})
+        await asyncio.sleep(1.2)
+        assert (await found.step(said("plum"))).done
+        await found.close()
+
+    talked(small_server, talk)
+
+
 def test_a_server_that_is_silent_or_gone_fails_the_sample() -> None:
     async def silent(url: str) -> None:
         found = OpenEnvironment(url, timeout_s=0.3)
