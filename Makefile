@@ -190,7 +190,8 @@ test-vllm: $(STAMP) $(VLLM_STAMP)
 	timeout --foreground -s INT -k 60 $(VLLM_LIMIT_S) \
 		$(VLLM_VENV)/bin/python -m pytest -m "not chaos and not long" -k "vllm and not standin" \
 		tests/engines/test_engine_contract.py tests/engines/test_vllm_life.py tests/engines/test_vllm_judges.py \
-		tests/engines/test_vllm_sampler.py tests/engines/test_served_images.py tests/engines/test_vllm_parallel.py
+		tests/engines/test_vllm_sampler.py tests/engines/test_served_images.py tests/engines/test_vllm_parallel.py \
+		tests/engines/test_turn_parsers.py
 	timeout --foreground -s INT -k 60 $(VLLM_LIMIT_S) \
 		$(BIN)/python -m pytest -n 0 -m "not chaos and not long" tests/e2e/test_vllm_run.py tests/e2e/test_vllm_export.py \
 		tests/e2e/test_vllm_sessions.py tests/e2e/test_vllm_images.py
@@ -221,6 +222,8 @@ test-sglang: $(STAMP) $(SGLANG_STAMP)
 		-m "not chaos and not long" tests/engines/test_engine_contract.py -k "sglang and not standin"
 	timeout --foreground -s INT -k 60 $(SGLANG_LIMIT_S) $(BIN)/python -m pytest -n 0 -m "not chaos and not long" \
 		tests/e2e/test_sglang_run.py -k real
+	timeout --foreground -s INT -k 60 $(SGLANG_LIMIT_S) $(SGLANG_VENV)/bin/python -m pytest -k sglang \
+		tests/engines/test_turn_parsers.py
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRL_VENV) $(TRACKERS_VENV) .venv-openenv .venv-verifiers .redis runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -271,7 +271,8 @@ def part_c(hour: Hour) -> Iterator[Check]:
             save_model(folder, model.to(torch.bfloat16))
             del model
             hour.device.empty_cache()
-        settings = [f"model.path={folder}", "model.dtype=bfloat16", "learner.steps=3", "sampling.max_new_tokens=16"]
+        dtype = "bfloat16" if hour.on_device else "float32"  # many CPUs only emulate bfloat16
+        settings = [f"model.path={folder}", f"model.dtype={dtype}", "learner.steps=3", "sampling.max_new_tokens=16"]
         settings += ["weightsync.in_place=true", "learner.optim.lr=1e-6"]  # both halves share the device
         verdict, lines = run(hour, "a large model", *settings)
         if verdict.verdict != "works":

@@ -2,7 +2,8 @@
 
 Guarantees:
 1. an answer reaches training as it was sampled; if the agent sends one of our answers back, its exact tokens stand in
-   the context again, and none of it is encoded again;
+   the context again, and none of it is encoded again. With `environment.agent.reasoning = "cut"` those of its reasoning
+   do not, and the next request opens its own row;
 2. a conversation that continues the last one continues the row of tokens; any other (an edited history, a helper's
    conversation, other tools) opens its own row (`producers.rollout.session`), with the tokens of the answers in it;
 3. turns follow each other: a request waits for the one before it; a cancelled one leaves no trace in the sample;
@@ -31,7 +32,7 @@ from producers.data.tokenizer import Tokenizer
 from producers.environments.conversation import Counts, GivenUp
 from producers.environments.rendering import ChatTemplate, PlainText, Renderer, encode_text
 from producers.rollout.session import Session
-from producers.tools.parsers import Parser
+from producers.tools.turn_reader import Reading, TurnReader
 
 MARK = "asyncrl0said{}x"
 LOOK_TOKENS = 8  # new tokens after which a stream, or a search for a stop, looks again
@@ -43,13 +44,14 @@ class Setting(msgspec.Struct, frozen=True):
 
     engine: Any  # asyncrl.engine.Engine
     tokenizer: Tokenizer
-    parser: Any  # Parser
+    reader: TurnReader
     counts: Counts
     max_prompt_tokens: int
     longest: int
     max_turns: int
     template: Any  # environment.template
     chat: bool  # messages go through the chat template; else their contents are concatenated
+    reasoning: str  # environment.agent.reasoning
 
 
 class Dialogue:
@@ -66,6 +68,7 @@ class Dialogue:
         self._history: list[Message] = []  # of the open row, its last answer included
         self._text = ""  # of the open row, if it is text
         self._last = -1  # token that the last answer ended with
+        self._was_cut = False  # later requests see the last answer without its reasoning
         self._known: dict[str, tuple[int, ...]] = {}  # our answers by the message that the agent sends back
 
     @property
@@ -89,6 +92,10 @@ class Dialogue:
                 raise ApiError(400, error.reason, param="messages") from None
             except GivenUp:
                 raise ApiError(503, "the sample is no longer needed", code="given_up") from None
+
+    def is_read(self, ask: ChatRequest) -> bool:
+        """Whether its answer is read for calls or reasoning, so that it has no text before its end."""
+        return ask.messages is not None and (bool(ask.tools) or self._setting.reader.splits_reasoning)
 
     async def count(self, ask: ChatRequest) -> int:
         """Tokens of the context that the request would have."""
@@ -148,7 +155,7 @@ class Dialogue:
         same = len(messages) > len(history) and [_message_key(item) for item in messages[: len(history)]] == [
             _message_key(item) for item in history
         ]
-        if history and same and _tools_key(ask) == self._tools:
+        if history and same and _tools_key(ask) == self._tools and not self._was_cut:
             pending = messages[len(history) :]
             with suppress(ConfigError):  # the template changes earlier messages: open a new row
                 return [*self.session.context.tolist(), *self._renderer(ask).delta(pending, last_token=self._last)]
@@ -239,35 +246,40 @@ class Dialogue:
         ids = tuple(delta.token_ids.tolist())
         whole = self._setting.tokenizer.decode(ids)
         text = whole.partition(stopped)[0] if stopped else whole
-        calls = self._calls(text, number) if ask.tools else ()
-        shown = text.partition("<tool_call>")[0].strip() if calls else text
+        reading = self._read(ask, text, ids, stopped)
         said = Answer(
-            shown,
+            reading.text,
             ids,
             tuple(float(value) for value in delta.logprobs),
             delta.finish,
             len(self.session.context) - len(ids),
-            calls,
+            tuple((f"call_{number}_{secrets.token_hex(4)}", call) for call in reading.calls),
             delta.runs[-1][0],
             tuple(self.session.context[: -len(ids)].tolist()) if ask.token_ids else (),
             stopped,
+            reading.reasoning,
         )
         self._last = ids[-1]
+        kept = ids
+        if reading.reasoning and self._setting.reasoning == "cut":
+            kept = self._setting.reader.cut_reasoning(ids, reading.reasoning)
+        self._was_cut = len(kept) < len(ids)
         self._tools = _tools_key(ask)
         self._text, self._history = "", []
         if ask.messages is None:
             self._text = "" if isinstance(ask.prompt, tuple) else ask.prompt + whole
         else:
             self._history = [*ask.messages, said.message]
-            self._known[_message_key(said.message)] = ids
+            self._known[_message_key(said.message)] = kept
         return said
 
-    def _calls(self, text: str, number: int) -> tuple[tuple[str, Any], ...]:
-        parser: Parser = self._setting.parser
-        parsed = parser(text)
-        self._setting.counts.tool_calls += len(parsed.calls)
-        self._setting.counts.malformed_calls += len(parsed.malformed)
-        return tuple((f"call_{number}_{secrets.token_hex(4)}", call) for call in parsed.calls)
+    def _read(self, ask: ChatRequest, text: str, ids: Sequence[int], stopped: str) -> Reading:
+        if not self.is_read(ask):
+            return Reading(text)
+        reading = self._setting.reader.read(text, ids, ask.tools, stop=stopped)
+        self._setting.counts.tool_calls += len(reading.calls)
+        self._setting.counts.malformed_calls += len(reading.malformed)
+        return reading
 
 
 class _TextStream:

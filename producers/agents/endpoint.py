@@ -199,9 +199,10 @@ class Endpoint:
         return [self._tokenizer.decode([token]) for token in said.token_ids]
 
     async def _stream(self, request: Any, session: Session, ask: ChatRequest, events: Events, name: str) -> Any:
-        """Events as the text comes. With tools the text comes whole: it may be a call."""
+        """Events as the text comes. With tools, or with a parser of reasoning, it comes whole: it may be a call."""
         news: asyncio.Queue[str | None] = asyncio.Queue()
-        asking = asyncio.create_task(session.dialogue.answer(ask, None if ask.tools else news.put_nowait))
+        whole = session.dialogue.is_read(ask)
+        asking = asyncio.create_task(session.dialogue.answer(ask, None if whole else news.put_nowait))
         asking.add_done_callback(lambda _: news.put_nowait(None))
         response: Any = None
         try:
@@ -212,7 +213,7 @@ class Endpoint:
             said = asking.result()  # an error before the first event is an answer like any other
             session.conversations[name] = (*ask.conversation, said.message)
             response = response or await self._begin_stream(request, events)
-            if ask.tools and said.text:
+            if whole and said.text:
                 await response.write(events.text(said.text))
             await response.write(events.end(said))
             await response.write_eof()

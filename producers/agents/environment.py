@@ -75,13 +75,14 @@ class Agents(Turns):
         setting = Setting(
             engine,
             self._tokenizer,
-            self._parser,
+            self._reader,
             self.counts,
             self._config.data.max_prompt_tokens,
             self._config.data.max_prompt_tokens + request.max_new_tokens,
             self._config.environment.max_turns,
             self._config.environment.template,
             self._tokenizer.has_template(),
+            self._config.environment.agent.reasoning,
         )
         return [Dialogue(setting, request, index=index) for index in request.indices]
 

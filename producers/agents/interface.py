@@ -66,6 +66,7 @@ class Answer(msgspec.Struct, frozen=True):
     version: int = 0
     prompt_ids: tuple[int, ...] = ()
     stop: str = ""  # the stop of the request that ended it
+    reasoning: str = ""  # in front of the text
 
     @property
     def message(self) -> Message:

@@ -160,9 +160,10 @@ def usage(said: Answer) -> dict[str, int]:
 
 
 def _message(said: Answer) -> dict[str, Any]:
+    reasoning = {"reasoning_content": said.reasoning} if said.reasoning else {}  # as DeepSeek's servers call it
     if not said.calls:
-        return {"role": "assistant", "content": said.text}
-    return {"role": "assistant", "content": said.text or None, "tool_calls": _tool_calls(said)}
+        return {"role": "assistant", "content": said.text, **reasoning}
+    return {"role": "assistant", "content": said.text or None, **reasoning, "tool_calls": _tool_calls(said)}
 
 
 def _tool_calls(said: Answer) -> list[dict[str, Any]]:
@@ -197,7 +198,9 @@ class Chunks:
     def end(self, said: Answer) -> bytes:
         finish = "tool_calls" if said.calls else said.finish
         calls = [{"index": n, **call} for n, call in enumerate(_tool_calls(said))]
-        delta = {"tool_calls": calls} if calls else {}
+        delta: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        if said.reasoning:
+            delta["reasoning_content"] = said.reasoning
         last = {"text": ""} if self._ask.messages is None else {"delta": delta}
         events = self._chunk(finish_reason=finish, **last)
         if self._ask.usage_in_stream:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from asyncrl.errors import UNREADABLE, ConfigError
@@ -37,7 +38,7 @@ class Tokenizer:
     def _load_fast(self) -> FastTokenizer | None:
         file = self._folder / "tokenizer.json"
         if not file.exists():
-            self._transformers()
+            self.transformers()
             return None
         try:
             fast = FastTokenizer.from_file(str(file))
@@ -47,7 +48,8 @@ class Tokenizer:
         fast.no_padding()
         return fast
 
-    def _transformers(self) -> Any:
+    def transformers(self) -> Any:
+        """The same tokenizer as transformers has it. Raises `config.tokenizer`."""
         if self._auto is None:
             try:
                 self._auto = load_tokenizer(self._folder, trust_remote_code=self._trust_remote_code)
@@ -68,11 +70,8 @@ class Tokenizer:
 
     def ordinary_ids(self) -> list[int]:
         """Ids of the model's tokens that are neither special nor placeholders, in order."""
-        if self._fast is None:
-            known, added = self._auto.get_vocab(), self._auto.added_tokens_decoder
-        else:
-            known, added = self._fast.get_vocab(), self._fast.get_added_tokens_decoder()
-        ids = {*range(self._count_rows())} & set(known.values()) - set(added) - set(self.eos_ids)
+        known = self._auto.get_vocab() if self._fast is None else self._fast.get_vocab()
+        ids = {*range(self._count_rows())} & set(known.values()) - set(self.added_tokens()) - set(self.eos_ids)
         return sorted(ids) or [self.end_id]
 
     def encode_answer(self, text: str) -> list[int]:
@@ -85,7 +84,7 @@ class Tokenizer:
 
     def has_template(self) -> bool:
         """Whether chat messages can be encoded."""
-        return bool(self._transformers().chat_template)
+        return bool(self.transformers().chat_template)
 
     def encode_part(self, text: str) -> list[int]:
         """Ids of a text in the middle of a sequence, without special tokens."""
@@ -104,7 +103,7 @@ class Tokenizer:
         Raises:
             ConfigError: there is no template (`config.tokenizer`), or it refuses these messages (`config.template`).
         """
-        auto = self._transformers()
+        auto = self.transformers()
         if not auto.chat_template:
             raise ConfigError(
                 "config.tokenizer",
@@ -144,12 +143,16 @@ class Tokenizer:
             return count
         return len(self._auto) if self._fast is None else int(self._fast.get_vocab_size())
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids without special tokens."""
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of ids without special tokens, or with them."""
         plain = [int(token) for token in ids]
         if self._fast is None:
-            return str(self._auto.decode(plain, skip_special_tokens=True))
-        return str(self._fast.decode(plain, skip_special_tokens=True))
+            return str(self._auto.decode(plain, skip_special_tokens=not special))
+        return str(self._fast.decode(plain, skip_special_tokens=not special))
+
+    def added_tokens(self) -> dict[int, AddedToken]:
+        """By id, the tokens that were added to the vocabulary: special tokens, and marks as `</think>`."""
+        return dict(self._auto.added_tokens_decoder if self._fast is None else self._fast.get_added_tokens_decoder())
 
     def _find_eos(self) -> tuple[int, ...]:
         found: set[int] = set()

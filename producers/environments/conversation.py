@@ -51,7 +51,7 @@ class Setting(msgspec.Struct, frozen=True):
     config: EnvironmentConfig
     engine: Any  # asyncrl.engine.Engine
     renderer: Any  # Renderer
-    parser: Any  # Parser
+    reader: Any  # TurnReader
     tools: Toolbox
     counts: Counts
     max_prompt_tokens: int
@@ -190,10 +190,10 @@ class Conversation:
     def _turn(self, delta: GenDelta, number: int) -> Turn:
         ids = delta.token_ids.tolist()
         text = self._renderer.decode(ids)
-        parsed = self._setting.parser(text)
+        read = self._setting.reader.read(text, ids, self.tools)
         self._setting.counts.turns += 1
         self._messages.append({"role": "assistant", "content": text})
-        return Turn(text, tuple(ids), delta.finish, parsed.calls, parsed.malformed, number)
+        return Turn(text, tuple(ids), delta.finish, read.calls, read.malformed, number)
 
     def _shorten(self, text: str | list[Message]) -> str | list[Message]:
         """A tool's answer within its limit; parts as they are."""

@@ -33,7 +33,7 @@ from producers.environments.single_turn import SingleTurn
 from producers.rollout.rollout import Environment, Finished
 from producers.sandbox import Sandbox, configured_limits, open_sandbox
 from producers.tools.base import make_toolbox
-from producers.tools.parsers import find_parser
+from producers.tools.turn_reader import TurnReader
 
 T = TypeVar("T")
 SANDBOXES = 4  # programs of one producer that run at once
@@ -52,7 +52,7 @@ class Turns:
         self._play_one = play_one
         self.inputs = open_inputs(config)
         self._scored_by_workers = bool(config.reward)
-        self._parser = find_parser(config.environment.parser)
+        self._reader = TurnReader(config.environment, tokenizer)
         self._tools = make_toolbox(
             config.environment.tools,
             config.environment.tool_args,
@@ -87,7 +87,7 @@ class Turns:
             self._config.environment,
             engine,
             renderer,
-            self._parser,
+            self._reader,
             self._tools,
             self.counts,
             self._config.data.max_prompt_tokens,

@@ -73,8 +73,9 @@ class Streaming(SayingEngine):
                 )
 
 
-def settings(folder: Path, text: str = "", **more: Any) -> Config:
-    return config_of(folder, f'name = "agent"\n{text}\n[environment.agent]\nfunction = "test_agents:agent"\n', **more)
+def settings(folder: Path, text: str = "", agent: str = "", **more: Any) -> Config:
+    function = 'function = "test_agents:agent"'
+    return config_of(folder, f'name = "agent"\n{text}\n[environment.agent]\n{function}\n{agent}\n', **more)
 
 
 def by_command(folder: Path, program: str, text: str = "", agent: str = "", **more: Any) -> Config:

@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.config.locations import parse_dotted
 from asyncrl.config.mode import sends_adapters, streams
 from asyncrl.config.rules import Conflict, conflict
-from asyncrl.config.sections.environment import AGENT
+from asyncrl.config.sections.environment import AGENT, engine_parser
 from asyncrl.config.sections.tracker import ONLINE, tracker_label
 from asyncrl.config.tree import Config
 from asyncrl.plugins import is_place
@@ -230,6 +230,14 @@ def _environment_problems(config: Config) -> Iterator[Conflict]:
             f"environment.tool_args.{unused[0]}: no tool of that name in environment.tools",
             code="config.environment",
         )
+    package, also = engine_parser(environment.parser)[0], engine_parser(environment.reasoning_parser)[0]
+    if environment.reasoning_parser and (not also or package not in ("", also)):
+        wanted = f"'{package}:NAME'" if package else "'vllm:NAME' or 'sglang:NAME'"
+        yield conflict(
+            "environment.reasoning_parser",
+            f"environment.reasoning_parser = {environment.reasoning_parser!r} is not {wanted}",
+            code="config.environment",
+        )
     if config.producers.checkpoint_tokens:
         yield conflict(
             "producers.checkpoint_tokens",
@@ -256,6 +264,8 @@ def _agent_problems(config: Config) -> Iterator[Conflict]:
             f"environment.agent.function = {agent.function!r} is not 'module:name' or 'file.py:name'",
             code="config.environment",
         )
+    if agent.reasoning == "cut" and not config.environment.reasoning_parser:
+        yield conflict(f"{path}.reasoning", f"{path}.reasoning = 'cut' needs environment.reasoning_parser")
     if agent.function and agent.sessions > 1:
         yield conflict(f"{path}.sessions", "environment.agent.sessions is for agent.command")
     if agent.port and config.producers.count > 1:

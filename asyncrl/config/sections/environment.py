@@ -20,6 +20,7 @@ class AgentConfig(Section, frozen=True):
 
     command: tuple[str, ...] = ()  # a program and its arguments
     function: str = ""  # or 'module:name': async def agent(endpoint, row) in the producer
+    reasoning: Literal["keep", "cut"] = "keep"  # cut: later requests do not see the reasoning of earlier answers
     sessions: Positive = 1  # sessions of one process, one after the other: rows and answers are lines of JSON
     max_processes: Positive = 32  # simultaneous sessions of one producer
     model: str = "policy"  # model name that the endpoint reports
@@ -39,7 +40,8 @@ class EnvironmentConfig(Section, frozen=True):
     max_turns: Positive = 8  # most turns of the model; then the sample ends
     tools: tuple[str, ...] = ()  # calculator, python, search, mcp:NAME, 'file.py:name', or a .json with schemas
     tool_args: dict[str, Any] = field(default_factory=dict)  # tool -> its settings (search, python, mcp servers)
-    parser: str = "hermes"  # format of calls: hermes, qwen3, json, 'file.py:name', or an entry point
+    parser: str = "hermes"  # calls: hermes, qwen3, json, 'vllm:NAME', 'sglang:NAME', 'file.py:name', or an entry point
+    reasoning_parser: str = ""  # 'vllm:NAME' or 'sglang:NAME': takes the reasoning out of what agents and tools see
     max_parallel_calls: Positive = 4  # calls of one turn; further ones are answered with an error
     max_tool_response_tokens: Count = 512  # truncate longer results of a tool; 0: never
     truncation: Literal["left", "middle", "right"] = "middle"  # part of a long result to leave out
@@ -64,6 +66,15 @@ class RowEnvironmentConfig(EnvironmentConfig, frozen=True, kw_only=True):
     """`[[row_environment]]`: an environment of the rows that name it; all others use `[environment]`."""
 
     agent_name: str  # it plays the rows with this text in the column agent_name
+
+
+PARSING_ENGINES = ("vllm", "sglang")  # packages with parsers of turns
+
+
+def engine_parser(name: str) -> tuple[str, str]:
+    """The package and its parser, of `vllm:NAME` or `sglang:NAME`; empty for any other parser."""
+    package, _, parser = name.partition(":")
+    return (package, parser) if package in PARSING_ENGINES else ("", "")
 
 
 def agent_name(environment: EnvironmentConfig) -> str:
