@@ -82,6 +82,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "asyncrl.tools": {
         "calculator": "producers.tools.calculator:calculator",
         "python": "producers.tools.python:PythonTool",
+        "shell": "producers.tools.python:ShellTool",
         "search": "producers.tools.search:SearchTool",
         "mcp": "producers.tools.mcp:MCPTools",
     },

@@ -1,8 +1,8 @@
 """The interpreter and the server of each producer: engines have their own environments.
 
 Guarantees:
-1. `producers.python` wins; else this interpreter, if it has the engine's package; else `.venv-ENGINE` in the same
-   folder as this environment (`make ENGINE` creates it); else an error;
+1. `producers.python` wins; else this interpreter, if it has the package of the engine and of the parser of tool calls;
+   else `.venv-ENGINE` in the same folder as this environment (`make ENGINE` creates it); else an error;
 2. `look` runs that interpreter at most once, within `LOOK_S`; it imports asyncrl there, and vLLM only to check
    `producers.engine_args`;
 3. with several servers the producer number i uses the i-th, so each server gets its weights from one producer.
@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import Config, dump
+from asyncrl.config.sections.environment import engine_parser
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
 
 #: Engines whose package pins its own torch, and that package.
@@ -53,15 +54,28 @@ def find_interpreter(config: Config, *, prefix: str = sys.prefix, has: Callable[
     """The interpreter of the producers; empty for this one.
 
     Raises:
-        ConfigError: `config.extra`: no environment has the engine's package.
+        ConfigError: `config.extra`: no environment has the package.
     """
-    engine, set_one = config.producers.engine, config.producers.python
-    return set_one or python_with(engine, where="producers.engine", prefix=prefix, has=has)
+    if config.producers.python:
+        return config.producers.python
+    engine = python_with(config.producers.engine, where="producers.engine", prefix=prefix, has=has)
+    parsers = {engine_parser(name)[0] for one in config.environments for name in (one.parser, one.reasoning_parser)}
+    for name in sorted(parsers - {""}):
+        engine = engine or python_with(name, where="environment.parser", package=name, prefix=prefix, has=has)
+    return engine
 
 
-def python_with(engine: str, *, where: str, prefix: str = sys.prefix, has: Callable[[str], bool] | None = None) -> str:
-    """An interpreter with the engine's package; empty for this one. `where`: the setting that an error names."""
-    package = PACKAGES.get(engine, "")
+def python_with(
+    engine: str,
+    *,
+    where: str,
+    package: str = "",
+    prefix: str = sys.prefix,
+    has: Callable[[str], bool] | None = None,
+) -> str:
+    """An interpreter with the engine's package, or with this one; empty for this interpreter. `where`: the setting that
+    an error names."""
+    package = package or PACKAGES.get(engine, "")
     found = has or (lambda name: importlib.util.find_spec(name) is not None)
     if not package or found(package):
         return ""
@@ -117,15 +131,16 @@ def url_problems(config: Config) -> list[AsyncRLError]:
 
 
 def look(config: Config, *, env: Mapping[str, str] | None = None) -> tuple[list[AsyncRLError], str, str]:
-    """Errors, the content of the producers' environment, and its interpreter; both empty without a check."""
+    """Errors, the content of the producers' environment (empty without a check), and its interpreter."""
     engine = config.producers.engine
     package = PACKAGES.get(engine, "")
-    if not package:
-        return [], "", ""
     try:
-        python = find_interpreter(config) or sys.executable
+        python = find_interpreter(config)
     except ConfigError as error:
         return [error], "", ""
+    if not package:
+        return [], "", python
+    python = python or sys.executable
     entry = "vllm.general_plugins" if engine == "vllm" else ""
     code, out, err = _run([python, "-c", _LOOK, engine, package, entry], "", env)
     if code:

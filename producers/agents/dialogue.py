@@ -76,6 +76,9 @@ class Dialogue:
         """Tokens that the open row may still grow by."""
         return self.session.room(longest=self._setting.longest, max_new_tokens=self._request.max_new_tokens)
 
+    async def end(self) -> None:
+        """The sample is over."""
+
     async def answer(self, ask: ChatRequest, on_text: OnText | None = None) -> Answer:
         """The policy's answer. `on_text` gets the text as it comes.
 

@@ -73,6 +73,11 @@ class Conversation:
         self._last = -1  # token that the last turn of this row ended with
         self._opened = True  # the context ends with the opening of an answer
         self._given_up = False
+        self._tools = setting.tools.begin()
+
+    async def end(self) -> None:
+        """The sample is over: its tools end."""
+        await self._tools.end()
 
     # ------------------------------------------------------------ what an environment sees
 
@@ -128,7 +133,7 @@ class Conversation:
         taken = turn.calls[: config.max_parallel_calls]
         # bounded: each call has its time limit
         answers = await asyncio.gather(
-            *(self._setting.tools.call(one, timeout_s=config.step_timeout_s) for one in taken)
+            *(self._tools.call(one, timeout_s=config.step_timeout_s) for one in taken)
         )
         counts.failed_calls = self._setting.tools.failed_calls
         found: list[Message] = [

@@ -146,6 +146,8 @@ class Turns:
             Exception
         ) as error:  # the environment's own code may raise anything: a failure with its name, never a reward
             failure = EnvironmentFailure("raised", format_user_error(error))
+        finally:
+            await chat.end()
         self.counts.failed_episodes += 1
         return failure
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from asyncrl.config.sections.sandbox import SandboxConfig
 from asyncrl.errors import ConfigError
-from producers.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult
+from producers.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult, SandboxSession
 
 __all__ = [
     "Sandbox",
     "SandboxJob",
     "SandboxLimits",
     "SandboxResult",
+    "SandboxSession",
     "configured_limits",
     "open_sandbox",
     "ready_sandbox",

@@ -56,11 +56,24 @@ class SandboxResult(msgspec.Struct, frozen=True, kw_only=True):
     stderr: str = ""
     wall_s: float = 0.0
     files: Mapping[str, bytes] = {}
+    state_lost: bool = False  # of a session: its process is gone
 
     @property
     def ok(self) -> bool:
         """It finished with exit code 0."""
         return self.status == "finished" and self.exit_code == 0
+
+
+class SandboxSession(ABC):
+    """Programs of one sample, in order: variables, imports and files stay. A shell keeps its folder and its files."""
+
+    @abstractmethod
+    def run(self, code: str, *, timeout_s: float | None = None) -> SandboxResult:
+        """Run a program, or a command of the shell. The first one after a lost state begins anew."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End its processes, also under a program that runs in another thread."""
 
 
 class Sandbox(ABC):
@@ -72,6 +85,10 @@ class Sandbox(ABC):
     @abstractmethod
     def run_job(self, job: SandboxJob) -> SandboxResult:
         """Run one program to its end."""
+
+    def open_session(self, *, shell: bool = False) -> SandboxSession:
+        """A session of Python, or of a shell. Raises `sandbox.unavailable` if this kind has none."""
+        raise ConfigError("sandbox.unavailable", "this kind of sandbox keeps no state between programs")
 
     def probe(self) -> None:
         """Raise `sandbox.unavailable` if this host cannot isolate a program; a server is not contacted."""

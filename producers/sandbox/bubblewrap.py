@@ -2,8 +2,8 @@
 
 What it gives a program:
 1. namespaces of its own (user or an unprivileged uid, pid, network, IPC, UTS, cgroup): no network, no other process;
-2. a read-only root with the interpreter, its library and the C library, and nothing else of the host: no home, no run
-   folder, no keys; /tmp of `disk_bytes`, in memory; /dev and / cannot be written;
+2. a read-only root with the interpreter, its library and the C library, and nothing else of the host (a shell has
+   its commands too): no home, no run folder, no keys; /tmp of `disk_bytes`, in memory; /dev and / cannot be written;
 3. no capability, no new privileges, a filter of system calls (`producers.sandbox.seccomp`), a session of its own;
 4. limits for each process (memory, CPU time, file size, open files, no core) and for the whole (processes, resident
    memory, checked every `LOOK_S`), a wall clock, and a cap on its output;
@@ -27,11 +27,12 @@ from asyncrl.runtime.child_environment import child_environment
 from producers.sandbox import seccomp
 from producers.sandbox.base import SandboxLimits
 from producers.sandbox.local import LocalSandbox
-from producers.sandbox.process import ENVIRONMENT, FLAGS, RUNNER, spawn
+from producers.sandbox.process import ENVIRONMENT, FLAGS, RUNNER, SESSION, spawn
 
 NEEDED_CAPABILITIES = (1 << 21) | (1 << 7) | (1 << 6)  # SYS_ADMIN, SETUID, SETGID
 FIRST_UID, UIDS = 30_000, 30_000  # a sandbox that root starts takes one of these
-INNER_RUNNER = "/sandbox/runner.py"  # its path in the sandbox
+INNER = "/sandbox"  # the folder of our files in the sandbox
+COMMANDS = ("/bin", "/usr/bin")  # of the host, for a shell
 _numbers = itertools.count()
 
 
@@ -40,7 +41,7 @@ class Bubblewrap(LocalSandbox):
     def is_isolated(self) -> bool:
         return True
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self, script: Path = RUNNER, *, shell: bool = False) -> subprocess.Popen[bytes]:
         """Raises `sandbox.unavailable` without bubblewrap."""
         found = shutil.which("bwrap")
         if sys.platform != "linux" or found is None:
@@ -63,12 +64,12 @@ class Bubblewrap(LocalSandbox):
                 extra = ["--seccomp", str(filters)]
             command = [
                 found,
-                *arguments(self.limits, as_root=bool(uid)),
+                *arguments(self.limits, as_root=bool(uid), shell=shell),
                 *extra,
                 "--",
                 interpreter(),
                 *FLAGS,
-                INNER_RUNNER,
+                f"{INNER}/{script.name}",
                 json.dumps(settings),
             ]
             return spawn(command, env=child_environment(), keep=(filters,) if filters >= 0 else ())
@@ -91,7 +92,7 @@ def interpreter() -> str:
     return os.path.realpath(sys.executable)
 
 
-def arguments(limits: SandboxLimits, *, as_root: bool) -> list[str]:
+def arguments(limits: SandboxLimits, *, as_root: bool, shell: bool) -> list[str]:
     """Arguments of bubblewrap. Root uses no user namespace: an unprivileged uid of the host bounds its processes."""
     isolate = [
         "--unshare-ipc",
@@ -112,7 +113,8 @@ def arguments(limits: SandboxLimits, *, as_root: bool) -> list[str]:
     libraries = os.pathsep.join(sorted({str(Path(interpreter()).parents[1] / "lib")}))
     for name, value in {**ENVIRONMENT, "LD_LIBRARY_PATH": libraries}.items():
         result += ["--setenv", name, value]
-    for place in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"):
+    result += ["--perms", "0755", "--dir", "/usr"]  # else its folders are closed to the user inside
+    for place in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", *(COMMANDS if shell else ())):
         if os.path.islink(place):
             result += ["--symlink", os.readlink(place), place]
         elif os.path.exists(place):
@@ -122,7 +124,9 @@ def arguments(limits: SandboxLimits, *, as_root: bool) -> list[str]:
         result += ["--perms", "0755", "--dir", folder]
     for place in places:
         result += ["--ro-bind", place, place]
-    result += ["--perms", "0755", "--dir", "/sandbox", "--ro-bind", str(RUNNER), INNER_RUNNER]
+    result += ["--perms", "0755", "--dir", INNER]
+    for own in (RUNNER, SESSION):
+        result += ["--ro-bind", str(own), f"{INNER}/{own.name}"]
     result += ["--proc", "/proc", "--dev", "/dev"]
     result += ["--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
     return [*result, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]

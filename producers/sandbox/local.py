@@ -15,14 +15,18 @@ import tempfile
 import threading
 from abc import abstractmethod
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
-from producers.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult, check_job
+from producers.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult, SandboxSession, check_job
 from producers.sandbox.process import (
     ENVIRONMENT,
     FLAGS,
     RUNNER,
+    SESSION,
     START_LIMIT_S,
     Ended,
     RunnerProcess,
@@ -46,8 +50,8 @@ class LocalSandbox(Sandbox):
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
 
     @abstractmethod
-    def start(self) -> subprocess.Popen[bytes]:
-        """Start a process of `producers.sandbox.runner`."""
+    def start(self, script: Path = RUNNER, *, shell: bool = False) -> subprocess.Popen[bytes]:
+        """Start a process of `producers.sandbox.runner` or `session_runner`; `shell`: with commands of the host."""
 
     @property
     @abstractmethod
@@ -71,6 +75,9 @@ class LocalSandbox(Sandbox):
                 return result
         raise AssertionError
 
+    def open_session(self, *, shell: bool = False) -> SandboxSession:
+        return LocalSession(self, shell=shell)
+
     def probe(self) -> None:
         """Start a process, and keep it for the first program."""
         self._give_back(self._acquire())
@@ -79,7 +86,11 @@ class LocalSandbox(Sandbox):
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        process = self._starter.submit(self.start).result(START_LIMIT_S)
+        return self.start_runner()
+
+    def start_runner(self, script: Path = RUNNER, *, shell: bool = False) -> RunnerProcess:
+        """A process that is ready for programs. Raises `sandbox.unavailable`."""
+        process = self._starter.submit(partial(self.start, script, shell=shell)).result(START_LIMIT_S)
         runner = RunnerProcess(process, self.limits, watched=self.is_isolated)
         try:
             runner.wait_ready()
@@ -108,6 +119,41 @@ class LocalSandbox(Sandbox):
             self.close()
 
 
+class LocalSession(SandboxSession):
+    """A process of its own, from the first program on."""
+
+    def __init__(self, sandbox: LocalSandbox, *, shell: bool) -> None:
+        self._sandbox = sandbox
+        self._shell = shell
+        self._runner: RunnerProcess | None = None
+        self._lock = threading.Lock()  # programs of a session follow each other
+        self._closed = False
+
+    def run(self, code: str, *, timeout_s: float | None = None) -> SandboxResult:
+        with self._lock:
+            if self._closed:
+                return SandboxResult(status="killed", exit_code=-9)
+            if self._runner is None:
+                self._runner = self._sandbox.start_runner(SESSION, shell=self._shell)
+            runner = self._runner
+            try:
+                result = runner.run(SandboxJob(code=code, timeout_s=timeout_s), shell=self._shell)
+            except Ended:
+                runner.close()
+                result = SandboxResult(status="killed", exit_code=-9)
+            if not runner.usable:
+                self._runner = None
+                result = msgspec.structs.replace(result, state_lost=True)
+            return result
+
+    def close(self) -> None:
+        self._closed = True
+        if (runner := self._runner) is not None:
+            runner.kill()
+            with self._lock:  # bounded: the program that ran is dead
+                runner.close()
+
+
 class Unprotected(LocalSandbox):
     """No isolation: the program can do everything that this process can do, within its limits."""
 
@@ -119,12 +165,12 @@ class Unprotected(LocalSandbox):
         super().__init__(limits, workers=workers)
         self._folders = tempfile.TemporaryDirectory(prefix="asyncrl-program-")
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self, script: Path = RUNNER, *, shell: bool = False) -> subprocess.Popen[bytes]:
         """Start an ordinary process with its own folder."""
         folder = Path(self._folders.name, str(next(_numbers)))
         folder.mkdir()
         settings = {"uid": 0, "gid": 0, "folder": str(folder), "max_processes": 0, "paths": self.limits.paths}
-        return spawn([sys.executable, *FLAGS, str(RUNNER), json.dumps(settings)], env=ENVIRONMENT)
+        return spawn([sys.executable, *FLAGS, str(script), json.dumps(settings)], env=ENVIRONMENT)
 
     def close(self) -> None:
         super().close()

@@ -10,9 +10,12 @@ import select
 import signal
 import struct
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from asyncrl.errors import UNREADABLE
 from asyncrl.runtime.host_facts import child_pids
@@ -24,7 +27,7 @@ GRACE_S = 10.0  # beyond a program's own time, until its sandbox counts as stuck
 LOOK_S = 0.1
 OWN_BYTES = 64 * MIB  # for the runner itself, in addition to the program
 INODE_BYTES = 1 << 10
-RUNNER = Path(__file__).with_name("runner.py")
+RUNNER, SESSION = Path(__file__).with_name("runner.py"), Path(__file__).with_name("session_runner.py")
 FLAGS = ("-s", "-S", "-P")  # without the user's and the site's packages, and without the script's folder
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -50,7 +53,7 @@ class Stopped(Exception):
 
 
 class RunnerProcess:
-    """One process of `producers.sandbox.runner`; it runs programs one after the other."""
+    """One process of `producers.sandbox.runner` or `session_runner`; it runs programs one after the other."""
 
     def __init__(self, process: subprocess.Popen[bytes], limits: SandboxLimits, *, watched: bool) -> None:
         self._process = process
@@ -58,6 +61,7 @@ class RunnerProcess:
         self._watched = watched
         self._held = bytearray()
         self._inner: list[int] = []  # descriptors of processes that survive the started one
+        self._ending = threading.Lock()  # `kill` may come from another thread
         self.jobs = 0
         self.usable = True
 
@@ -67,8 +71,8 @@ class RunnerProcess:
         if self._watched:
             self._inner = [os.pidfd_open(pid) for pid in child_pids(self._process.pid)]
 
-    def run(self, job: SandboxJob) -> SandboxResult:
-        """Run one program. Raises Ended if the process is gone."""
+    def run(self, job: SandboxJob, *, shell: bool = False) -> SandboxResult:
+        """Run one program, or a command of a shell. Raises Ended if the process is gone, or sent garbage."""
         limits = self._limits
         timeout_s = job.timeout_s if job.timeout_s is not None else limits.timeout_s
         memory = job.memory_bytes if job.memory_bytes is not None else limits.memory_bytes
@@ -83,6 +87,7 @@ class RunnerProcess:
             "memory_bytes": memory,
             "output_bytes": limits.output_bytes,
             "file_bytes": limits.disk_bytes,
+            "shell": shell,
         }
         most = 8 * limits.output_bytes * (2 + len(job.fetch)) + (1 << 16)  # JSON may write a byte as six
         began = time.monotonic()
@@ -94,8 +99,10 @@ class RunnerProcess:
             self.close()
             return SandboxResult(status=stopped.status, exit_code=-9, wall_s=time.monotonic() - began)
         self.usable = not done.pop("last", False)
-        files = {name: base64.b64decode(content) for name, content in done.pop("files").items()}
-        return SandboxResult(files=files, **done)
+        try:
+            return msgspec.convert(done, SandboxResult)  # files are base64
+        except msgspec.ValidationError as error:
+            raise Ended(str(error)) from None
 
     def _send(self, frame: dict[str, Any], deadline: float) -> None:
         assert self._process.stdin is not None
@@ -139,7 +146,7 @@ class RunnerProcess:
         if len(self._held) < end:
             return None
         try:
-            frame: dict[str, Any] = json.loads(self._held[LENGTH.size : end])
+            frame = msgspec.json.decode(bytes(self._held[LENGTH.size : end]), type=dict[str, Any])
         except UNREADABLE as error:
             raise Ended(str(error)) from None
         del self._held[:end]
@@ -160,18 +167,25 @@ class RunnerProcess:
         if resident > memory:
             raise Stopped("memory")
 
+    def kill(self) -> None:
+        """Kill it with everything inside, also while another thread runs a program. A bwrap of root has no right to end
+        the user inside, so they are killed first."""
+        with self._ending:
+            for descriptor in self._inner:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            if self._process.returncode is None:  # later its pid may be reused
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+
     def close(self) -> None:
-        """Kill it with everything inside. A bwrap of root has no right to end the user inside, so they are killed
-        first."""
+        """Kill it, and forget it."""
         self.usable = False
-        for descriptor in self._inner:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-            os.close(descriptor)
-        self._inner = []
-        if self._process.returncode is None:  # later its pid may be reused
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill()
+        with self._ending:
+            for descriptor in self._inner:
+                os.close(descriptor)
+            self._inner = []
             self._process.wait(timeout=GRACE_S)
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream is not None:

@@ -19,6 +19,7 @@ import re
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Protocol, cast
 
 import msgspec
@@ -35,7 +36,8 @@ ERROR = "error: "  # prefix of an error message
 
 
 class Tool(Protocol):
-    """A callable of the policy. `async close()`, if present, is called at the end."""
+    """A callable of the policy. `async close()`, if present, is called at the end. `begin()`, if present, gives the
+    tool of one sample, which is closed with it."""
 
     name: str
     schema: Mapping[str, Any]  # OpenAI's form
@@ -112,9 +114,16 @@ class Toolbox:
     def schemas(self) -> list[Mapping[str, Any]]:
         return [tool.schema for tool in self._tools.values()]
 
-    async def call(self, call: ToolCall, *, timeout_s: float) -> str | list[Message]:
-        """The answer to a call, as content of a message, or an error message."""
-        tool = self._tools.get(call.name)
+    def begin(self) -> SampleTools:
+        """The tools of one sample. Raises `sandbox.unavailable`."""
+        own = {name: tool.begin() for name, tool in self._tools.items() if hasattr(tool, "begin")}
+        return SampleTools(self, {name: tool for name, tool in own.items() if tool is not self._tools[name]})
+
+    async def call(
+        self, call: ToolCall, *, timeout_s: float, own: Mapping[str, Tool] = MappingProxyType({})
+    ) -> str | list[Message]:
+        """The answer to a call, as content of a message, or an error message. `own`: tools of the sample."""
+        tool = own.get(call.name) or self._tools.get(call.name)
         if tool is None:
             return f"{ERROR}no tool {call.name!r}; there are: {', '.join(self._tools)}"
         try:
@@ -139,6 +148,23 @@ class Toolbox:
                 f"warning: tool {name} raised {format_user_error(error)}; the policy gets it, also later",
                 flush=True,
             )
+
+
+class SampleTools:
+    """The tools as one sample has them: some keep a state between its calls."""
+
+    def __init__(self, toolbox: Toolbox, own: Mapping[str, Tool]) -> None:
+        self._toolbox = toolbox
+        self._own = own
+
+    async def call(self, call: ToolCall, *, timeout_s: float) -> str | list[Message]:
+        """As `Toolbox.call`."""
+        return await self._toolbox.call(call, timeout_s=timeout_s, own=self._own)
+
+    async def end(self) -> None:
+        """End what the sample's tools hold."""
+        for tool in self._own.values():
+            await tool.close()  # type: ignore[attr-defined]
 
 
 def answer_content(value: Any) -> str | list[Message]:

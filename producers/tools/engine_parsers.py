@@ -6,6 +6,7 @@ format is known here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -56,6 +57,7 @@ def _vllm(calls: str, reasoning: str, tokenizer: Tokenizer) -> Splitter:
 
     _require(calls, ToolParserManager.list_registered(), where="environment.parser")
     _require(reasoning, ReasoningParserManager.list_registered(), where="environment.reasoning_parser")
+    _silence("vllm.tool_parsers", "vllm.reasoning", "vllm.parser")
     auto = get_cached_tokenizer(tokenizer.transformers())
     try:
         parser = ParserManager.get_parser(
@@ -86,6 +88,7 @@ def _sglang(calls: str, reasoning: str, tokenizer: Tokenizer) -> Splitter:
 
     _require(calls, FunctionCallParser.ToolCallParserEnum, where="environment.parser")
     _require(reasoning, ReasoningParser.DetectorMap, where="environment.reasoning_parser")
+    _silence("sglang.srt.function_call", "sglang.srt.parser")
     auto = tokenizer.transformers()
 
     def split(text: str, _ids: Sequence[int], tools: Schemas) -> Split:
@@ -99,6 +102,12 @@ def _sglang(calls: str, reasoning: str, tokenizer: Tokenizer) -> Splitter:
         return Split(thought or "", text or "", [(call.name, call.parameters) for call in found])
 
     return split
+
+
+def _silence(*loggers: str) -> None:
+    """They log a traceback for each malformed call, and a policy that learns writes many."""
+    for name in loggers:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _require(name: str, known: Any, *, where: str) -> None:

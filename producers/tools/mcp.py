@@ -1,18 +1,21 @@
 """Tools of MCP servers, by the official client (`pip install asyncrl[mcp]`).
 
-The tool `mcp:NAME`; `[environment.tool_args.mcp.NAME] command = "python"`, `args = ["server.py"]`. Guarantees:
-1. one server process for each producer, started before the first prompt and ended with the producer; its tools have
-   their own names and schemas;
-2. an error answer of the server goes to the policy; a server that is gone fails the sample, and the next call restarts
-   it;
-3. the server's stderr goes to the producer's log.
+The tool `mcp:NAME`; `[environment.tool_args.mcp.NAME] command = "python"`, `args = ["server.py"]`, or `url` for a
+server that runs already (streamable HTTP), with `token_env` for its bearer token. Guarantees:
+1. one server process or connection for each producer, started before the first prompt and ended with the producer; its
+   tools have their own names and schemas;
+2. an error answer of the server goes to the policy; a server that is gone fails the sample, and the next call starts
+   it, or connects, again;
+3. the stderr of a server process goes to the producer's log.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from asyncrl.environment import EnvironmentFailure
@@ -30,7 +33,9 @@ class MCPTools:
         self,
         name: str,
         *,
-        command: str,
+        command: str = "",
+        url: str = "",
+        token_env: str = "",
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         cwd: str = "",
@@ -39,9 +44,14 @@ class MCPTools:
         inherits: Collection[str] = (),
     ) -> None:
         """`env`: variables of the server alone; `inherits`: names of those that it gets from this process
-        (`environment.env`), in addition to those of every child.
+        (`environment.env`), in addition to those of every child; `token_env`: the variable of this process that holds
+        the token for `url`. Raises `config.environment`.
         """
+        if bool(command) == bool(url) or (token_env and not url):
+            what = "set `command`, or `url` (and `token_env` only with it)"
+            raise ConfigError("config.environment", what, where=f"environment.tool_args.mcp.{name}")
         self._name = name
+        self._url, self._token_env = url, token_env
         self._server = {"command": command, "args": list(args), "cwd": cwd or None}
         self._env, self._inherits = dict(env or {}), inherits
         self._wanted = tuple(tools)  # only these; empty: all
@@ -109,14 +119,9 @@ class MCPTools:
 
     async def _live(self, found: asyncio.Future[list[Any]], leave: asyncio.Event) -> None:
         """The connection: one task from beginning to end, as the client requires."""
-        mcp = _client()
-        server = mcp.StdioServerParameters(**self._server, env=child_environment(self._inherits, more=self._env))
         mine: Any = None
         try:
-            async with (
-                mcp.stdio_client(server, errlog=sys.stderr) as (reader, writer),
-                mcp.ClientSession(reader, writer) as session,
-            ):
+            async with self._streams() as (reader, writer), _client().ClientSession(reader, writer) as session:
                 await session.initialize()
                 tools = list((await session.list_tools()).tools)
                 self._session = mine = session
@@ -131,6 +136,25 @@ class MCPTools:
         finally:
             if self._session is mine:  # not yet that of the next server
                 self._session = None
+
+    @asynccontextmanager
+    async def _streams(self) -> AsyncIterator[tuple[Any, Any]]:
+        """What the client reads from and writes to."""
+        mcp = _client()
+        if not self._url:
+            server = mcp.StdioServerParameters(**self._server, env=child_environment(self._inherits, more=self._env))
+            async with mcp.stdio_client(server, errlog=sys.stderr) as streams:
+                yield streams
+            return
+        from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client  # type: ignore[attr-defined]
+
+        token = os.environ.get(self._token_env, "") if self._token_env else ""
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        async with (
+            create_mcp_http_client(headers) as client,
+            streamable_http_client(self._url, http_client=client) as streams,
+        ):
+            yield streams
 
 
 class _MCPTool:

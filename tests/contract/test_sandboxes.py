@@ -19,7 +19,7 @@ from sandbox_lab import needs_bubblewrap, served
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.runtime.host_facts import child_pids, descendants, is_alive
-from producers.sandbox import Sandbox, SandboxJob, SandboxLimits, SandboxResult, open_sandbox, process
+from producers.sandbox import Sandbox, SandboxJob, SandboxLimits, SandboxResult, SandboxSession, open_sandbox, process
 
 LIMITS = SandboxLimits(timeout_s=60.0, output_bytes=20_000)
 
@@ -141,6 +141,91 @@ def test_the_same_for_an_event_loop(sandbox: Sandbox) -> None:
         return [result.stdout for result in results]
 
     assert asyncio.run(both()) == ["1\n", "2\n"]
+
+
+# ---------------------------------------------------------------- sessions
+
+
+@pytest.fixture(params=["bubblewrap", "none"])
+def keeping(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    if request.param == "bubblewrap":
+        needs_bubblewrap()
+    with open_sandbox(request.param, LIMITS) as found:
+        yield found
+
+
+@pytest.fixture
+def session(keeping: Sandbox) -> Iterator[SandboxSession]:
+    found = keeping.open_session()
+    yield found
+    found.close()
+
+
+def test_a_session_keeps_variables_files_and_what_went_before_an_error(session: SandboxSession) -> None:
+    assert session.run("x = 41\nopen('note', 'w').write('hi')").stdout == "2\n", "the value of the last line is shown"
+    failed = session.run("x += 1\nprint('so far')\n1 / 0")
+    assert (failed.status, failed.exit_code, failed.stdout) == ("finished", 1, "so far\n")
+    assert failed.stderr.count("File") == 1 and "ZeroDivisionError" in failed.stderr
+    assert session.run("print(x, open('note').read())").stdout == "42 hi\n"
+    assert session.run("import sys; sys.exit(3)").exit_code == 3 and session.run("x").stdout == "42\n"
+
+
+def test_limits_of_a_session_leave_its_state(session: SandboxSession) -> None:
+    session.run("x = 1")
+    stubborn = "while True:\n try:\n  while True: pass\n except Exception: pass"
+    assert session.run(stubborn, timeout_s=0.2).status == "timeout"
+    assert session.run("bytearray(1 << 40)").status == "memory"
+    flood = session.run("print('y' * 50_000)")
+    assert flood.status == "output" and len(flood.stdout) == LIMITS.output_bytes
+    assert session.run("x").stdout == "1\n" and not session.run("x").state_lost
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os._exit(4)",
+        "import ctypes; ctypes.string_at(0)",
+        # frames of its own on the pipe to this process: one that is no result, one that claims to be huge
+        "import os\nfor n in range(3, 20):\n try: os.write(n, b'\\5' + bytes(7) + b'[1,2]')\n except OSError: pass",
+        "import os\nfor n in range(3, 20):\n try: os.write(n, b'\\xff' * 8)\n except OSError: pass",
+    ],
+)
+def test_a_session_whose_process_is_lost_says_so_and_begins_anew(session: SandboxSession, code: str) -> None:
+    session.run("x = 1")
+    assert session.run(code).state_lost
+    again = session.run("x")
+    assert "NameError" in again.stderr and not again.state_lost
+
+
+def test_sessions_see_nothing_of_each_other(keeping: Sandbox) -> None:
+    with contextlib.closing(keeping.open_session()) as one, contextlib.closing(keeping.open_session()) as other:
+        one.run("x = 1\nopen('note', 'w').close()")
+        found = other.run("import os; print(os.listdir(), 'x' in globals())")
+        assert found.stdout == "[] False\n"
+
+
+def test_a_shell_keeps_its_folder_and_its_files(keeping: Sandbox) -> None:
+    with contextlib.closing(keeping.open_session(shell=True)) as shell:
+        assert shell.run("mkdir inner; cd inner; echo hi > note").ok
+        assert shell.run("cat note; basename $PWD").stdout == "hi\ninner\n"
+        assert shell.run("sleep 60", timeout_s=0.2).status == "timeout"
+        assert shell.run("exit 3").exit_code == 3 and shell.run("cat note").stdout == "hi\n"
+
+
+def test_a_session_that_is_closed_ends_the_program_that_runs(keeping: Sandbox, started: Callable[[], set[int]]) -> None:
+    session = keeping.open_session()
+    session.run("pass")
+    running = threading.Thread(target=session.run, args=("import time; time.sleep(600)",))
+    running.start()
+    session.close()
+    running.join(30)
+    assert not running.is_alive() and session.run("1").status == "killed"
+    assert not any(is_alive(pid) for pid in started())
+
+
+def test_a_server_keeps_no_state() -> None:
+    with open_sandbox("http://127.0.0.1:1", LIMITS) as found, pytest.raises(AsyncRLError, match="keeps no state"):
+        found.open_session()
 
 
 def test_another_name_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from asyncrl.config import Config, parse
 from asyncrl.engine import GenRequest
 from asyncrl.environment import EnvironmentFailure, Step
 from asyncrl.errors import ConfigError, ConfigErrors
+from asyncrl.runtime.host_facts import child_pids, is_alive
 from producers.data.prompts import encode_prompt
 from producers.data.tokenizer import Tokenizer
 from producers.environments.conversation import shorten
@@ -167,6 +169,24 @@ def test_nothing_that_was_said_is_ever_made_of_text_again(tmp_path: Path) -> Non
     assert engine.asked[2].prompt_ids.tolist()[: len(engine.asked[1].prompt_ids)] == engine.asked[1].prompt_ids.tolist()
     assert not any("zz9" in text or "ab" in text for text in encoded), encoded  # of the answers nothing was encoded
     assert sum("go on" in text for text in encoded) == 1
+
+
+def test_an_interpreter_of_a_sample_ends_with_it(folder: Path, tokenizer: Tokenizer) -> None:
+    """Two samples count, each in its own interpreter; then no process is left."""
+    config = config_of(
+        folder,
+        'name = "tools"\ntools = ["python"]\ntool_args.python = {keep_state = true}\n[sandbox]\nkind = "none"\n',
+        room=900,
+    )
+
+    def program(code: str) -> str:
+        return f'<tool_call>{{"name": "python", "arguments": {{"code": "{code}"}}}}</tool_call>'
+
+    before = set(child_pids(os.getpid()))
+    said = [program("x = 41"), program("x + 1"), "42"]
+    both, _, failure = played(config, tokenizer, lambda _i, turn, _c: said[turn], samples=2)
+    assert failure is None and [text_of(tokenizer, one, 0).count("tool\n42") for one in both] == [1, 1]
+    assert not {pid for pid in set(child_pids(os.getpid())) - before if is_alive(pid)}
 
 
 def test_unreadable_calls_unknown_tools_and_bad_arguments_are_answered(folder: Path, tokenizer: Tokenizer) -> None:
@@ -396,7 +416,7 @@ async def strange(chat: Any) -> None:
         (f'name = "{__name__}:Guess"\nargs = {{colour = 1}}', "colour"),
         (f'name = "{__name__}:nothing"', "has no 'nothing'"),
         ('name = "no_such"', "one of agent, chat, gymnasium, openenv, single_turn, tools, verifiers"),
-        ('name = "tools"\ntools = ["no_such"]', "one of calculator, mcp, python, search"),
+        ('name = "tools"\ntools = ["no_such"]', "one of calculator, mcp, python, search, shell"),
         ('name = "chat"\nparser = "no_such"', "one of hermes, json, qwen3"),
     ],
 )

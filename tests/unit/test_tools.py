@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -15,6 +19,7 @@ from hypothesis import strategies as st
 
 from asyncrl.environment import EnvironmentFailure, ToolCall
 from asyncrl.errors import ConfigError, WorkError
+from producers.sandbox import SandboxLimits, SandboxResult, open_sandbox
 from producers.tools.base import FunctionTool, Toolbox, ToolError, make_toolbox
 from producers.tools.calculator import MAX_DIGITS, calculator
 from producers.tools.parsers import Parsed, find_parser, hermes, plain_json
@@ -341,21 +346,19 @@ def test_a_corpus_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_python_in_a_sandbox() -> None:
-    from producers.sandbox import SandboxResult
-
     results = {
         "print(1)": SandboxResult(status="finished", stdout="1\n"),
         "1/0": SandboxResult(status="finished", exit_code=1, stderr="ZeroDivisionError"),
         "while 1: 0": SandboxResult(status="timeout", stdout="so far"),
     }
 
-    async def arun(code: str, *, timeout_s: float | None) -> SandboxResult:
+    def run(code: str, *, timeout_s: float | None) -> SandboxResult:
         if code == "gone":
             raise WorkError("internal", "no bubblewrap")
         return results[code]
 
     box = make_toolbox(
-        ["python"], {"python": {"timeout_s": 3}}, sandbox=lambda: SimpleNamespace(arun=arun, close=lambda: None)
+        ["python"], {"python": {"timeout_s": 3}}, sandbox=lambda: SimpleNamespace(run=run, close=lambda: None)
     )
     assert answer(box, "python", code="print(1)") == "1\n"
     assert answer(box, "python", code="1/0") == "ZeroDivisionError\n[exit code 1]"
@@ -365,10 +368,43 @@ def test_python_in_a_sandbox() -> None:
 
 
 def test_python_for_real() -> None:
-    from producers.sandbox import SandboxLimits, open_sandbox
-
     box = make_toolbox(["python"], {}, sandbox=lambda: open_sandbox("none", SandboxLimits(timeout_s=60), workers=1))
     assert answer(box, "python", 80.0, code="print(6 * 7)").strip() == "42"
+
+
+def test_tools_that_keep_state_have_one_for_each_sample() -> None:
+    box = make_toolbox(
+        ["python", "shell"],
+        {"python": {"keep_state": True}},
+        sandbox=lambda: open_sandbox("none", SandboxLimits(timeout_s=60), workers=2),
+    )
+
+    async def run() -> None:
+        one, other = box.begin(), box.begin()
+        try:
+
+            async def say(tools: Any, name: str, **arguments: Any) -> Any:
+                return await tools.call(ToolCall(name, arguments), timeout_s=60)
+
+            assert await say(one, "python", code="x = 20") == ""
+            assert await say(one, "python", code="x + 1") == "21\n"
+            assert "NameError" in await say(other, "python", code="x")
+            assert "variables and files are lost" in await say(one, "python", code="import os; os._exit(1)")
+            assert await say(one, "shell", command="echo hi > note") == ""
+            assert await say(one, "shell", command="cat note") == "hi\n"
+            assert "error: shell: " in await say(one, "shell", code="ls")
+        finally:
+            await one.end()
+            await other.end()
+            await box.close()
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_state_needs_a_sandbox_that_keeps_it() -> None:
+    for tools in (["shell"], ["python"]):
+        with pytest.raises(ConfigError, match="keeps no state"):
+            make_toolbox(tools, {"python": {"keep_state": True}}, sandbox=lambda: open_sandbox("http://127.0.0.1:1"))
 
 
 # ---------------------------------------------------------------- MCP
@@ -448,6 +484,74 @@ def test_an_mcp_server_that_leaves_fails_the_sample_and_is_started_again(tmp_pat
             await box.close()
 
     assert asyncio.run(asyncio.wait_for(run(), 120)) == ["2", "4"]
+
+
+BY_URL = SERVER.replace(
+    "server.run()",
+    """
+import os, sys
+from pathlib import Path
+from mcp.server.mcpserver import Context
+
+@server.tool()
+def authorized(context: Context) -> str:
+    "The token of the request."
+    return str(context.request_context.request.headers.get("authorization"))
+
+server.run(transport="streamable-http", port=int(sys.argv[1]))
+""",
+)
+
+
+def test_an_mcp_server_by_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was started by somebody else: it is not ended with the tools, and they find it again."""
+    pytest.importorskip("mcp")
+    monkeypatch.setenv("A_TOKEN", "secret")
+    (tmp_path / "server.py").write_text(BY_URL)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def start() -> subprocess.Popen[bytes]:
+        server = subprocess.Popen([sys.executable, str(tmp_path / "server.py"), str(port)], stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+                break
+            time.sleep(0.05)
+        return server
+
+    mine = {"url": f"http://127.0.0.1:{port}/mcp", "token_env": "A_TOKEN"}
+    box = make_toolbox(["mcp:test"], {"mcp": {"test": mine}})
+
+    async def run(server: subprocess.Popen[bytes]) -> None:
+        await box.open()
+        try:
+            assert await box.call(ToolCall("double", {"number": 4}), timeout_s=60) == "8"
+            assert await box.call(ToolCall("authorized", {}), timeout_s=60) == "Bearer secret"
+            server.kill()
+            server.wait()
+            with pytest.raises(EnvironmentFailure, match="is gone"):
+                await box.call(ToolCall("double", {"number": 5}), timeout_s=60)
+            servers.append(start())
+            assert await box.call(ToolCall("double", {"number": 5}), timeout_s=60) == "10"
+        finally:
+            await box.close()
+
+    servers = [start()]
+    try:
+        asyncio.run(asyncio.wait_for(run(servers[0]), 120))
+        assert servers[-1].poll() is None
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+
+
+@pytest.mark.parametrize("settings", [{}, {"command": "x", "url": "http://y"}, {"command": "x", "token_env": "T"}])
+def test_an_mcp_server_has_a_command_or_an_address(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="set `command`, or `url`"):
+        make_toolbox(["mcp:test"], {"mcp": {"test": settings}})
 
 
 def test_an_mcp_server_that_does_not_come_up_or_lacks_a_tool(tmp_path: Path) -> None:

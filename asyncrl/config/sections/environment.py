@@ -38,7 +38,7 @@ class EnvironmentConfig(Section, frozen=True):
     name: str = SINGLE_TURN  # single_turn, chat, tools, agent, gymnasium, openenv, verifiers, 'module:name' or plugin
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the environment
     max_turns: Positive = 8  # most turns of the model; then the sample ends
-    tools: tuple[str, ...] = ()  # calculator, python, search, mcp:NAME, 'file.py:name', or a .json with schemas
+    tools: tuple[str, ...] = ()  # calculator, python, shell, search, mcp:NAME, 'file.py:name', or a .json with schemas
     tool_args: dict[str, Any] = field(default_factory=dict)  # tool -> its settings (search, python, mcp servers)
     parser: str = "hermes"  # calls: hermes, qwen3, json, 'vllm:NAME', 'sglang:NAME', 'file.py:name', or an entry point
     reasoning_parser: str = ""  # 'vllm:NAME' or 'sglang:NAME': takes the reasoning out of what agents and tools see
