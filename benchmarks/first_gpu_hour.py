@@ -346,6 +346,8 @@ def part_e(hour: Hour) -> Iterator[Check]:
         def contract(runner: str = runner) -> Verdict:
             if not python.exists():
                 return Verdict("not here", f"there is no {python}: make vllm, or --engine-python")
+            if runner == "1" and hour.device.type != "cuda":
+                return Verdict("not here", "vLLM's second model runner needs Triton")
             env = {"VLLM_USE_V2_MODEL_RUNNER": runner, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
             words = [str(python), "-m", "pytest", "-q", "tests/engines/test_engine_contract.py", "-k", "vllm-"]
             return works(words, limit_s=TESTS_S, env=env)
