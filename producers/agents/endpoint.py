@@ -26,7 +26,7 @@ from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.net.descriptors import SILENT_S
 from producers.agents.dialogue import Dialogue
 from producers.agents.interface import Answer, ApiError, ChatRequest, Events, Interface, Message
-from producers.agents.messages_api import MESSAGES, read_request
+from producers.agents.messages_api import MESSAGES, list_models, read_request
 from producers.agents.openai_api import CHAT, TEXT, models
 from producers.agents.responses_api import RESPONSES
 from producers.data.tokenizer import Tokenizer
@@ -37,6 +37,7 @@ GRACE_S = 1.0  # for answers under way at the end
 HOST = "127.0.0.1"
 MOST_CONNECTIONS = 512
 LOOK_S = 0.25  # between two looks at the connections
+PING_S, PING = 10.0, b": ping\n\n"  # a comment in a stream that has been silent for that long
 ANSWERS = {"/chat/completions": CHAT, "/completions": TEXT, "/responses": RESPONSES, "/messages": MESSAGES}
 
 
@@ -173,8 +174,9 @@ class Endpoint:
     def _json(self, body: Any, status: int = 200) -> Any:
         return self._web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
-    async def _models(self, _request: Any, _session: Session) -> Any:
-        return self._json(models(self.model))
+    async def _models(self, request: Any, _session: Session) -> Any:
+        form = list_models if "anthropic-version" in request.headers else models
+        return self._json(form(self.model))
 
     async def _count(self, request: Any, session: Session) -> Any:
         ask = read_request(await self._body(request), limited=False)
@@ -206,8 +208,15 @@ class Endpoint:
         asking.add_done_callback(lambda _: news.put_nowait(None))
         response: Any = None
         try:
-            # bounded: the end of the turn rings, and the episode has its time
-            while (text := await news.get()) is not None:
+            while True:  # bounded: the end of the turn rings, and the episode has its time
+                try:
+                    text = await asyncio.wait_for(news.get(), PING_S)
+                except TimeoutError:  # clients and proxies end a connection that is silent for long
+                    response = response or await self._begin_stream(request, events)
+                    await response.write(PING)
+                    continue
+                if text is None:
+                    break
                 response = response or await self._begin_stream(request, events)
                 await response.write(events.text(text))
             said = asking.result()  # an error before the first event is an answer like any other

@@ -175,4 +175,10 @@ def _add(place: int, delta: dict[str, Any]) -> bytes:
     return event({"type": "content_block_delta", "index": place, "delta": delta}, named=True)
 
 
+def list_models(name: str) -> dict[str, Any]:
+    """The body of `/v1/models` in Anthropic's form."""
+    model = {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    return {"data": [model], "has_more": False, "first_id": name, "last_id": name}
+
+
 MESSAGES = Interface("msg_", lambda body, _: read_request(body), message, MessageEvents, error_body)

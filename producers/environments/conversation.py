@@ -132,9 +132,7 @@ class Conversation:
         counts.malformed_calls += len(turn.malformed)
         taken = turn.calls[: config.max_parallel_calls]
         # bounded: each call has its time limit
-        answers = await asyncio.gather(
-            *(self._tools.call(one, timeout_s=config.step_timeout_s) for one in taken)
-        )
+        answers = await asyncio.gather(*(self._tools.call(one, timeout_s=config.step_timeout_s) for one in taken))
         counts.failed_calls = self._setting.tools.failed_calls
         found: list[Message] = [
             {"role": "tool", "name": one.name, "content": self._shorten(answer)}

@@ -12,12 +12,14 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import aiohttp
 import anthropic
 import openai
 import pytest
 from env_lab import CHATML, SayingEngine, config_of, tokenizer_in
 from test_agents import ROW, Streaming, folder, played, settings, texts_of, tokenizer, user  # noqa: F401
 
+import producers.agents.endpoint as endpoint_module
 from asyncrl.engine import GenDelta, GenRequest
 from producers.agents.environment import Connection
 from producers.agents.interface import ApiError, ChatRequest
@@ -164,6 +166,39 @@ INTERFACES = [Chat, Responses, Chained, Messages]
 def claude(endpoint: Connection, **more: Any) -> Any:
     named = {"base_url": endpoint.anthropic_base_url, "api_key": endpoint.api_key, "max_retries": 0, **more}
     return anthropic.AsyncAnthropic(**named)
+
+
+def test_models_in_the_form_of_each_interface(folder: Path, tokenizer: Tokenizer) -> None:
+    async def plays(client: Any, row: Any, endpoint: Connection) -> None:
+        assert [model.id async for model in client.models.list()] == ["policy"]
+        found = [model async for model in claude(endpoint).models.list()]
+        assert [(model.type, model.id) for model in found] == [("model", "policy")]
+        await client.chat.completions.create(model="m", messages=row["prompt"])
+
+    (_,), _, failure = played(settings(folder), tokenizer, lambda *_: "x", plays=plays)
+    assert failure is None
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+def test_a_stream_without_news_is_not_silent(
+    folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Clients and proxies end silent connections; comments in the stream are for them alone."""
+    monkeypatch.setattr(endpoint_module, "PING_S", 0.05)
+
+    async def plays(client: Any, row: Any, endpoint: Connection) -> None:
+        body = {"model": "m", "max_tokens": 9, "stream": True, "messages": row["prompt"], "input": row["prompt"]}
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as web,
+            web.post(f"{endpoint.base_url}/{path}", json=body) as response,
+        ):
+            while await response.content.readline() != b": ping\n":  # bounded: the test's limit
+                assert not response.content.at_eof()
+        await client.chat.completions.create(model="m", messages=row["prompt"])
+
+    (_,), _, failure = played(settings(folder), tokenizer, lambda _, turn, __: [None, "x"][turn], plays=plays)
+    assert failure is None
 
 
 # ---------------------------------------------------------------- rows of tokens
