@@ -21,6 +21,8 @@ from asyncrl.config.tree import Config
 NAMES = ("replicate", "tensor", "sequence", "pipeline", "expert")
 #: Splits of a backend that cannot be combined.
 ALONE = {"fsdp2": ("tensor", "sequence", "expert")}
+#: Attentions with which rows are split beyond the number of heads.
+BY_CHUNK = ("auto", "sdpa", "varlen")
 
 
 def problems(config: Config) -> Iterator[Conflict]:
@@ -115,9 +117,10 @@ def model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflic
     if config.learner.router_replay and model and not count_experts(model):
         yield conflict("learner.router_replay", "learner.router_replay: the model is no mixture of experts")
     heads = model.get("num_attention_heads")
+    splits = ("tensor",) if config.learner.backend == "fsdp2" else ("tensor", "sequence")
     counts = {
-        "num_attention_heads": (heads, ("tensor", "sequence")),
-        "num_key_value_heads": (model.get("num_key_value_heads") or heads, ("tensor", "sequence")),
+        "num_attention_heads": (heads, splits),
+        "num_key_value_heads": (model.get("num_key_value_heads") or heads, splits),
         "num_experts": (count_experts(model), ("expert",)),
     }
     for key, (count, names) in counts.items():
@@ -128,6 +131,21 @@ def model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflic
                     f"learner.parallel.{name}",
                     f"learner.parallel.{name} = {size}: {key} = {count} of the model does not divide by it",
                 )
+    yield from _chunk_problems(config, {key: counts[key][0] for key in ("num_attention_heads", "num_key_value_heads")})
+
+
+def _chunk_problems(config: Config, heads: Mapping[str, Any]) -> Iterator[Conflict]:
+    """Rows over more ranks than the heads divide by, with an attention that takes whole rows."""
+    parallel, attention = config.learner.parallel, config.model.attn_implementation
+    if config.learner.backend != "fsdp2" or parallel.sequence == 1 or attention in BY_CHUNK:
+        return
+    for key, count in heads.items():
+        if isinstance(count, int) and count % (parallel.sequence * parallel.tensor):
+            yield conflict(
+                "learner.parallel.sequence",
+                f"learner.parallel.sequence = {parallel.sequence}: {key} = {count} of the model does not divide by it, "
+                f"and model.attn_implementation = {attention!r} takes whole rows: use sdpa, or varlen on CUDA",
+            )
 
 
 def megatron_problems(config: Config) -> Iterator[Conflict]:
