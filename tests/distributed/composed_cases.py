@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import critic_cases as cases
-from ranks import LONE_KV, chosen, in_layout
+from ranks import LONE_KV, MOE, chosen, in_layout
 
 from learners.backends.fsdp2.backend import FSDP2Backend
 from learners.gang.gang import Gang
@@ -35,17 +35,21 @@ class Case(NamedTuple):
 
 #: By the number of ranks.
 CASES: dict[int, dict[str, Case]] = {
-    2: {"one_head": Case("sequence=2", LONE_KV)},
+    2: {"one_head": Case("sequence=2", LONE_KV), "expert_sequence": Case("expert=2 sequence=2", MOE)},
     4: {
         "two_heads": Case("sequence=4"),
         "one_head": Case("sequence=4", LONE_KV),
         "padded": Case("sequence=4", extra="learner.packing=false"),
         "dense_mask": Case("sequence=4", extra="model.attn_implementation=sdpa"),
         "checkpointing": Case("sequence=4", extra="learner.gradient_checkpointing=true"),
+        "expert_sequence": Case("expert=2 sequence=2", MOE),
+        "expert_context": Case("expert=4 sequence=4", MOE),
+        "expert_replicate": Case("expert=2 replicate=2", MOE),
     },
 }
-LONG = ("4 one_head", "4 padded", "4 dense_mask", "4 checkpointing")
-MODELS = tuple({case.model for each in CASES.values() for case in each.values()})
+LONG = ("4 one_head", "4 padded", "4 dense_mask", "4 checkpointing", "4 expert_context")
+MODELS = sorted({case.model for each in CASES.values() for case in each.values()})
+DENSE = "dense"  # the folder of the dense model's checkpoint
 
 
 def wanted(ranks: int) -> dict[str, Case]:
@@ -56,7 +60,7 @@ def wanted(ranks: int) -> dict[str, Case]:
 def run_all(model: Path, gang: Gang, out: Path, *, others: Mapping[str, Path] = MappingProxyType({})) -> dict[str, Any]:
     """Results by case; of one rank by the folder of its model."""
     if gang.size == 1:
-        return {name: trained(model / name, gang, "", out / "checkpoint" / name) for name in MODELS}
+        return {name: trained(model / name, gang, "", out / "checkpoint" / (name or DENSE)) for name in MODELS}
     found = {}
     for name, case in wanted(gang.size).items():
         layout = ";".join((f"learner.ranks={gang.size}", *(f"learner.parallel.{part}" for part in case.split.split())))
@@ -66,7 +70,7 @@ def run_all(model: Path, gang: Gang, out: Path, *, others: Mapping[str, Path] = 
             in_layout(gang, layout),
             settings,
             out / name / "checkpoint",
-            other=others["composed_cases"] / case.model,
+            other=others["composed_cases"] / (case.model or DENSE),
         )
     return found
 

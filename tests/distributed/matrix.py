@@ -89,6 +89,7 @@ def _megatron(test: str, case: str, *layouts: str) -> dict[str, str]:
     return {layout: f"test_megatron_ranks.py::{test}[{case}-{layout}]" for layout in layouts}
 
 
+COMPOSED_EXPERTS = {"expert_replicate": "expert_replicate", "expert_sequence": "expert_sequence"}
 STEPS, ONE_RANK = "test_steps_equal_one_process", "test_a_checkpoint_continues_on_one_rank"
 BITWISE, HALF = "test_a_checkpoint_continues_bitwise_in_its_layout", "test_half_precision_has_narrow_exports"
 FROZEN = ("learner.vision.tower=false", "learner.vision.projector=false")
@@ -112,6 +113,7 @@ FAMILIES: dict[str, Row] = {
         family: Row((), {"model_type": family, count: 8}, {
             "one rank": f"test_moe_ranks.py::test_layouts_train_as_transformers[{family}-alone]",
             **(_contract("fsdp2", STEPS, case="plain", experts=True) if family == "qwen3_moe" else {}),
+            **(_composed(**COMPOSED_EXPERTS) if family == "qwen3_moe" else {}),
         }, _moe(family))
         for family, count in MIXTURES.items()
     },
@@ -152,7 +154,7 @@ FEATURES: dict[str, Row] = {
     "critic": Row(("learner.algorithm.advantage=gae",), {}, {
         "shares": "test_critic_ranks.py::test_two_ranks_equal_one[plain]",
         **_split("critic", "sequence", "tensor", "replicate", "expert"),
-        **_composed(context="two_heads"),
+        **_composed(context="two_heads", **COMPOSED_EXPERTS),
     }, {
         layout: f"test_critic_ranks.py::test_megatron_equals_fsdp2_and_its_checkpoint_loads_there[{case}_{layout}]"
         for layout, case in (("tensor", "minibatches"), ("pipeline", "bootstrap"))

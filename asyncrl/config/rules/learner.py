@@ -19,8 +19,8 @@ from asyncrl.config.sections.profile import parse_steps
 from asyncrl.config.tree import Config
 
 NAMES = ("replicate", "tensor", "sequence", "pipeline", "expert")
-#: Splits of a backend that cannot be combined.
-ALONE = {"fsdp2": ("tensor", "sequence", "expert")}
+#: Pairs of splits of a backend that cannot be combined.
+ALONE = {"fsdp2": (("tensor", "sequence"), ("tensor", "expert"))}
 #: Attentions with which rows are split beyond the number of heads.
 BY_CHUNK = ("auto", "sdpa", "varlen")
 
@@ -36,17 +36,12 @@ def problems(config: Config) -> Iterator[Conflict]:
 def _layout_problems(config: Config) -> Iterator[Conflict]:
     learner = config.learner
     sizes = {name: int(getattr(learner.parallel, name)) for name in NAMES}
-    together = [name for name in ALONE.get(learner.backend, ()) if sizes[name] > 1]
-    if len(together) > 1:
-        yield conflict(
-            f"learner.parallel.{together[0]}",
-            f"learner.parallel.{' and .'.join(together)}: backend {learner.backend!r} takes one of them at a time",
-        )
-    if learner.backend == "fsdp2" and sizes["expert"] > 1 and sizes["replicate"] > 1:
-        yield conflict(
-            "learner.parallel.expert",
-            "learner.parallel.expert and .replicate: backend 'fsdp2' takes one of them at a time",
-        )
+    for one, other in ALONE.get(learner.backend, ()):
+        if min(sizes[one], sizes[other]) > 1:
+            yield conflict(
+                f"learner.parallel.{one}",
+                f"learner.parallel.{one} and .{other}: backend {learner.backend!r} takes one of them at a time",
+            )
     if learner.backend == "fsdp2" and learner.cpu_offload and max(sizes["tensor"], sizes["expert"]) > 1:
         yield conflict(
             "learner.cpu_offload",
@@ -66,10 +61,10 @@ def _layout_problems(config: Config) -> Iterator[Conflict]:
             f"learner.ranks = {learner.ranks} does not divide by tensor * sequence * pipeline = {each}",
         )
         return
-    shares = learner.ranks // each
+    copies = sizes["pipeline"] * sizes["replicate"]
     for name, words, ranks in (
-        ("replicate", "(tensor * sequence * pipeline)", shares),
-        ("expert", "(sequence * pipeline)", shares * sizes["tensor"]),
+        ("replicate", "(tensor * sequence * pipeline)", learner.ranks // each),
+        ("expert", "(pipeline * replicate)", learner.ranks // copies),
     ):
         if ranks % sizes[name]:
             yield conflict(
