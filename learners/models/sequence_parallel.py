@@ -223,22 +223,21 @@ def _attend_chunk(  # noqa: PLR0917 - as transformers passes them
     **given: Any,
 ) -> Tensor:
     """Attention of a chunk of the queries to all keys, `[R, W / C, H, D]`."""
-    width = query.shape[2]
-    start = split.place // split.heads * width
-    key, value = (_Gather.apply(heads, split.chunks_group) for heads in (key, value))  # type: ignore[no-untyped-call]
-    if attention_mask is not None:
-        rows = attention_mask[..., start : start + width, :]
-        found: Tensor = inner(module, query, key, value, rows, **given)[0]
-        return found
-    positions = given.get("position_ids")
-    if positions is None or given.get("dropout"):
+    positions: Any = given.get("position_ids")
+    if attention_mask is None and (positions is None or given.get("dropout")):
         why = "drops attention weights" if positions is not None else "passes no positions"
         raise AsyncRLError(
             "config.model",
             f"{type(module).__name__} {why}: its rows are split over K/V heads alone",
             where=f"learner.parallel.sequence = {split.size}",
         )
-    return attend_part(query, key, value, cached_lengths(positions), start, scale=given.get("scaling"))
+    width = query.shape[2]
+    start = split.place // split.heads * width
+    key, value = (_Gather.apply(heads, split.chunks_group) for heads in (key, value))  # type: ignore[no-untyped-call]
+    if attention_mask is None:
+        return attend_part(query, key, value, cached_lengths(positions), start, scale=given.get("scaling"))
+    found: Tensor = inner(module, query, key, value, attention_mask[..., start : start + width, :], **given)[0]
+    return found
 
 
 class _Cut:

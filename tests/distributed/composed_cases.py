@@ -11,8 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import backend_contract as contract
 import critic_cases as cases
-from ranks import LONE_KV, MOE, chosen, in_layout
+from ranks import EACH_KV, LONE_KV, MOE, chosen, in_layout
 
 from learners.backends.fsdp2.backend import FSDP2Backend
 from learners.gang.gang import Gang
@@ -26,7 +27,7 @@ SAVED = 2  # the step after which a checkpoint is written
 
 
 class Case(NamedTuple):
-    """`split`: of `[learner.parallel]`; `model`: folder below that of the dense model, with 2 heads of K/V."""
+    """`split`: of `[learner.parallel]`; `model`: folder below that of the dense model, which has 2 heads of K/V."""
 
     split: str
     model: str = ""
@@ -45,10 +46,18 @@ CASES: dict[int, dict[str, Case]] = {
         "expert_sequence": Case("expert=2 sequence=2", MOE),
         "expert_context": Case("expert=4 sequence=4", MOE),
         "expert_replicate": Case("expert=2 replicate=2", MOE),
+        "tensor_sequence": Case("tensor=2 sequence=2"),
+        "tensor_ulysses": Case("tensor=2 sequence=2", EACH_KV),
+        "tensor_checkpointing": Case("tensor=2 sequence=2", extra="learner.gradient_checkpointing=true"),
     },
 }
-LONG = ("4 one_head", "4 padded", "4 dense_mask", "4 checkpointing", "4 expert_context")
-MODELS = sorted({case.model for each in CASES.values() for case in each.values()})
+#: Of the long form: all but one case for each rule of `learners.backends.fsdp2.mesh` and the chunks of queries.
+LONG = tuple(
+    f"{count} {name}"
+    for count, each in CASES.items()
+    for name in each
+    if (count, name) not in {(2, "expert_sequence"), (4, "two_heads"), (4, "expert_replicate"), (4, "tensor_sequence")}
+)
 DENSE = "dense"  # the folder of the dense model's checkpoint
 
 
@@ -60,7 +69,8 @@ def wanted(ranks: int) -> dict[str, Case]:
 def run_all(model: Path, gang: Gang, out: Path, *, others: Mapping[str, Path] = MappingProxyType({})) -> dict[str, Any]:
     """Results by case; of one rank by the folder of its model."""
     if gang.size == 1:
-        return {name: trained(model / name, gang, "", out / "checkpoint" / (name or DENSE)) for name in MODELS}
+        models = sorted({case.model for count in CASES for case in wanted(count).values()})
+        return {name: trained(model / name, gang, "", out / "checkpoint" / (name or DENSE)) for name in models}
     found = {}
     for name, case in wanted(gang.size).items():
         layout = ";".join((f"learner.ranks={gang.size}", *(f"learner.parallel.{part}" for part in case.split.split())))
@@ -89,14 +99,25 @@ def trained(model: Path, gang: Gang, settings: str, out: Path, *, other: Path | 
     if gang.lead:
         out.mkdir(parents=True)
     gang.barrier()
+    numbers = forward(backend, gang, settings, model)
     metrics, held = [], dict[str, Any]()
     for step in range(1, cases.STEPS + 1):
         metrics.append(stepped(trial, gang, step))
         if step == SAVED:
             backend.save(out)
             held = weights(backend)
-    found = {"metrics": metrics, "saved": held, "weights": weights(backend), "folder": str(out)}
+    found = {"forward": numbers, "metrics": metrics, "saved": held, "weights": weights(backend), "folder": str(out)}
     return found | ({} if other is None else {"back": continued(backend, trial, gang, other)})
+
+
+def forward(backend: FSDP2Backend, gang: Gang, settings: str, model: Path) -> dict[str, Any]:
+    """Every number of a forward pass, by sample."""
+    (part,) = contract.cut(14, 1, cases.make_config(model, settings), gang)
+    numbers = backend.forward_numbers(part.micro, squares=True)
+    return {
+        name: contract.to_samples(part, [getattr(piece, name) for piece in numbers], gang)
+        for name in ("logprobs", "entropy", "square_sums")
+    }
 
 
 def stepped(trial: Any, gang: Gang, step: int) -> dict[str, Any]:

@@ -100,7 +100,7 @@ FAMILIES: dict[str, Row] = {
     "qwen3": Row((), {"model_type": "qwen3"}, {
         "one rank": "test_fsdp2.py::test_one_rank_equals_plain_torch",
         **_contract("fsdp2", STEPS, case="plain", experts=False),
-        **_composed(context="two_heads"),
+        **_composed(context="two_heads", tensor_sequence="tensor_sequence"),
     }, {
         "one rank": f"test_backend_contract.py::{ONE_RANK}[megatron_shares-megatron]",
         **_contract("megatron", STEPS, case="plain", experts=False),
@@ -136,7 +136,7 @@ FEATURES: dict[str, Row] = {
         "shares": f"test_backend_contract.py::{STEPS}[backend_contract-checkpointing]",
         "sequence": f"test_backend_contract.py::{STEPS}[ulysses-checkpointing]",
         "tensor, shares": f"test_backend_contract.py::{STEPS}[tensor-checkpointing]",
-        **_composed(context="checkpointing"),
+        **_composed(context="checkpointing", tensor_sequence="tensor_checkpointing"),
     }, _megatron(SAME, "checkpointing", "tensor", "pipeline")),
     "bfloat16": Row(("model.dtype=bfloat16",), {}, _contract("fsdp2", HALF), _contract("megatron", HALF)),
     "float16": Row(("model.dtype=float16",), {}, {
@@ -154,7 +154,7 @@ FEATURES: dict[str, Row] = {
     "critic": Row(("learner.algorithm.advantage=gae",), {}, {
         "shares": "test_critic_ranks.py::test_two_ranks_equal_one[plain]",
         **_split("critic", "sequence", "tensor", "replicate", "expert"),
-        **_composed(context="two_heads", **COMPOSED_EXPERTS),
+        **_composed(context="two_heads", tensor_sequence="tensor_sequence", **COMPOSED_EXPERTS),
     }, {
         layout: f"test_critic_ranks.py::test_megatron_equals_fsdp2_and_its_checkpoint_loads_there[{case}_{layout}]"
         for layout, case in (("tensor", "minibatches"), ("pipeline", "bootstrap"))

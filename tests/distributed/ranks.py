@@ -37,8 +37,8 @@ from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save
 
 #: Folder of the mixture-of-experts model below that of the dense one.
 MOE = "moe"
-#: That of the dense model with one head of keys and values.
-LONE_KV = "lone_kv"
+#: Those of the dense model with one head of keys and values, and with as many as of queries.
+LONE_KV, EACH_KV = "lone_kv", "each_kv"
 
 
 class Job(NamedTuple):
@@ -155,8 +155,8 @@ def lone_config(model: Path = Path("m")) -> configuration.Config:
 
 
 def make_model(folder: Path) -> Path:
-    """A Qwen3 of two layers with tied embeddings, and its tokenizer; below it one with a single head of K/V."""
-    for place, heads in ((folder, 2), (folder / LONE_KV, 1)):
+    """A Qwen3 of two layers with tied embeddings, and its tokenizer; below it those with other heads of K/V."""
+    for place, heads in ((folder, 2), (folder / LONE_KV, 1), (folder / EACH_KV, 4)):
         tokenizer = make_tokenizer(place)
         made = make_tiny_qwen3(len(tokenizer), hidden_size=32, layers=2, head_dim=8, mlp_size=48, kv_heads=heads)
         save_model(place, made)

@@ -50,6 +50,10 @@ def near_metrics(got: dict[str, Any], wanted: dict[str, Any]) -> None:
 @every_case
 def test_steps_equal_one_process(pair: Any) -> None:
     got, wanted = pair
+    for what, numbers in wanted["forward"].items():
+        assert numbers.keys() == got["forward"][what].keys()
+        for sample, values in numbers.items():
+            np.testing.assert_allclose(got["forward"][what][sample], values, atol=2e-6, rtol=0, err_msg=what)
     for left, right in zip(got["metrics"], wanted["metrics"], strict=True):
         near_metrics(left, right)
     near(got["saved"], wanted["saved"])
@@ -76,7 +80,7 @@ def test_its_checkpoint_continues_in_one_process(pair: Any, model: Path, gang: G
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(5400)
 def test_memory_of_a_long_row_falls_with_the_ranks(model: Path, tmp_path: Path, figure: Any) -> None:
     """64k tokens in one sample, one head of K/V: resident memory of a step, log-probs and the gradient."""
     found = {}
@@ -84,7 +88,7 @@ def test_memory_of_a_long_row_falls_with_the_ranks(model: Path, tmp_path: Path, 
         command = ranks.torchrun(count, long_row.__file__, str(model), str(tmp_path), "65536")
         # Freed memory leaves the process, so that what is resident is in use.
         environment = ranks.environment() | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-        done = subprocess.run(command, env=environment, timeout=1200, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=environment, timeout=1800, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         found[count] = msgspec.json.decode((tmp_path / f"ranks_{count}.json").read_bytes())
         figure(f"{count} ranks: {[size >> 20 for size in found[count]['rose']]} MiB")

@@ -11,9 +11,16 @@ from torch import nn
 
 from asyncrl.config import parse
 from asyncrl.config.rules.learner import model_problems
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from learners.models.segments import attend_last, attend_part, sequence_lengths
-from learners.models.sequence_parallel import Split, _Cut, count_shared, hidden_states_at
+from learners.models.sequence_parallel import (
+    Split,
+    _attend_chunk,
+    _Cut,
+    _wrap_attention,
+    count_shared,
+    hidden_states_at,
+)
 
 MODEL = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -113,6 +120,20 @@ def test_kernels_of_whole_rows_need_heads_that_divide(lines: str, says: str) -> 
     made = parse("", overrides=[*settings, "learner.parallel.sequence=4", *lines.split()])
     found = " ".join(problem.message for problem in model_problems(made, MODEL))
     assert says in found and bool(says) is bool(found)
+
+
+def test_attention_that_takes_no_chunks_is_refused_at_the_start() -> None:
+    model: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flash_attention_2"))
+    with pytest.raises(ConfigError, match="takes whole rows") as caught:
+        _wrap_attention(model, Split(None, place=0, size=4, heads=2))
+    assert caught.value.code == "config.conflict" and "varlen" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("given", "says"), [({}, "no positions"), ({"dropout": 0.1, "position_ids": 1}, "drops")])
+def test_chunks_need_positions_and_no_dropout(given: dict[str, Any], says: str) -> None:
+    heads = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(AsyncRLError, match=says):
+        _attend_chunk(None, Split(None, place=0, size=4, heads=2), nn.Identity(), heads, heads, heads, None, **given)
 
 
 def test_every_place_is_of_one_rank() -> None:

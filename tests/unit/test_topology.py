@@ -126,7 +126,7 @@ function = "a:b"
     [
         (["learner.ranks=4", "learner.parallel.replicate=3"], "= 4 does not divide by learner.parallel.replicate = 3"),
         (["learner.ranks=2", "learner.parallel.pipeline=2"], "backend 'fsdp2' cannot split so"),
-        (["learner.ranks=4", "learner.parallel.tensor=2", "learner.parallel.expert=2"], "takes one of them at a time"),
+        (["learner.ranks=4", "learner.parallel.tensor=2", "learner.parallel.expert=2"], "by one plan of transformers"),
         (["learner.ranks=4", "learner.parallel.replicate=2", "learner.parallel.expert=4"], "replicate) = 2 does not"),
         (["learner.ranks=3", "learner.backend=other", "learner.parallel.tensor=2"], "learner.ranks = 3"),
     ],
@@ -138,7 +138,7 @@ def test_layouts_that_do_not_fit_are_refused(settings: list[str], says: str) -> 
 
 
 @pytest.mark.parametrize(
-    "layout", ["replicate=2", "expert=4 sequence=4", "expert=2 sequence=2", "expert=2 replicate=2"]
+    "layout", ["replicate=2", "expert=4 sequence=4", "expert=2 replicate=2", "tensor=2 sequence=2"]
 )
 def test_layouts_that_fit_are_taken(layout: str) -> None:
     made = config.parse(TOML, overrides=["learner.ranks=4", *(f"learner.parallel.{part}" for part in layout.split())])

@@ -19,8 +19,6 @@ from asyncrl.config.sections.profile import parse_steps
 from asyncrl.config.tree import Config
 
 NAMES = ("replicate", "tensor", "sequence", "pipeline", "expert")
-#: Pairs of splits of a backend that cannot be combined.
-ALONE = {"fsdp2": (("tensor", "sequence"), ("tensor", "expert"))}
 #: Attentions with which rows are split beyond the number of heads.
 BY_CHUNK = ("auto", "sdpa", "varlen")
 
@@ -36,12 +34,12 @@ def problems(config: Config) -> Iterator[Conflict]:
 def _layout_problems(config: Config) -> Iterator[Conflict]:
     learner = config.learner
     sizes = {name: int(getattr(learner.parallel, name)) for name in NAMES}
-    for one, other in ALONE.get(learner.backend, ()):
-        if min(sizes[one], sizes[other]) > 1:
-            yield conflict(
-                f"learner.parallel.{one}",
-                f"learner.parallel.{one} and .{other}: backend {learner.backend!r} takes one of them at a time",
-            )
+    if learner.backend == "fsdp2" and min(sizes["tensor"], sizes["expert"]) > 1:
+        yield conflict(
+            "learner.parallel.tensor",
+            "learner.parallel.tensor and .expert: backend 'fsdp2' splits a model by one plan of transformers: set one "
+            "to 1, or use megatron",
+        )
     if learner.backend == "fsdp2" and learner.cpu_offload and max(sizes["tensor"], sizes["expert"]) > 1:
         yield conflict(
             "learner.cpu_offload",
