@@ -296,7 +296,7 @@ class _Gather(torch.autograd.Function):
         ctx.group = group
         rows, heads, width, size = part.shape
         whole = part.new_empty(dist.get_world_size(group), rows, heads, width, size)
-        dist.all_gather_into_tensor(whole.view(-1), part.flatten(), group=group)  # bounded: the timeout of the group
+        dist.all_gather(list(whole), part.contiguous(), group=group)  # bounded: the timeout of the group
         return whole.permute(1, 2, 0, 3, 4).reshape(rows, heads, -1, size)
 
     @staticmethod
@@ -305,7 +305,7 @@ class _Gather(torch.autograd.Function):
         rows, heads, width, size = grad.shape
         parts = grad.view(rows, heads, ranks, width // ranks, size).permute(2, 0, 1, 3, 4).contiguous()
         mine = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=ctx.group)  # bounded: as above
+        dist.reduce_scatter(mine, list(parts), group=ctx.group)  # bounded: the timeout of the group
         return mine, None
 
 
