@@ -29,8 +29,8 @@ Generated from `tests/distributed/matrix.py`.
 - **needs a device**: the kernel has no code for a CPU.
 - **-**: not refused, and not run here.
 
-Layouts have 2 ranks, or 4 if two things are split; "shares" are ranks that train other rows. Nothing here has run on an
-accelerator ([why](gpus.md)).
+Layouts have 2 ranks, or 4 if two things are split; "shares" are ranks that train other rows, "context" splits rows over
+more ranks than there are heads of K/V. Nothing here has run on an accelerator ([why](gpus.md)).
 """
 CHECKPOINTS = """
 ## Checkpoints

@@ -12,6 +12,7 @@ gradients and AdamW's moments in float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -208,6 +209,7 @@ def _step_memory(config: Config, shape: Shape) -> list[Part]:
     kept = min(KEPT_SOFTMAX_BYTES, 4 * tokens * shape.vocabulary)
     of_chunk = f"3 x {chunk} tokens x {shape.vocabulary} x 4 B, and {format_bytes(kept)} of softmaxes kept"
     parts = [Part("activations", size, how), Part("logits chunk", logits + kept, of_chunk)]
+    parts += _gathered_rows(config, shape)
     if _shards(config) > 1:
         parts.append(
             Part("gathered layers", 2 * shape.largest_layer * width, f"2 x {_count(shape.largest_layer)} x {width} B")
@@ -218,6 +220,18 @@ def _step_memory(config: Config, shape: Shape) -> list[Part]:
         tensor = _largest_tensor(shape)
         parts.append(Part("published tensors", 3 * tensor * width, f"3 x {_count(tensor)} x {width} B, on rank 0"))
     return parts
+
+
+def _gathered_rows(config: Config, shape: Shape) -> list[Part]:
+    """Keys and values of whole rows, where rows are split over more ranks than the heads divide by."""
+    learner, width = config.learner, BYTES[config.model.dtype]
+    split = learner.parallel
+    heads = math.gcd(split.sequence, shape.common_heads // split.tensor)
+    if heads == split.sequence:
+        return []
+    each, kept = shape.keys_values // (split.tensor * heads), 1 if learner.gradient_checkpointing else shape.layers
+    how = f"{learner.micro_batch_tokens} tokens x {each} x {width} B x ({kept} kept + a gradient)"
+    return [Part("gathered keys and values", learner.micro_batch_tokens * each * width * (kept + 1), how)]
 
 
 def _sent_width(config: Config) -> int:

@@ -6,6 +6,7 @@ device), but for biases. An architecture that is not known gives None, never a g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ class Shape(msgspec.Struct, frozen=True):
     linear: int  # sum of inputs and outputs of one layer's linear parts: adapters grow with it
     tied: bool
     experts: tuple[int, ...]  # parameters of each layer's routed experts, within feed_forward
+    common_heads: int  # greatest common divisor of the numbers of query and of K/V heads
     tower: int = 0  # parameters of a vision tower
     projector: int = 0  # of the layers between it and the language part
 
@@ -95,6 +97,7 @@ def _shape(model: Mapping[str, Any]) -> Shape:
         linear,
         bool(model.get("tie_word_embeddings", False)),
         _expert_parameters(model),
+        math.gcd(heads, values),
     )
 
 

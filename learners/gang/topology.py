@@ -1,7 +1,8 @@
 """The place of a rank in the layout of `[learner.parallel]`: its share of a batch, and whether its sums count. Pure.
 
 Ranks are numbered as in Megatron-core and the device meshes of transformers: tensor places are neighbours, then
-sequence places, then shares, then pipeline stages; `replicate` divides the shares, `expert` the ranks of a stage.
+sequence places, then shares, then pipeline stages; `replicate` divides the shares, `expert` the ranks of a stage that
+hold one copy of the weights.
 
 Guarantees:
 1. ranks that differ only in tensor, sequence or pipeline place have the same share of every batch;
@@ -44,9 +45,9 @@ class Topology(NamedTuple):
             raise _refusal(f"{size} ranks do not divide by tensor * sequence * pipeline = {each}")
         if found.shares % config.replicate:
             raise _refusal(f"{found.shares} shares do not divide by replicate = {config.replicate}")
-        if found.tensor * found.shares % config.expert:
-            ranks = found.tensor * found.shares
-            raise _refusal(f"tensor * shares = {ranks} ranks do not divide by expert = {config.expert}")
+        copy = size // (config.pipeline * config.replicate)
+        if copy % config.expert:
+            raise _refusal(f"the {copy} ranks of a stage's copy do not divide by expert = {config.expert}")
         return found
 
     @property
@@ -72,7 +73,7 @@ class Topology(NamedTuple):
     @property
     def expert_place(self) -> int:
         """Which experts this rank has, 0 .. expert - 1: neighbouring ranks of a stage have different ones."""
-        return self.rank % (self.tensor * self.shares) % self.expert
+        return self.rank % (self.size // self.pipeline) % self.expert
 
     @property
     def stage(self) -> int:

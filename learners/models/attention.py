@@ -35,6 +35,7 @@ from asyncrl.config.model_facts import ATTENTION_CAP
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.runtime.device import Device
 from learners.models import sequence_parallel as sequence
+from learners.models.segments import cached_lengths
 
 #: The name in transformers. It contains "sdpa", so transformers refuses models without that support.
 BY_SEQUENCE = "sdpa_by_sequence"
@@ -44,7 +45,6 @@ VARLEN_SETTING = "varlen"
 FLASH = "flash_attention_2"
 #: Heads of torch's kernel have at most this size, a multiple of 8.
 WIDEST = 256
-_LENGTHS = "_asyncrl_lengths"
 
 
 def select_kernel(wanted: str, device: Device, dtype: str, *, capped: bool = False) -> str:
@@ -96,25 +96,6 @@ def _parameters(function: Any) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def sequence_lengths(position_ids: Tensor) -> list[int]:
-    """Return the lengths of the sequences of one row of positions `[1, W]`; a sequence ends where positions do not rise
-    by one. Of several rows `[R, W]` each must be one sequence: `[W]`.
-
-    Raises:
-        AsyncRLError: `internal`: one of several rows has more than one sequence, or the shape is wrong.
-    """
-    if position_ids.dim() != 2:
-        raise AsyncRLError("internal", f"positions of shape {tuple(position_ids.shape)}")
-    width = position_ids.shape[1]
-    cuts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if position_ids.shape[0] > 1:
-        if bool(cuts.any()):
-            raise AsyncRLError("internal", "several sequences in one of several rows")
-        return [width]
-    ends = [*(cuts[0].nonzero().flatten() + 1).tolist(), width]
-    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-
-
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
@@ -130,22 +111,13 @@ def attend(
         if positions is None:
             why = f"{type(module).__name__} passes no positions: set model.attn_implementation = 'sdpa'"
             raise AsyncRLError("learner.packing", why)
-        lengths = _cached_lengths(positions)
+        lengths = cached_lengths(positions)
         if len(lengths) > 1:
             # Use split and cat: each slice would have a gradient of the size of the whole row.
             parts = zip(*(torch.split(heads, lengths, dim=2) for heads in (query, key, value)), strict=True)
             return torch.cat([sdpa(module, q, k, v, None, **given)[0] for q, k, v in parts], dim=1), None
     result: tuple[Tensor, None] = sdpa(module, query, key, value, attention_mask, **given)
     return result
-
-
-def _cached_lengths(positions: Tensor) -> list[int]:
-    """Cache `sequence_lengths` for all layers with the same positions, to read the device once."""
-    known: list[int] | None = getattr(positions, _LENGTHS, None)
-    if known is None:
-        known = sequence_lengths(positions)
-        setattr(positions, _LENGTHS, known)
-    return known
 
 
 def _is_causal(module: Any, given: dict[str, Any]) -> bool:
@@ -163,7 +135,7 @@ def attend_varlen(
     other = other or query.shape[-1] > WIDEST or query.shape[-1] % 8 or value.shape[-1] != query.shape[-1]
     if attention_mask is not None or given.get("position_ids") is None or query.shape[0] > 1 or other:
         return attend(module, query, key, value, attention_mask, **given)
-    lengths = _cached_lengths(given["position_ids"])
+    lengths = cached_lengths(given["position_ids"])
     ends = torch.tensor([0, *lengths], dtype=torch.int32, device=query.device).cumsum(0, dtype=torch.int32)
     groups = query.shape[1] // key.shape[1]
     shared: dict[str, Any] = {"enable_gqa": True} if groups > 1 else {}

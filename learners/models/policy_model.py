@@ -93,7 +93,7 @@ class PolicyModel(nn.Module):
         split, bias = vocabulary_split(head.weight), getattr(head, "bias", None)
         if split is not None and bias is None:
             rows = head.weight.to_local(grad_placements=head.weight.placements)
-            return split_logprobs(
+            found = split_logprobs(
                 hidden,
                 rows,
                 targets,
@@ -104,6 +104,8 @@ class PolicyModel(nn.Module):
                 support=support,
                 cap=self.cap,
             )
+            whole_row = [states.whole(part) for part in found if part is not None]
+            return TokenNumbers(*whole_row) if squares else tuple(whole_row)
         weight = gather_whole(head.weight)
         options: dict[str, Any] = {
             "bias": bias,

@@ -1,22 +1,28 @@
-"""Ulysses sequence parallelism (arXiv 2309.14509): every packed row is split over ranks, with exact results.
+"""Sequence parallelism: every packed row is split over ranks, with exact results.
 
 Each rank of a sequence group holds the ids and positions of the whole row, and activations of its own part: the decoder
-layers see `W / S` tokens, attention sees all W tokens of `heads / S` heads, with an all-to-all before and after it.
+layers see `W / S` tokens. Attention is Ulysses (arXiv 2309.14509): it sees all W tokens of `heads / S` heads, with an
+all-to-all before and after it. Where S does not divide the heads, U ranks share the heads, U the greatest common
+divisor, and the row has C = S / U chunks (`Split.chunks`): attention sees the queries of `W / C` tokens, and keys and
+values of all tokens, gathered in each layer (arXiv 2407.21783, section 3.3.2; docs/adr/0045).
 
 Guarantees:
-1. the configured attention is called unchanged with whole rows, positions and masks;
+1. with one chunk the configured attention is called unchanged with whole rows, positions and masks; with several it
+   gets its rows of a dense mask, or, without a mask, `segments.attend_part` replaces it;
 2. log-probs are whole, `[N]` on every rank of the group. Each rank's gradient is that of its own tokens, so sums over
    ranks are those of the row;
 3. a row whose width does not divide is padded at its end, where no token sees the padding;
-4. heads that do not divide, and models whose layers do not take rotary embeddings as input, are refused.
+4. models whose layers do not take rotary embeddings as input are refused.
 
 The embedding of a row is computed whole on every rank. Generation is not supported.
-Example: 8 tokens, 4 heads, 2 ranks: rank 1 computes norms and MLPs of the tokens 4..7, and attention of heads 2 and 3
-for the tokens 0..7.
+Example: 8 tokens, 4 heads, 2 of K/V, 2 ranks: rank 1 computes norms and MLPs of the tokens 4..7, and attention of heads
+2 and 3 for the tokens 0..7. With 4 ranks U = C = 2: rank 3 has the tokens 6 and 7, and attention of heads 2 and 3 for
+the tokens 4..7 over the keys 0..7.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -27,20 +33,31 @@ from torch import Tensor, nn
 
 from asyncrl.errors import AsyncRLError, ConfigError
 from learners.gang.gang import Gang
+from learners.models.segments import attend_part, cached_lengths
 
 #: Prefix of the name of a wrapped attention.
 PREFIX = "ulysses_"
+#: Attentions that can take a chunk of the queries.
+BY_CHUNK = ("sdpa", "sdpa_by_sequence", "sdpa_varlen")
 _MARK = "_asyncrl_split"
 
 
 class Split:
-    """This rank's place among the ranks that split its rows."""
+    """This rank's place among the ranks that split its rows; `heads` neighbours of them split the heads of a chunk."""
 
-    def __init__(self, group: Any, *, place: int, size: int) -> None:
+    def __init__(self, group: Any, *, place: int, size: int, heads: int = 0) -> None:
         self.group = group
         self.place = place
         self.size = size
+        self.heads = heads or size
+        self.heads_group: Any = group
+        self.chunks_group: Any = group
         self.paused = False
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the queries; 1: attention sees them whole."""
+        return self.size // self.heads
 
     @contextmanager
     def disable(self) -> Iterator[None]:
@@ -117,14 +134,17 @@ def install(model: Any, layers: list[nn.Module], gang: Gang) -> Split:
     """Let the layers of a model work on parts of rows, and its attention on parts of heads. Collective.
 
     Raises:
-        ConfigError: `config.conflict`: heads do not divide; `config.model`: the attention cannot be wrapped.
+        ConfigError: `config.model`: the attention cannot be wrapped; `config.conflict`: it takes no chunks.
     """
     place = gang.topology
-    check_heads(model.config.get_text_config(), place.sequence)
     others = gang.size // (place.sequence * place.tensor)
     mesh = gang.mesh(others=others, sequence=place.sequence, tensor=place.tensor)
-    split = Split(mesh["sequence"].get_group(), place=place.sequence_place, size=place.sequence)
-    _wrap_attention(model)
+    heads = count_shared(model.config.get_text_config(), place.sequence, tensor=place.tensor)
+    split = Split(mesh["sequence"].get_group(), place=place.sequence_place, size=place.sequence, heads=heads)
+    if split.chunks > 1:
+        grid = gang.mesh(others=others, chunks=split.chunks, heads=heads, tensor=place.tensor)
+        split.chunks_group, split.heads_group = grid["chunks"].get_group(), grid["heads"].get_group()
+    _wrap_attention(model, split)
     for module in model.modules():
         setattr(module, _MARK, split)
     for number, layer in enumerate(layers):
@@ -132,16 +152,10 @@ def install(model: Any, layers: list[nn.Module], gang: Gang) -> Split:
     return split
 
 
-def check_heads(config: Any, size: int) -> None:
-    """Raise `config.conflict` if heads do not divide."""
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
-        if heads is not None and heads % size:
-            raise ConfigError(
-                "config.conflict",
-                f"{name} = {heads} of the model does not divide by it",
-                where=f"learner.parallel.sequence = {size}",
-            )
+def count_shared(config: Any, size: int, *, tensor: int) -> int:
+    """Return over how many of the ranks the heads of a tensor place are split."""
+    named = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    return math.gcd(size, *(heads // tensor for heads in named if heads is not None))
 
 
 def register_attention(name: str) -> str:
@@ -154,7 +168,7 @@ def register_attention(name: str) -> str:
     return PREFIX + name
 
 
-def _wrap_attention(model: Any) -> None:
+def _wrap_attention(model: Any, split: Split) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -162,6 +176,13 @@ def _wrap_attention(model: Any) -> None:
     if inner not in ALL_ATTENTION_FUNCTIONS or inner not in ALL_MASK_ATTENTION_FUNCTIONS:
         why = f"attention {inner!r} of {type(model).__name__} cannot be wrapped: set it to 'sdpa'"
         raise ConfigError("config.model", why, where="model.attn_implementation with learner.parallel.sequence")
+    if split.chunks > 1 and inner not in BY_CHUNK:
+        raise ConfigError(
+            "config.conflict",
+            f"attention {inner!r} takes whole rows, and the heads of the model do not divide by it",
+            where=f"learner.parallel.sequence = {split.size}",
+            remedy="set model.attn_implementation = 'sdpa' (or 'varlen' on CUDA)",
+        )
     model.set_attn_implementation(register_attention(inner))
     if model.config._attn_implementation != PREFIX + inner:
         raise ConfigError(
@@ -182,10 +203,41 @@ def _attention_over(name: str) -> Any:
             found: Tensor = inner(module, query, key, value, attention_mask, **given)[0]
             return found, None
         query, key, value = (_tokens_whole(heads, split) for heads in (query, key, value))
-        found = inner(module, query, key, value, attention_mask, **given)[0]
+        if split.chunks == 1:
+            found = inner(module, query, key, value, attention_mask, **given)[0]
+        else:
+            found = _attend_chunk(inner, split, module, query, key, value, attention_mask, **given)
         return _heads_whole(found, split), None
 
     return attend
+
+
+def _attend_chunk(  # noqa: PLR0917 - as transformers passes them
+    inner: Any,
+    split: Split,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **given: Any,
+) -> Tensor:
+    """Attention of a chunk of the queries to all keys, `[R, W / C, H, D]`."""
+    positions: Any = given.get("position_ids")
+    if attention_mask is None and (positions is None or given.get("dropout")):
+        why = "drops attention weights" if positions is not None else "passes no positions"
+        raise AsyncRLError(
+            "config.model",
+            f"{type(module).__name__} {why}: its rows are split over K/V heads alone",
+            where=f"learner.parallel.sequence = {split.size}",
+        )
+    width = query.shape[2]
+    start = split.place // split.heads * width
+    key, value = (_Gather.apply(heads, split.chunks_group) for heads in (key, value))  # type: ignore[no-untyped-call]
+    if attention_mask is None:
+        return attend_part(query, key, value, cached_lengths(positions), start, scale=given.get("scaling"))
+    found: Tensor = inner(module, query, key, value, attention_mask[..., start : start + width, :], **given)[0]
+    return found
 
 
 class _Cut:
@@ -209,10 +261,11 @@ class _Cut:
             )
         given = {**given, "position_embeddings": tuple(self._split.part(part, -2) for part in rotary)}
         if self._first:
+            # A view would keep the whole row in memory.
             if args:
-                args = (self._split.part(args[0]), *args[1:])
+                args = (self._split.part(args[0]).clone(), *args[1:])
             else:
-                given["hidden_states"] = self._split.part(given["hidden_states"])
+                given["hidden_states"] = self._split.part(given["hidden_states"]).clone()
         return args, given
 
 
@@ -235,6 +288,27 @@ class _Exchange(torch.autograd.Function):
         return result, None
 
 
+class _Gather(torch.autograd.Function):
+    """Joins the chunks `[R, H, w, D]` of all ranks along the tokens; gradients are summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        rows, heads, width, size = part.shape
+        whole = part.new_empty(dist.get_world_size(group), rows, heads, width, size)
+        dist.all_gather(list(whole), part.contiguous(), group=group)  # bounded: the timeout of the group
+        return whole.permute(1, 2, 0, 3, 4).reshape(rows, heads, -1, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ranks = dist.get_world_size(ctx.group)
+        rows, heads, width, size = grad.shape
+        parts = grad.view(rows, heads, ranks, width // ranks, size).permute(2, 0, 1, 3, 4).contiguous()
+        mine = torch.empty_like(parts[0])
+        dist.reduce_scatter(mine, list(parts), group=ctx.group)  # bounded: the timeout of the group
+        return mine, None
+
+
 class _Join(torch.autograd.Function):
     """Joins values of several ranks. Every rank computes the same loss, so each takes the gradient of its own
     values.
@@ -255,16 +329,18 @@ class _Join(torch.autograd.Function):
 
 
 def _tokens_whole(heads: Tensor, split: Split) -> Tensor:
-    """Convert `[R, H, w, D]` of this rank's tokens to `[R, H / S, S * w, D]` of its heads."""
+    """Convert `[R, H, w, D]` of this rank's tokens to `[R, H / U, U * w, D]` of its heads."""
     rows, count, width, size = heads.shape
-    parts = heads.view(rows, split.size, count // split.size, width, size).permute(1, 0, 2, 3, 4).contiguous()
-    found: Tensor = _Exchange.apply(parts, split.group)  # type: ignore[no-untyped-call]
-    return found.permute(1, 2, 0, 3, 4).reshape(rows, count // split.size, split.size * width, size)
+    ranks = split.heads
+    parts = heads.view(rows, ranks, count // ranks, width, size).permute(1, 0, 2, 3, 4).contiguous()
+    found: Tensor = _Exchange.apply(parts, split.heads_group)  # type: ignore[no-untyped-call]
+    return found.permute(1, 2, 0, 3, 4).reshape(rows, count // ranks, ranks * width, size)
 
 
 def _heads_whole(found: Tensor, split: Split) -> Tensor:
-    """Convert `[R, S * w, H / S, D]` of this rank's heads to `[R, w, H, D]` of its tokens."""
+    """Convert `[R, U * w, H / U, D]` of this rank's heads to `[R, w, H, D]` of its tokens."""
     rows, width, count, size = found.shape
-    parts = found.view(rows, split.size, width // split.size, count, size).permute(1, 0, 2, 3, 4).contiguous()
-    back: Tensor = _Exchange.apply(parts, split.group)  # type: ignore[no-untyped-call]
-    return back.permute(1, 2, 0, 3, 4).reshape(rows, width // split.size, split.size * count, size)
+    ranks = split.heads
+    parts = found.view(rows, ranks, width // ranks, count, size).permute(1, 0, 2, 3, 4).contiguous()
+    back: Tensor = _Exchange.apply(parts, split.heads_group)  # type: ignore[no-untyped-call]
+    return back.permute(1, 2, 0, 3, 4).reshape(rows, width // ranks, ranks * count, size)

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "replicate": ("learner.ranks=4", "learner.parallel.replicate=2"),
     "tensor": ("learner.ranks=2", "learner.parallel.tensor=2"),
     "sequence": ("learner.ranks=2", "learner.parallel.sequence=2"),
+    "context": ("learner.ranks=4", "learner.parallel.sequence=4"),
     "pipeline": ("learner.ranks=2", "learner.parallel.pipeline=2"),
     "expert": ("learner.ranks=2", "learner.parallel.expert=2"),
     "tensor, shares": ("learner.ranks=4", "learner.parallel.tensor=2"),
@@ -63,6 +64,12 @@ def _contract(backend: str, test: str, *, case: str = "", experts: bool | None =
     }
 
 
+def _composed(**cases: str) -> dict[str, str]:
+    """By layout, the case of `composed_cases` on four ranks; _ stands for a comma."""
+    test = "test_composed_ranks.py::test_steps_equal_one_process"
+    return {layout.replace("_", ", "): f"{test}[4-{case}]" for layout, case in cases.items()}
+
+
 def _split(case: str, *layouts: str) -> dict[str, str]:
     return {layout: f"test_split_ranks.py::test_two_ranks_equal_one_process[{layout}-{case}]" for layout in layouts}
 
@@ -82,6 +89,7 @@ def _megatron(test: str, case: str, *layouts: str) -> dict[str, str]:
     return {layout: f"test_megatron_ranks.py::{test}[{case}-{layout}]" for layout in layouts}
 
 
+COMPOSED_EXPERTS = {"expert_replicate": "expert_replicate", "expert_sequence": "expert_sequence"}
 STEPS, ONE_RANK = "test_steps_equal_one_process", "test_a_checkpoint_continues_on_one_rank"
 BITWISE, HALF = "test_a_checkpoint_continues_bitwise_in_its_layout", "test_half_precision_has_narrow_exports"
 FROZEN = ("learner.vision.tower=false", "learner.vision.projector=false")
@@ -92,6 +100,7 @@ FAMILIES: dict[str, Row] = {
     "qwen3": Row((), {"model_type": "qwen3"}, {
         "one rank": "test_fsdp2.py::test_one_rank_equals_plain_torch",
         **_contract("fsdp2", STEPS, case="plain", experts=False),
+        **_composed(context="two_heads", tensor_sequence="tensor_sequence"),
     }, {
         "one rank": f"test_backend_contract.py::{ONE_RANK}[megatron_shares-megatron]",
         **_contract("megatron", STEPS, case="plain", experts=False),
@@ -104,6 +113,7 @@ FAMILIES: dict[str, Row] = {
         family: Row((), {"model_type": family, count: 8}, {
             "one rank": f"test_moe_ranks.py::test_layouts_train_as_transformers[{family}-alone]",
             **(_contract("fsdp2", STEPS, case="plain", experts=True) if family == "qwen3_moe" else {}),
+            **(_composed(**COMPOSED_EXPERTS) if family == "qwen3_moe" else {}),
         }, _moe(family))
         for family, count in MIXTURES.items()
     },
@@ -120,11 +130,13 @@ FEATURES: dict[str, Row] = {
     "padded rows": Row(("learner.packing=false",), {}, {
         "shares": f"test_backend_contract.py::{STEPS}[backend_contract-padded]",
         "sequence": f"test_backend_contract.py::{STEPS}[ulysses-padded]",
+        **_composed(context="padded"),
     }, _megatron(SAME, "padded", "tensor", "pipeline")),
     "gradient checkpointing": Row(("learner.gradient_checkpointing=true",), {}, {
         "shares": f"test_backend_contract.py::{STEPS}[backend_contract-checkpointing]",
         "sequence": f"test_backend_contract.py::{STEPS}[ulysses-checkpointing]",
         "tensor, shares": f"test_backend_contract.py::{STEPS}[tensor-checkpointing]",
+        **_composed(context="checkpointing", tensor_sequence="tensor_checkpointing"),
     }, _megatron(SAME, "checkpointing", "tensor", "pipeline")),
     "bfloat16": Row(("model.dtype=bfloat16",), {}, _contract("fsdp2", HALF), _contract("megatron", HALF)),
     "float16": Row(("model.dtype=float16",), {}, {
@@ -142,6 +154,7 @@ FEATURES: dict[str, Row] = {
     "critic": Row(("learner.algorithm.advantage=gae",), {}, {
         "shares": "test_critic_ranks.py::test_two_ranks_equal_one[plain]",
         **_split("critic", "sequence", "tensor", "replicate", "expert"),
+        **_composed(context="two_heads", tensor_sequence="tensor_sequence", **COMPOSED_EXPERTS),
     }, {
         layout: f"test_critic_ranks.py::test_megatron_equals_fsdp2_and_its_checkpoint_loads_there[{case}_{layout}]"
         for layout, case in (("tensor", "minibatches"), ("pipeline", "bootstrap"))

@@ -37,6 +37,8 @@ from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save
 
 #: Folder of the mixture-of-experts model below that of the dense one.
 MOE = "moe"
+#: Those of the dense model with one head of keys and values, and with as many as of queries.
+LONE_KV, EACH_KV = "lone_kv", "each_kv"
 
 
 class Job(NamedTuple):
@@ -67,7 +69,11 @@ HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 
 #: By the number of ranks, jobs by name.
 LAUNCHES: dict[int, dict[str, Job]] = {
-    1: {"alone": Job("written_alone"), "expert_alone": Job("written_alone", model=MOE)},
+    1: {
+        "alone": Job("written_alone"),
+        "expert_alone": Job("written_alone", model=MOE),
+        "composed_cases": Job("composed_cases"),
+    },
     2: {name: Job(name) for name in CASE_MODULES}
     | {"ulysses": Job("backend_contract", "learner.ranks=2;learner.parallel.sequence=2")},
     4: {
@@ -77,6 +83,8 @@ LAUNCHES: dict[int, dict[str, Job]] = {
         "row_cases": Job("row_cases"),
     },
 }
+for _count in (2, 4):
+    LAUNCHES[_count]["composed_cases"] = Job("composed_cases", others=((1, "composed_cases"),))
 MEGATRON = "learner.backend=megatron;learner.ranks={};learner.parallel.tensor={};learner.parallel.pipeline={}"
 EXPERTS = ";learner.parallel.expert=2"
 if HAS_MEGATRON:
@@ -147,9 +155,11 @@ def lone_config(model: Path = Path("m")) -> configuration.Config:
 
 
 def make_model(folder: Path) -> Path:
-    """A Qwen3 of two layers with tied embeddings, and its tokenizer."""
-    tokenizer = make_tokenizer(folder)
-    save_model(folder, make_tiny_qwen3(len(tokenizer), hidden_size=32, layers=2, head_dim=8, mlp_size=48))
+    """A Qwen3 of two layers with tied embeddings, and its tokenizer; below it those with other heads of K/V."""
+    for place, heads in ((folder, 2), (folder / LONE_KV, 1), (folder / EACH_KV, 4)):
+        tokenizer = make_tokenizer(place)
+        made = make_tiny_qwen3(len(tokenizer), hidden_size=32, layers=2, head_dim=8, mlp_size=48, kv_heads=heads)
+        save_model(place, made)
     return folder
 
 
@@ -267,19 +277,7 @@ def step_folder(home: Path, count: int) -> Path:
 def _launch(model: Path, out: Path, count: int) -> None:
     try:
         done = warm.run(
-            [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--local-addr",
-                "127.0.0.1",
-                "--nproc-per-node",
-                str(count),
-                __file__,
-                str(model),
-                str(out),
-            ],
+            torchrun(count, __file__, str(model), str(out)),
             capture_output=True,
             text=True,
             timeout=LAUNCH_S,
@@ -289,6 +287,15 @@ def _launch(model: Path, out: Path, count: int) -> None:
     except subprocess.TimeoutExpired as error:
         said = f"{error}\n{error.stdout!r}\n{error.stderr!r}"
     (out / "said.txt").write_text(said)
+
+
+def torchrun(count: int, *script: str) -> list[str]:
+    """The command of so many ranks of a script."""
+    name = "torch.distributed.run"
+    return [
+        *(sys.executable, "-m", name, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(count)),
+        *script,
+    ]
 
 
 def environment() -> dict[str, str]:

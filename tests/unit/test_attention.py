@@ -17,7 +17,7 @@ from asyncrl.runtime.device import Device
 from learners.backends.base import to_device
 from learners.backends.fsdp2.loading import load_model
 from learners.batch.micro_batches import Sample, packed_row, padded_rows
-from learners.models import attention
+from learners.models import attention, segments
 from learners.models.policy_model import PolicyModel
 from learners.warm_start.tiny_model import make_tiny_qwen3, save_model
 
@@ -132,13 +132,13 @@ def test_attention_without_positions_is_refused() -> None:
 
 
 def test_lengths_of_sequences() -> None:
-    assert attention.sequence_lengths(torch.tensor([[0, 1, 2, 0, 0, 1]])) == [3, 1, 2]
-    assert attention.sequence_lengths(torch.tensor([[0]])) == [1]
-    assert attention.sequence_lengths(torch.tensor([[0, 1, 2], [0, 1, 2]])) == [3]
+    assert segments.sequence_lengths(torch.tensor([[0, 1, 2, 0, 0, 1]])) == [3, 1, 2]
+    assert segments.sequence_lengths(torch.tensor([[0]])) == [1]
+    assert segments.sequence_lengths(torch.tensor([[0, 1, 2], [0, 1, 2]])) == [3]
     with pytest.raises(AsyncRLError):
-        attention.sequence_lengths(torch.tensor([[0, 1, 0], [0, 1, 2]]))
+        segments.sequence_lengths(torch.tensor([[0, 1, 0], [0, 1, 2]]))
     with pytest.raises(AsyncRLError):
-        attention.sequence_lengths(torch.zeros(3, 1, 4))
+        segments.sequence_lengths(torch.zeros(3, 1, 4))
 
 
 @pytest.mark.parametrize(("width", "shares"), [(None, True), (3, True), (3, False)])

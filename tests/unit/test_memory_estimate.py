@@ -113,6 +113,15 @@ def test_the_example_of_the_module() -> None:
     assert keys_values == 64 * (1024 + 1024) * 24 * 2 * (2 * 64) * 2
 
 
+def test_rows_beyond_the_heads_gather_keys_and_values() -> None:
+    """Of the 2 heads of K/V each is whole on 2 of 4 ranks; the width of one head is 64, twice for K and V."""
+    four = {"learner.ranks": 4, "learner.parallel.sequence": 4, "learner.gradient_checkpointing": "true"}
+    found = parts(made(**four), "learner", "device", QWEN_05B)
+    assert found["gathered keys and values"] == 2 * made().learner.micro_batch_tokens * 128 * 2
+    for fewer in ({"learner.ranks": 2, "learner.parallel.sequence": 2}, {"learner.parallel.sequence": 1}):
+        assert "gathered keys and values" not in parts(made(**(four | fewer)), "learner", "device", QWEN_05B)
+
+
 def test_what_settings_change() -> None:
     plain = parts(made(), "learner", "device", QWEN_05B)
     assert (

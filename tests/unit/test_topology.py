@@ -126,6 +126,8 @@ function = "a:b"
     [
         (["learner.ranks=4", "learner.parallel.replicate=3"], "= 4 does not divide by learner.parallel.replicate = 3"),
         (["learner.ranks=2", "learner.parallel.pipeline=2"], "backend 'fsdp2' cannot split so"),
+        (["learner.ranks=4", "learner.parallel.tensor=2", "learner.parallel.expert=2"], "by one plan of transformers"),
+        (["learner.ranks=4", "learner.parallel.replicate=2", "learner.parallel.expert=4"], "replicate) = 2 does not"),
         (["learner.ranks=3", "learner.backend=other", "learner.parallel.tensor=2"], "learner.ranks = 3"),
     ],
 )
@@ -135,9 +137,13 @@ def test_layouts_that_do_not_fit_are_refused(settings: list[str], says: str) -> 
     assert says in str(caught.value) + " ".join(error.message for error in caught.value.errors)
 
 
-def test_layouts_that_fit_are_taken() -> None:
-    made = config.parse(TOML, overrides=["learner.ranks=4", "learner.parallel.replicate=2"])
-    assert not list(learner.problems(made)) and made.learner.parallel.replicate == 2
+@pytest.mark.parametrize(
+    "layout", ["replicate=2", "expert=4 sequence=4", "expert=2 replicate=2", "tensor=2 sequence=2"]
+)
+def test_layouts_that_fit_are_taken(layout: str) -> None:
+    made = config.parse(TOML, overrides=["learner.ranks=4", *(f"learner.parallel.{part}" for part in layout.split())])
+    assert not list(learner.problems(made))
+    assert Topology.from_config(made.learner.parallel, rank=3, size=4).size == 4
 
 
 @pytest.mark.parametrize(

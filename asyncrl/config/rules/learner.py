@@ -19,8 +19,8 @@ from asyncrl.config.sections.profile import parse_steps
 from asyncrl.config.tree import Config
 
 NAMES = ("replicate", "tensor", "sequence", "pipeline", "expert")
-#: Splits of a backend that cannot be combined.
-ALONE = {"fsdp2": ("tensor", "sequence", "expert")}
+#: Attentions with which rows are split beyond the number of heads.
+BY_CHUNK = ("auto", "sdpa", "varlen")
 
 
 def problems(config: Config) -> Iterator[Conflict]:
@@ -34,16 +34,11 @@ def problems(config: Config) -> Iterator[Conflict]:
 def _layout_problems(config: Config) -> Iterator[Conflict]:
     learner = config.learner
     sizes = {name: int(getattr(learner.parallel, name)) for name in NAMES}
-    together = [name for name in ALONE.get(learner.backend, ()) if sizes[name] > 1]
-    if len(together) > 1:
+    if learner.backend == "fsdp2" and min(sizes["tensor"], sizes["expert"]) > 1:
         yield conflict(
-            f"learner.parallel.{together[0]}",
-            f"learner.parallel.{' and .'.join(together)}: backend {learner.backend!r} takes one of them at a time",
-        )
-    if learner.backend == "fsdp2" and sizes["expert"] > 1 and sizes["replicate"] > 1:
-        yield conflict(
-            "learner.parallel.expert",
-            "learner.parallel.expert and .replicate: backend 'fsdp2' takes one of them at a time",
+            "learner.parallel.tensor",
+            "learner.parallel.tensor and .expert: backend 'fsdp2' splits a model by one plan of transformers: set one "
+            "to 1, or use megatron",
         )
     if learner.backend == "fsdp2" and learner.cpu_offload and max(sizes["tensor"], sizes["expert"]) > 1:
         yield conflict(
@@ -64,10 +59,10 @@ def _layout_problems(config: Config) -> Iterator[Conflict]:
             f"learner.ranks = {learner.ranks} does not divide by tensor * sequence * pipeline = {each}",
         )
         return
-    shares = learner.ranks // each
+    copies = sizes["pipeline"] * sizes["replicate"]
     for name, words, ranks in (
-        ("replicate", "(tensor * sequence * pipeline)", shares),
-        ("expert", "(sequence * pipeline)", shares * sizes["tensor"]),
+        ("replicate", "(tensor * sequence * pipeline)", learner.ranks // each),
+        ("expert", "(pipeline * replicate)", learner.ranks // copies),
     ):
         if ranks % sizes[name]:
             yield conflict(
@@ -115,9 +110,10 @@ def model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflic
     if config.learner.router_replay and model and not count_experts(model):
         yield conflict("learner.router_replay", "learner.router_replay: the model is no mixture of experts")
     heads = model.get("num_attention_heads")
+    splits = ("tensor",) if config.learner.backend == "fsdp2" else ("tensor", "sequence")
     counts = {
-        "num_attention_heads": (heads, ("tensor", "sequence")),
-        "num_key_value_heads": (model.get("num_key_value_heads") or heads, ("tensor", "sequence")),
+        "num_attention_heads": (heads, splits),
+        "num_key_value_heads": (model.get("num_key_value_heads") or heads, splits),
         "num_experts": (count_experts(model), ("expert",)),
     }
     for key, (count, names) in counts.items():
@@ -128,6 +124,21 @@ def model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflic
                     f"learner.parallel.{name}",
                     f"learner.parallel.{name} = {size}: {key} = {count} of the model does not divide by it",
                 )
+    yield from _chunk_problems(config, {key: counts[key][0] for key in ("num_attention_heads", "num_key_value_heads")})
+
+
+def _chunk_problems(config: Config, heads: Mapping[str, Any]) -> Iterator[Conflict]:
+    """Rows over more ranks than the heads divide by, with an attention that takes whole rows."""
+    parallel, attention = config.learner.parallel, config.model.attn_implementation
+    if config.learner.backend != "fsdp2" or parallel.sequence == 1 or attention in BY_CHUNK:
+        return
+    for key, count in heads.items():
+        if isinstance(count, int) and count % (parallel.sequence * parallel.tensor):
+            yield conflict(
+                "learner.parallel.sequence",
+                f"learner.parallel.sequence = {parallel.sequence}: {key} = {count} of the model does not divide by it, "
+                f"and model.attn_implementation = {attention!r} takes whole rows: use sdpa, or varlen on CUDA",
+            )
 
 
 def megatron_problems(config: Config) -> Iterator[Conflict]:

@@ -86,7 +86,7 @@ class ParallelConfig(Section, frozen=True):
 
     replicate: Positive = 1  # groups of ranks with a full copy of the weights each (HSDP)
     tensor: Positive = 1  # ranks that split every matrix
-    sequence: Positive = 1  # ranks that split every packed row (Ulysses, arXiv 2309.14509)
+    sequence: Positive = 1  # ranks that split every packed row; beyond the heads it is context parallelism
     pipeline: Positive = 1  # pipeline stages (backend megatron)
     expert: Positive = 1  # ranks that split the experts of a mixture-of-experts model
 

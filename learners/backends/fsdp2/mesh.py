@@ -7,7 +7,8 @@ Guarantees:
 1. tensor parallelism: gradients of weights that every tensor rank holds whole but uses on its own heads (q_norm,
    k_norm) are in `Split.partial` and are summed once per update. The hooks of transformers would sum them once per
    micro-batch, which counts early micro-batches several times;
-2. expert parallelism: gradients of experts are sums over all shares, like all others;
+2. expert parallelism: gradients of experts are sums over all ranks, like all others. Neighbours have different experts,
+   whatever else they split; copies of HSDP have all experts each;
 3. a plan that splits fused matrices into separate pieces is refused, because another layout could not read its
    checkpoint;
 4. a model without a plan, or with one that does not divide, raises `config.model` before training.
@@ -124,15 +125,16 @@ def _experts(model: Any, gang: Gang) -> Split:
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    size = gang.topology.expert
-    config = DistributedConfig(fsdp_size=gang.shares, ep_size=size)
+    size, copies = gang.topology.expert, gang.topology.replicate
+    config = DistributedConfig(fsdp_size=gang.size, ep_size=size)
     _, plan, _ = model._resolve_parallel_plans(config)
-    mesh = gang.mesh(shard=gang.shares // size, expert=size)
+    shards: dict[str, int] = {"replicate": copies} if copies > 1 else {}
+    mesh = gang.mesh(**shards, shard=gang.size // (copies * size), expert=size)
     alone = gang.mesh(each=gang.size, tensor=1)["tensor"]
     apply_expert_parallelism(model, mesh["expert"], alone, plan)
     modules = dict(model.named_modules())
     experts = tuple(modules[name] for name, style in plan.items() if style == "ep_dispatch_experts")
-    return Split(experts=experts, expert_mesh=mesh["shard"])
+    return Split(experts=experts, expert_mesh=mesh[*shards, "shard"])
 
 
 def shard_experts(split: Split, gang: Gang, **policies: Any) -> None:
@@ -140,9 +142,9 @@ def shard_experts(split: Split, gang: Gang, **policies: Any) -> None:
     for module in split.experts:
         assert split.expert_mesh is not None
         fully_shard(module, mesh=split.expert_mesh, **policies)
-        # Experts see the tokens of all shares, so FSDP must divide by the same number as for other weights.
-        module.set_gradient_divide_factor(float(gang.shares))
-        if split.expert_mesh.size() > 1:
+        # Experts see the tokens of all ranks, so FSDP must divide by the same number as for other weights.
+        module.set_gradient_divide_factor(float(data_mesh(gang).size()))
+        if split.expert_mesh.size(-1) > 1:  # torch divides twice where nothing is sharded
             module.set_force_sum_reduction_for_comms(True)  # needed for this factor, except on NCCL
 
 
