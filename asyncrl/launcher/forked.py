@@ -77,7 +77,7 @@ class ForkServer:
         if self._process is None or self._ready:
             return False
         if select.select([self._orders], [], [], 0)[0]:
-            self._ready = self._orders.recv(len(READY)) == READY
+            self._ready = self._orders.recv(len(READY)) == READY  # bounded: it is readable
             if not self._ready:
                 self.close()  # it has ended
             return False

@@ -32,7 +32,8 @@ def heavy_imports(role: str, config: Config) -> tuple[str, ...]:
     >>> heavy_imports("producer", config), heavy_imports("buffer", config)
     (('producers.engines.hf.engine', 'producers.main'), ())
     """
-    if role == "learner" and config.learner.backend == "fsdp2":
+    alone = config.cluster.learner_hosts == 1  # torchrun itself executes the ranks of several hosts
+    if role == "learner" and config.learner.backend == "fsdp2" and alone:
         gang = ("learners.gang.local_gang",) * (config.learner.ranks > 1)
         return (*LEARNER, *gang, *model_module(config))
     generates = role in ("producer", "evaluator") and config.producers.engine == "hf"

@@ -1,7 +1,7 @@
 """The processes of a run: a pure function from the configuration to commands.
 
 Guarantees:
-1. the same arguments give the same plan; nothing is started or written here;
+1. the same arguments and model folder give the same plan; nothing is started or written here;
 2. services come first, the learner last: the order of the start;
 3. commands hold no secrets: keys are passed as the path of their file;
 4. observers (trackers) come last and belong to the learner: a target without a learner has none.

@@ -111,7 +111,8 @@ def test_only_roles_with_torch_have_heavy_imports() -> None:
     for change in ('[producers]\npython = "/other/python"\n', '[producers]\nengine = "vllm"\n'):
         plans = plan(parse(SMALL + change), TARGETS["all"], config_path=Path("c"))
         assert {one.role for one in plans if one.imports} == {"learner"}, change
-    assert heavy_imports("learner", parse(SMALL + '[learner]\nbackend = "megatron"\n')) == ()
+    for change in ('[learner]\nbackend = "megatron"\n', "[cluster]\nlearner_hosts = 2\n"):
+        assert heavy_imports("learner", parse(SMALL + change)) == ()
 
 
 def test_heavy_imports_name_the_module_of_the_model(tmp_path: Path) -> None:
