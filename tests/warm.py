@@ -3,9 +3,9 @@
 `warm.popen([sys.executable, "-m", "asyncrl", ...])` is a `subprocess.Popen`; its process is forked by this file, run as
 a process of its own, which imports what roles import and has one thread. A child is a real process: its own pid,
 session, signals, folder, environment and files; the module runs as `__main__` from its first line. Processes that it
-starts with this interpreter are forked too (the roles of a launcher, the ranks of torchrun), as long as it has one
-thread; any other command is executed as ever. What it leaves out is the start of the interpreter and its end: a test
-of those (`python -m asyncrl --help`, the demo, some whole runs) takes `subprocess`.
+starts with this interpreter are forked too (those of a launcher, the ranks of torchrun), as long as it has one thread;
+any other command is executed as ever. What it leaves out is the start of the interpreter and its end: a test of those
+(`python -m asyncrl --help`, the demo, some whole runs) takes `subprocess`.
 
 A role that needs transformers starts with 0.1 s of CPU instead of 6 s.
 """
@@ -127,7 +127,7 @@ class Remote(plain_popen):
     def _execute_child(self, *given: Any) -> None:  # type: ignore[override]
         asked = inspect.signature(super()._execute_child).bind(*given).arguments
         argv = [str(word) for word in asked["args"]]
-        assert can_run(argv), argv
+        assert can_run(argv) and not asked["pass_fds"], argv
         order = order_of(asked, argv)
         self._words = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._words.settimeout(60)
@@ -169,7 +169,7 @@ def places_of(asked: dict[str, Any]) -> list[int]:
 
 def order_of(asked: dict[str, Any], argv: list[str]) -> dict[str, Any]:
     """What a child has to know."""
-    assert not asked["pass_fds"] and asked["preexec_fn"] is None
+    assert asked["preexec_fn"] is None
     env = os.environ if asked["env"] is None else asked["env"]
     return {
         "argv": argv,
@@ -248,13 +248,13 @@ def die_with_parent() -> None:
 # ---------------------------------------------------------------- a child
 
 
-def become(order: dict[str, Any], files: Sequence[int], *, tie: bool = False) -> None:
+def become(order: dict[str, Any], files: Sequence[int], *, tie: bool = False, keep: Sequence[int] = ()) -> None:
     """Turn this process, just forked, into the one that was asked for. Does not return."""
     code: int | None = 70
     try:
         if tie:
             die_with_parent()
-        settle(order, files)
+        settle(order, files, keep)
         code = play(order["argv"])
     except BaseException:
         traceback.print_exc()
@@ -263,7 +263,7 @@ def become(order: dict[str, Any], files: Sequence[int], *, tie: bool = False) ->
         os._exit(70 if code is None else code & 0xFF)
 
 
-def settle(order: dict[str, Any], files: Sequence[int]) -> None:
+def settle(order: dict[str, Any], files: Sequence[int], keep: Sequence[int]) -> None:
     """Files, signals, session, folder, environment and path, as of a process that was executed."""
     gc.freeze()  # nothing of the parent is collected here: its files have numbers that are used again
     signal.set_wakeup_fd(-1)
@@ -276,7 +276,9 @@ def settle(order: dict[str, Any], files: Sequence[int]) -> None:
     for number, file in enumerate(kept):
         if file >= 0:
             os.dup2(file, number)
-    os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+    for number in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *keep}:
+        with suppress(OSError):  # that of the listing
+            os.close(number)
     os.chdir(order["cwd"])
     env = order["env"]
     os.environ.clear()
@@ -356,7 +358,7 @@ class Forked(plain_popen):
     def _execute_child(self, *given: Any) -> None:  # type: ignore[override]
         asked = inspect.signature(super()._execute_child).bind(*given).arguments
         argv = [str(word) for word in asked["args"]] if not isinstance(asked["args"], str) else [""]
-        simple = can_run(argv) and not asked["pass_fds"] and asked["preexec_fn"] is None
+        simple = can_run(argv) and asked["preexec_fn"] is None
         if not simple or not (Embryo.waiting or alone()):
             return super()._execute_child(*given)
         order, files = order_of(asked, argv), places_of(asked)
@@ -365,7 +367,7 @@ class Forked(plain_popen):
         else:
             sys.stdout.flush()
             if (pid := os.fork()) == 0:
-                become(order, files)
+                become(order, files, keep=asked["pass_fds"])
             self.pid = pid
         self._child_created = True
         self._close_pipe_fds(*(asked[name] for name in PIPES))
@@ -401,8 +403,8 @@ class Embryo:
 
 
 def prepare(words: list[str]) -> None:
-    """The ranks of torchrun, if this is to be torchrun."""
-    if words[:2] not in (["-m", "torch.distributed.run"], ["-m", "learners.gang.local_gang"]) or not alone():
+    """The ranks of torchrun, if this is to be torchrun. `learners.gang.local_gang` forks its own."""
+    if words[:2] != ["-m", "torch.distributed.run"] or not alone():
         return
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 

@@ -30,6 +30,7 @@ from asyncrl.config import redis_url as redis_secret
 from asyncrl.config.mode import present_roles
 from asyncrl.configure.diff import differences
 from asyncrl.errors import EXIT_OK, EXIT_STOPPED, AsyncRLError, ConfigError, ConfigErrors
+from asyncrl.launcher.forked import ForkServer
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.liveness_watch import SilenceWatch
 from asyncrl.launcher.progress import Progress
@@ -328,6 +329,7 @@ def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: L
             grace=_grace(config, options),
             hang=hang,
             silence=silence,
+            forks=ForkServer(plans, run.logs / "fork-server.log"),
         ).run()
     finally:
         progress.close()

@@ -16,6 +16,7 @@ from collections import deque
 from pathlib import Path
 
 from asyncrl.errors import EXIT_FAILED
+from asyncrl.launcher.forked import ForkedProcess, ForkServer
 from asyncrl.launcher.parent_guard import guard_command
 from asyncrl.process_plan.plan import ProcessPlan
 from asyncrl.runtime.child_environment import child_environment
@@ -50,7 +51,7 @@ class Child:
     def __init__(self, plan: ProcessPlan, log: Path) -> None:
         self.plan = plan
         self.log = log
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self.started = False
         self.code: int | None = None  # final exit code
         self.restart_at: float | None = None
@@ -72,20 +73,21 @@ class Child:
         """True when it will not run again."""
         return self.started and self.process is None and self.restart_at is None
 
-    def start(self) -> int:
-        """Start the process; its pid."""
+    def start(self, forks: ForkServer | None = None) -> int:
+        """Start the process, forked if `forks` may and can; its pid."""
         self.restart_at = None
         self.started = True
         self._begin = self.log.stat().st_size if self.log.exists() else 0
         self._rules = 0
         self._dying = False
+        env = {**self._inherited(), **self.plan.env}
         with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
+            self.process = (forks.fork(self.plan, env, output) if forks is not None else None) or subprocess.Popen(
                 guard_command(self.plan.argv),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**self._inherited(), **self.plan.env},
+                env=env,
                 start_new_session=True,
             )
         return self.process.pid

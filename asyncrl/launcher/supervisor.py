@@ -13,7 +13,8 @@ Guarantees:
 5. starts, ends, restarts, kills and given up workers are events in `logs/launch.jsonl`;
 6. with a `HangWatch`, a run without steps ends with code 70 and the diagnosis, after the stacks of all local roles went
    to their logs; with a `SilenceWatch` a process that gives no sign of life is named within seconds;
-7. stopped processes (SIGSTOP) are woken when the end begins.
+7. with a `ForkServer`, roles with heavy imports wait for it and are forked; if it is lost, they are executed;
+8. stopped processes (SIGSTOP) are woken when the end begins.
 It does not know what the roles do.
 
         start            exit 0                       all ended
@@ -40,6 +41,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import EXIT_INTERNAL, EXIT_OK, FINAL_EXIT_CODES, AsyncRLError
+from asyncrl.launcher.forked import ForkServer
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.liveness_watch import SilenceWatch
 from asyncrl.launcher.process import Child, effective_exit_code, format_exit_code
@@ -87,6 +89,7 @@ class Supervisor:
         grace: Grace | None = None,
         hang: HangWatch | None = None,
         silence: SilenceWatch | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.children = [Child(plan, logs / f"{plan.name}.log") for plan in plans]
@@ -96,6 +99,7 @@ class Supervisor:
         self._grace = grace or Grace()
         self._hang = hang
         self._silence = silence
+        self._forks = forks
         self._given_up: dict[str, int] = {}
         self._unnoted = False  # events could not be written
         self._signals: list[signal.Signals] = []
@@ -119,6 +123,8 @@ class Supervisor:
                 self._step()
                 time.sleep(POLL_S)
         finally:
+            if self._forks is not None:
+                self._forks.close()
             self._kill_rest()
             self._drain()
             for number, handler in previous.items():
@@ -155,6 +161,8 @@ class Supervisor:
 
     def _start_all(self) -> None:
         services = [child for child in self.children if child.plan.role in SERVICES]
+        if self._forks is not None:
+            self._forks.start()
         for child in services:
             self._start(child)
         deadline = time.monotonic() + READY_TIMEOUT_S
@@ -166,10 +174,11 @@ class Supervisor:
             time.sleep(POLL_S)
         if self._stages is None:
             for child in others:
-                self._start(child)
+                child.restart_at = time.monotonic()
+            self._restart_due()
 
     def _start(self, child: Child) -> None:
-        pid = child.start()
+        pid = child.start(self._forks)
         if self._hang is not None and child.plan.role == "learner":
             self._hang.learner_started()
         self._event("start", name=child.plan.name, role=child.plan.role, pid=pid)
@@ -177,7 +186,9 @@ class Supervisor:
     def _restart_due(self) -> None:
         now = time.monotonic()
         for child in self.children:
-            if child.restart_at is not None and now >= child.restart_at:
+            if child.restart_at is None or now < child.restart_at:
+                continue
+            if not child.plan.imports or self._forks is None or not self._forks.is_importing():
                 self._start(child)
 
     # ------------------------------------------------------------ ends of children

@@ -1,7 +1,7 @@
 """The processes of a run: a pure function from the configuration to commands.
 
 Guarantees:
-1. the same arguments give the same plan; nothing is started or written here;
+1. the same arguments and model folder give the same plan; nothing is started or written here;
 2. services come first, the learner last: the order of the start;
 3. commands hold no secrets: keys are passed as the path of their file;
 4. observers (trackers) come last and belong to the learner: a target without a learner has none.
@@ -34,6 +34,7 @@ from asyncrl.process_plan.device_assignment import (
     device_environment,
     keeps_number,
 )
+from asyncrl.process_plan.heavy_imports import heavy_imports
 from asyncrl.process_plan.interpreters import ENGINE_TOKEN, SERVED
 from asyncrl.runtime.role import MAY_RENAME
 from asyncrl.runtime.run_dir import endpoint
@@ -81,6 +82,7 @@ class ProcessPlan:
     gang: bool = False  # started by torchrun: signals go to its workers, exit codes come from its report
     ready: str = ""  # address that a service answers at when it is ready
     judge: str = ""  # judge of a reward worker
+    imports: tuple[str, ...] = ()  # modules that take it seconds: it may be forked from a process that has them
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ def plan(
                     ready=endpoint(config, role) if role in SERVICES else "",
                     judge=judge,
                     inherits=inherited_names(role, config, judge=judge),
+                    imports=heavy_imports(role, config) if interpreter == python else (),
                 )
             )
     if "learner" in roles:

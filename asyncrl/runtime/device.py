@@ -125,8 +125,10 @@ class Device:
 
     @property
     def group_string(self) -> str:
-        """Argument of `init_process_group`: CPU tensors (orders, batches) always use Gloo."""
-        return "cpu:gloo" if self.type == "cpu" else f"cpu:gloo,{self.type}:{self.dist_backend}"
+        """Argument of `init_process_group`: CPU tensors (orders, batches) always use Gloo. Without other devices its
+        name stands alone: after an import of torch._dynamo, "cpu:gloo" leaves the group without a default backend.
+        """
+        return "gloo" if self.type == "cpu" else f"cpu:gloo,{self.type}:{self.dist_backend}"
 
     @property
     def visible_env(self) -> str:

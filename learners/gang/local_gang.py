@@ -14,11 +14,15 @@ Several hosts use torchrun itself (docs/clusters.md), on an isolated network.
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousHandler,
@@ -27,9 +31,13 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from asyncrl.launcher.fork_server import WaitingRank, fork_ranks, module_words
+from asyncrl.launcher.forked import ForkedProcess
+
 BACKEND = "asyncrl-local"
 HOST = "127.0.0.1"
 dist: Any = torch.distributed
+handler: Any = subprocess_handler
 
 
 class LocalRendezvous(RendezvousHandler):
@@ -75,10 +83,20 @@ def _make(parameters: RendezvousParameters) -> RendezvousHandler:
     return LocalRendezvous(parameters.run_id)
 
 
+def start_rank(ranks: list[WaitingRank], args: Sequence[str], *, env: Mapping[str, str], **how: Any) -> Any:
+    """`subprocess.Popen` of a rank; one that waits for its command gets it."""
+    words = module_words(args)
+    if not ranks or not words:
+        return subprocess.Popen(args, env=env, **how)
+    return ForkedProcess(ranks.pop(0).tell(words, env))
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run torchrun with this rendezvous."""
     rendezvous_handler_registry.register(BACKEND, _make)
     words = list(sys.argv[1:] if argv is None else argv)
+    ranks = fork_ranks(int(words[words.index("--nproc-per-node") + 1]), imported="learners.loop")
+    handler.Popen = partial(start_rank, ranks)
     # The endpoint is never opened: without one torchrun warns of an unused master address.
     run.main(
         ["--rdzv-backend", BACKEND, "--rdzv-endpoint", f"{HOST}:0", "--rdzv-id", "gang", "--local-addr", HOST, *words]

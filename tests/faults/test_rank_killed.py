@@ -23,7 +23,7 @@ from e2e_run import alive
 from learner_lab import ROOT, Lab, Recorded, seed_of
 from proxy import free_port
 
-from asyncrl.metrics import read_lines
+from asyncrl.runtime.liveness import read_signs
 
 Figure = Callable[[str], None]
 KILLS = 5
@@ -68,12 +68,8 @@ def launched(lab: Lab) -> Iterator[subprocess.Popen[bytes]]:
 
 def ranks(lab: Lab) -> dict[str, int]:
     """pid of every rank that runs, by `RANK`."""
-    found = {}
-    for line in read_lines(lab.run.processes):
-        if line["role"] == "learner" and alive(line["pid"]):
-            words = Path(f"/proc/{line['pid']}/environ").read_bytes().split(b"\0")
-            found[next(word.decode()[5:] for word in words if word.startswith(b"RANK="))] = int(line["pid"])
-    return found
+    signs = [seen for seen in read_signs(lab.run.alive).values() if seen.role == "learner" and alive(seen.pid)]
+    return {seen.name.partition("-rank")[2] or "0": seen.pid for seen in signs}
 
 
 def in_step(lab: Lab, *, after: int) -> bool:

@@ -17,7 +17,7 @@ from asyncrl.runtime.device import TABLE, Device
 def test_the_cpu_is_a_device_like_the_others() -> None:
     device = Device.find("cpu")
     assert (device.type, device.index, repr(device)) == ("cpu", 0, "cpu")
-    assert (device.dist_backend, device.group_string, device.visible_env) == ("gloo", "cpu:gloo", "")
+    assert (device.dist_backend, device.group_string, device.visible_env) == ("gloo", "gloo", "")
     assert not device.pin_memory_ok
     device.synchronize()  # torch.accelerator's own would raise here
     device.empty_cache()
