@@ -21,7 +21,7 @@ sys.path.insert(0, os.path.dirname(__file__))  # started with -P
 
 from runner import Frame, become_nobody, receive, send, set_limits  # type: ignore[import-not-found]  # noqa: E402, RUF100
 
-AGAIN_S = 0.2  # a program that caught the end of its time is told again
+AGAIN_S = 0.2  # until the end of its time is raised again, in a program that caught it
 NO_CPU_LIMIT = 10**9  # seconds: the limit of each program is its wall time
 
 

@@ -85,6 +85,8 @@ def test_the_lint_sees_pickle() -> None:
 
 def test_no_pickle_anywhere() -> None:
     bad = {str(path.relative_to(ROOT)): found for path in SOURCES if (found := pickles(path.read_text()))}
+    in_sandbox = bad.pop("producers/sandbox/session_runner.py")  # it is started inside a sandbox, to run programs
+    assert {found.partition(": ")[2] for found in in_sandbox} == {"exec()"}
     assert bad == {}
 
 
