@@ -6,7 +6,7 @@ One table for `asyncrl check`, for the start of the roles (`refuse`) and for doc
 2. nothing is imported and no file is read: a model is its config.json, a device its type.
 
 `tests/unit/test_capabilities.py` builds every pair and compares check, start and table.
-Example: `learner.backend = "megatron"` with a Gemma: config.model at `model.path`, "model_type 'gemma': backend
+Example: `learner.backend = "megatron"` with a Gemma-2: config.model at `model.path`, "model_type 'gemma2': backend
 'megatron' builds llama, qwen2, ..".
 """
 

@@ -50,7 +50,7 @@ def find_senses(model: Model, families: tuple[str, ...] = ()) -> str:
     return f"{' and '.join(senses)} inputs{ways}" if senses and right else ""
 
 
-MEGATRON_MODELS = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
+MEGATRON_MODELS = ("llama", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe", "deepseek_v3")
 ROPE_TYPES = ("default", "linear", "llama3")  # frequencies independent of the length of a row
 #: Fields that scale the logits behind the head.
 HEAD_SCALES = ("logits_scaling", "logit_scale")
@@ -58,7 +58,6 @@ HEAD_SCALES = ("logits_scaling", "logit_scale")
 HEAD_CAP, ATTENTION_CAP = "final_logit_softcapping", "attn_logit_softcapping"
 #: Fields of the families above that Megatron's layers follow with one value alone.
 _FIXED: dict[str, Any] = {
-    "hidden_act": "silu",
     "mlp_bias": False,
     "use_sliding_window": False,
     "router_jitter_noise": 0.0,
@@ -72,6 +71,11 @@ def find_variant(model: Model) -> str:
         if model.get(name, right) != right:
             return f"{name} = {model[name]!r}"
     kind = model.get("model_type")
+    activation = "gelu_pytorch_tanh" if kind == "gemma" else "silu"
+    if model.get("hidden_act", activation) != activation:
+        return f"hidden_act = {model['hidden_act']!r}"
+    if model.get("use_bidirectional_attention"):
+        return "use_bidirectional_attention = true"
     if kind != "qwen2" and model.get("attention_bias", False):
         return "attention_bias = true"
     if kind == "mixtral" and model.get("sliding_window"):

@@ -107,7 +107,7 @@ FAMILIES: dict[str, Row] = {
     }),
     **{
         family: Row((), {"model_type": family}, {}, _megatron(OTHERS, family, "tensor", "pipeline"))
-        for family in ("qwen2", "llama")
+        for family in ("qwen2", "llama", "gemma")
     },
     **{
         family: Row((), {"model_type": family, count: 8}, {

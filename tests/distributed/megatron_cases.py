@@ -40,7 +40,7 @@ def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
             layout: contract.case(model, placed, extra=f"{settings};{extra}")
             for layout, (placed, settings) in layouts.items()
         }
-    for name in ("qwen2", "llama"):
+    for name in ("qwen2", "llama", "gemma"):
         folder = make_family(out / name, name, gang)
         found["families"][name] = {"folder": str(folder), "fsdp2": trained(folder, gang, "")} | {
             layout: trained(folder, placed, settings) for layout, (placed, settings) in layouts.items()
@@ -53,14 +53,15 @@ def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
 
 
 def make_family(folder: Path, kind: str, gang: Gang) -> Path:
-    """A tiny untied model with biases (qwen2), or a tied one with scaled rotary frequencies and 3 layers (llama)."""
+    """A tiny untied model with biases (qwen2), a tied one with scaled rotary frequencies and 3 layers (llama), or a
+    tied one with wide heads (gemma)."""
     import transformers
 
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
         "num_hidden_layers": 3 if kind == "llama" else 2,  # 3: stages of unequal size
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "dtype": "float32",
-        "tie_word_embeddings": kind == "llama",
+        "tie_word_embeddings": kind != "qwen2",
     }  # fmt: skip
     if kind == "llama":
         sizes["rope_parameters"] = {
@@ -71,13 +72,15 @@ def make_family(folder: Path, kind: str, gang: Gang) -> Path:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 16,
         }
-    names = {"qwen2": ("Qwen2Config", "Qwen2ForCausalLM"), "llama": ("LlamaConfig", "LlamaForCausalLM")}[kind]
+    if kind == "gemma":
+        sizes["head_dim"] = 16
+    names = (f"{kind.title()}Config", f"{kind.title()}ForCausalLM")
     if gang.lead:
         torch.manual_seed(3)
         made = getattr(transformers, names[1])(getattr(transformers, names[0])(**sizes))
         with torch.no_grad():
             for name, parameter in made.named_parameters():
-                if name.endswith("bias"):  # they begin at zero, where nothing would tell them apart
+                if name.endswith("bias") or (kind == "gemma" and "norm" in name):  # zeros tell nothing apart
                     parameter.normal_()
         made.save_pretrained(folder)
     gang.barrier()

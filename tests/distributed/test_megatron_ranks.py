@@ -19,7 +19,7 @@ pytest.importorskip("megatron.core")
 #: The first one waits for the launch of all jobs on two ranks.
 pytestmark = pytest.mark.timeout(1200)
 every_layout = pytest.mark.parametrize("layout", ["tensor", "pipeline"])
-every_family = pytest.mark.parametrize("family", ["qwen2", "llama"])
+every_family = pytest.mark.parametrize("family", ["qwen2", "llama", "gemma"])
 
 
 cases = contract  # what the fixture `one` runs

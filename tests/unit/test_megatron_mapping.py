@@ -247,6 +247,8 @@ def test_facts_of_a_config() -> None:
     assert read_facts(JSON) == Facts(4, 64, 4, 2, 32, 96, 100, tied=True, qk_norm=True)
     bare = {**JSON, "model_type": "llama", "num_key_value_heads": None, "head_dim": None}
     assert read_facts(bare) == Facts(4, 64, 4, 4, 16, 96, 100, tied=True)
+    gemma = {name: value for name, value in JSON.items() if name != "tie_word_embeddings"} | {"model_type": "gemma"}
+    assert read_facts(gemma) == Facts(4, 64, 4, 2, 32, 96, 100, tied=True, gemma=True)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +261,8 @@ def test_facts_of_a_config() -> None:
         ({"model_type": "deepseek_v3", "rms_norm_eps": 1e-5}, "rms_norm_eps"),
         ({"model_type": "deepseek_v3", "rope_interleave": False}, "rope_interleave"),
         ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"model_type": "gemma", "hidden_act": "gelu"}, "hidden_act"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "bidirectional"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"attention_bias": True}, "attention_bias"),

@@ -18,19 +18,22 @@ from asyncrl.errors import ConfigError
 
 class Family(NamedTuple):
     """How a family differs from a Llama. `sigmoid`: scores of experts, else softmax; `float32_router`: its scores are
-    float32 in any dtype of the model.
+    float32 in any dtype of the model; `gemma`: norms multiply by 1 + their weight, embeddings are scaled by the root
+    of their width, the activation is an approximated GELU, the head is the embedding unless config.json says otherwise.
     """
 
     qk_norm: bool = False
     qkv_bias: bool = False
     sigmoid: bool = False
     float32_router: bool = False
+    gemma: bool = False
 
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
+    "gemma": Family(gemma=True),
     "mixtral": Family(),
     "qwen3_moe": Family(qk_norm=True),
     "deepseek_v3": Family(sigmoid=True, float32_router=True),
@@ -82,6 +85,7 @@ class Facts(NamedTuple):
     qkv_bias: bool = False
     experts: Experts | None = None
     latent: Latent | None = None
+    gemma: bool = False
     scores: bool = False  # the head gives one number for each token, not logits
 
     def padded_rows(self, tensor: int) -> int:
@@ -112,11 +116,12 @@ def read_facts(config: Mapping[str, Any]) -> Facts:
         head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
         mlp=int(config["intermediate_size"]),
         vocab=int(config["vocab_size"]),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config.get("tie_word_embeddings", family.gemma)),
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
         experts=_read_experts(config, family),
         latent=_read_latent(config),
+        gemma=family.gemma,
     )
 
 

@@ -20,6 +20,7 @@ import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,7 +166,8 @@ def transformer_config(facts: Facts, config: Config, topology: Topology, device:
         layernorm_epsilon=eps,
         qk_layernorm=facts.qk_norm or facts.latent is not None,
         gated_linear_unit=True,
-        activation_func=nn.functional.silu,
+        activation_func=partial(nn.functional.gelu, approximate="tanh") if facts.gemma else nn.functional.silu,
+        layernorm_zero_centered_gamma=facts.gemma,
         add_bias_linear=False,
         add_qkv_bias=facts.qkv_bias,
         attention_dropout=0.0,
@@ -238,13 +240,20 @@ def _latent_settings(latent: Latent) -> dict[str, Any]:
 
 
 class Norm(nn.RMSNorm):
-    """RMS norm of Megatron-core's local layers. Its own one refuses rows that are split over tensor places: gradients
-    of a slice are summed over them only with this mark.
+    """RMS norm of Megatron-core's local layers. Its own one refuses weights around 0, and rows that are split over
+    tensor places: gradients of a slice are summed over them only with this mark.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._around_zero = config.layernorm_zero_centered_gamma
+
+    def forward(self, states: Tensor) -> Tensor:
+        if not self._around_zero:
+            return super().forward(states)
+        weight = 1.0 + self.weight.float()  # in float32, as Gemma's own
+        return nn.functional.rms_norm(states.float(), self.normalized_shape, weight, self.eps).type_as(states)
 
 
 class BySequence(nn.Module):
@@ -319,6 +328,9 @@ def build(facts: Facts, hf: Any, settings: Any, topology: Topology, device: Devi
     )
     if facts.scores and model.post_process:  # every tensor place has the head whole
         model.output_layer = nn.Linear(facts.hidden, 1, bias=False, dtype=settings.params_dtype)
+    if facts.gemma and model.pre_process:
+        scale = torch.tensor(facts.hidden**0.5, dtype=settings.params_dtype)  # rounded as the weights are
+        model.embedding.register_forward_hook(lambda _module, _inputs, found: found * scale.to(found.device))
     rotary = frequencies(hf, facts.latent.rope if facts.latent else facts.head_dim)
     for module in model.modules():
         if getattr(module, "rotary_pos_emb", None) is not None:
