@@ -11,15 +11,18 @@ import ast
 import contextlib
 import json
 import os
+import runpy
 import signal
 import sys
 import time
 import traceback
 from typing import Any
 
-sys.path.insert(0, os.path.dirname(__file__))  # started with -P
+Frame = dict[str, Any]
 
-from runner import Frame, become_nobody, receive, send, set_limits  # type: ignore[import-not-found]  # noqa: E402, RUF100
+_runner = runpy.run_path(os.path.join(os.path.dirname(__file__), "runner.py"))  # nothing else of ours is there
+receive, send = _runner["receive"], _runner["send"]
+become_nobody, set_limits = _runner["become_nobody"], _runner["set_limits"]
 
 AGAIN_S = 0.2  # until the end of its time is raised again, in a program that caught it
 NO_CPU_LIMIT = 10**9  # seconds: the limit of each program is its wall time
@@ -105,7 +108,7 @@ def main() -> None:
     folder, outside = os.path.join(settings["folder"], "work"), settings["folder"]
     os.mkdir(folder, 0o700)
     os.chdir(folder)
-    sys.path[:1] = [folder, *settings["paths"]]
+    sys.path[:0] = [folder, *settings["paths"]]
     os.environ["HOME"] = os.environ["TMPDIR"] = folder
     signal.signal(signal.SIGALRM, out_of_time)
     streams = [os.open(os.path.join(outside, name), os.O_RDWR | os.O_CREAT, 0o600) for name in ("out", "err")]

@@ -39,10 +39,10 @@ class TurnReader:
         self._split: Splitter | None = None
         if package or also:
             self._split = make_splitter(package or also, calls=calls, reasoning=reasoning, tokenizer=tokenizer)
+            added = tokenizer.added_tokens()
+            self._added = frozenset(added)
+            self._special = re.compile("|".join(re.escape(token.content) for token in added.values() if token.special))
         self.splits_reasoning = bool(reasoning)
-        added = tokenizer.added_tokens()
-        self._added = frozenset(added)
-        self._special = re.compile("|".join(re.escape(token.content) for token in added.values() if token.special))
 
     def read(self, text: str, ids: Sequence[int], tools: Schemas, *, stop: str = "") -> Reading:
         """The parts of a turn from its text without special tokens and its ids. `stop` ended it and is left out."""

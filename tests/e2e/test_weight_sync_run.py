@@ -186,8 +186,7 @@ def check_rounds(rounds: list[dict[str, Any]], digests: dict[int, str], transpor
     assert {way["transport"] for way in ways} == {transport}
     came = [line["ways"][name] for line in after for name, why in line["members"].items() if why == line["digest"]]
     assert all(way["bytes"] for way in came)  # a version that was superseded may be gone before its bytes
-    if transport == "stream":
-        assert {way["source"] for way in ways} & {SURVIVOR, LATE, KILLED}, "somebody relayed"
+    # Whether one relays to another depends on who pulls when; test_weightsync_service.py has a relay for certain.
 
 
 def check_samples(run: Run, digests: dict[int, str]) -> None:

@@ -246,7 +246,10 @@ STARTERS = {"Popen", "run", "call", "check_call", "check_output", "create_subpro
             "spawn", "StdioServerParameters"}  # fmt: skip
 NEVER = {"system", "popen", "fork", "forkpty", "posix_spawn", "Process", "Pool", "ProcessPoolExecutor"}
 NEVER |= {f"{verb}{end}" for verb in ("exec", "spawn") for end in ("l", "le", "lp", "lpe", "v", "ve", "vp", "vpe")}
-FORKS = {"producers/sandbox/runner.py": "a program of the sandbox, whose environment is made here"}
+FORKS = {
+    "producers/sandbox/runner.py": "a program of the sandbox, whose environment is made here",
+    "producers/sandbox/session_runner.py": "a command of the sandbox's shell, in the environment of the sandbox",
+}
 
 
 def wrong_starts(source: str) -> list[str]:

@@ -286,6 +286,7 @@ def test_a_killed_role_is_forked_again(tmp_path: Path, modules: Path) -> None:
     plans = [role(modules, "sleeper", name="producer-0"), role(modules, "worker", name="learner")]
     logs = tmp_path / "logs"
     killed: list[int] = []
+    before = set(descendants(os.getpid()))
 
     def tick() -> None:
         found = [
@@ -306,7 +307,7 @@ def test_a_killed_role_is_forked_again(tmp_path: Path, modules: Path) -> None:
         plans, logs=logs, say=print, tick=tick, grace=Grace(20, 20, 20), forks=ForkServer(plans, logs / "server.log")
     ).run()
     assert (outcome.code, outcome.restarts) == (0, {"producer-0": 1})
-    assert descendants(os.getpid()) == []
+    assert set(descendants(os.getpid())) <= before
 
 
 RANK = """

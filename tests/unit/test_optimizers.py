@@ -203,8 +203,7 @@ function = "a:b"
         (["learner.ranks=2", "learner.parallel.expert=2", "learner.critic.name=muon"], "learner.critic.name"),
         (["learner.ranks=2", "learner.parallel.sequence=2", "learner.compile=true"], "is not supported"),
         (["learner.ranks=2", "learner.parallel.tensor=2", "learner.cpu_offload=true"], "stay on the device"),
-        (["learner.ranks=4", "learner.parallel.tensor=2", "learner.parallel.sequence=2"], "one of them at a time"),
-        (["learner.ranks=4", "learner.parallel.expert=2", "learner.parallel.replicate=2"], "one of them at a time"),
+        (["learner.ranks=4", "learner.parallel.tensor=2", "learner.parallel.expert=2"], "one plan of transformers"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: list[str], says: str) -> None:
