@@ -18,7 +18,7 @@ import torch
 from ranks import MEGATRON, alone, in_layout
 
 from asyncrl.errors import AsyncRLError
-from learners.backends.megatron import model as megatron_model
+from learners.backends.megatron import layers as megatron_layers
 from learners.gang.gang import Gang
 from learners.step.update import train_step
 
@@ -114,19 +114,19 @@ def left_behind(model: Path, gang: Gang, settings: str) -> list[str]:
 def wrong_packing(model: Path, gang: Gang, settings: str) -> str:
     """What the check at the start says where the sequences of a row see each other."""
     backend = contract.make_backend(contract.make_config(model, extra=settings), gang)
-    right = megatron_model.BySequence.forward
+    right = megatron_layers.BySequence.forward
 
     def whole_row(self: Any, *heads: Any, packed_seq_params: Any, **options: Any) -> Any:
         one = SimpleNamespace(cu_seqlens_q=torch.tensor([0, heads[0].shape[0]]))
         return right(self, *heads, packed_seq_params=one, **options)
 
-    megatron_model.BySequence.forward = whole_row  # type: ignore[method-assign]
+    megatron_layers.BySequence.forward = whole_row  # type: ignore[method-assign]
     try:
         backend.self_check()
     except AsyncRLError as error:
         return error.code
     finally:
-        megatron_model.BySequence.forward = right  # type: ignore[method-assign]
+        megatron_layers.BySequence.forward = right  # type: ignore[method-assign]
     return ""
 
 

@@ -21,6 +21,7 @@ from learners.backends.megatron import model as models
 from learners.backends.megatron.checkpoint import Store, pieces
 from learners.backends.megatron.cpu_shim import cuda_stand_ins
 from learners.backends.megatron.families import read_facts
+from learners.backends.megatron.layers import has_engine
 from learners.backends.megatron.mapping import (
     Local,
     Source,
@@ -66,7 +67,7 @@ class Trained:
         self.facts = read_facts(hf.to_dict())._replace(scores=scores)
         check_layout(self.facts, self._place)
         self._shapes = self._check_names()
-        self._fused = models.has_engine(self._device)
+        self._fused = has_engine(self._device)
         self._locals = {local.name: local for local in rank_parameters(self.facts, self._place, fused=self._fused)}
         with cuda_stand_ins(self._device):
             self._settings, self.model = self._build()
