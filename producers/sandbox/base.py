@@ -88,7 +88,11 @@ class Sandbox(ABC):
 
     def open_session(self, *, shell: bool = False) -> SandboxSession:
         """A session of Python, or of a shell. Raises `sandbox.unavailable` if this kind has none."""
-        raise ConfigError("sandbox.unavailable", "this kind of sandbox keeps no state between programs")
+        raise ConfigError(
+            "sandbox.unavailable",
+            "this kind of sandbox keeps no state between programs",
+            remedy="set sandbox.kind to bubblewrap, or do without the tool `shell` and `keep_state`",
+        )
 
     def probe(self) -> None:
         """Raise `sandbox.unavailable` if this host cannot isolate a program; a server is not contacted."""
