@@ -221,11 +221,18 @@ class Prompts:
 
 
 def measure(
-    task: str, overrides: list[str], *, age: int, seed: int, steps: int = 40, look_every: int = 10
+    task: str,
+    overrides: list[str],
+    *,
+    age: int,
+    seed: int,
+    steps: int = 40,
+    look_every: int = 20,
+    decays: tuple[float, ...] = (),
 ) -> dict[str, Any]:
     """Train `steps` steps on samples of this age: held-out reward of versions 0, look_every, ..., and of averages of
-    the weights at the end; by step, the mean reward and the tokens of the batch and all sampled tokens; some metrics of
-    every tenth of the run."""
+    the weights at the end, with these decays; by step, the mean reward of the batch and all sampled tokens; some
+    metrics of every tenth of the run."""
     began = time.monotonic()
     torch.set_num_threads(1)
     config = load(task, overrides, seed=seed, steps=steps)
@@ -235,7 +242,7 @@ def measure(
     prompts = Prompts(config, sampler, source, age=age)
     history = deque([trainer.weights()], maxlen=age + 1)
     rewards, tokens, looks, log = [], [], {0: _look(sampler, source, seed)}, []
-    averages = {decay: {name: value.clone() for name, value in history[0].items()} for decay in AVERAGES}
+    averages = {decay: {name: value.clone() for name, value in history[0].items()} for decay in decays}
     for step in range(1, steps + 1):
         sampler.take(history[0])
         before = prompts.drawn
@@ -259,7 +266,7 @@ def measure(
     return {
         "overrides": overrides,
         "held_out": {str(version): round(value, 4) for version, value in looks.items()},
-        "averaged": averaged,
+        **({"averaged": averaged} if averaged else {}),
         "rewards": rewards,
         "tokens": tokens,
         "log": log[:: max(1, steps // 10)],

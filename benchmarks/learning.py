@@ -42,7 +42,7 @@ import exact_age  # noqa: E402, RUF100
 RESULTS = ROOT / "benchmarks" / "results" / "learning.json"
 PAGE = ROOT / "docs" / "learning.md"
 AGES = (0, 1, 2, 4, 8, 16)
-STEPS, LOOK_EVERY = 40, 10
+STEPS, LOOK_EVERY = 40, 20
 _ALGORITHM = "learner.algorithm."
 #: Ways to train on old samples: name -> settings.
 WAYS: dict[str, tuple[str, ...]] = {
@@ -162,10 +162,13 @@ def train_at_ages(cells: Iterable[tuple[str, int, str, tuple[str, ...], int]], a
 
 
 def _train_cell(task: str, cell: tuple[str, int, str, tuple[str, ...], int], until: float) -> dict[str, Any] | None:
-    _kind, age, _way, settings, seed = cell
+    kind, age, _way, settings, seed = cell
     if time.monotonic() > until:
         return None
-    return exact_age.measure(task, list(settings), age=age, seed=seed, steps=STEPS, look_every=LOOK_EVERY)
+    decays = exact_age.AVERAGES if kind == "averages" else ()
+    return exact_age.measure(
+        task, list(settings), age=age, seed=seed, steps=STEPS, look_every=LOOK_EVERY, decays=decays
+    )
 
 
 def run_name(task: str, kind: str, age: int, way: str, _settings: tuple[str, ...], seed: int) -> str:
