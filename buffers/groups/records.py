@@ -77,8 +77,8 @@ class Settings(msgspec.Struct, frozen=True):
     chooses: bool = False  # the buffer chooses the rows of groups (data.sampler)
 
 
-#: Batches ahead with which `pipeline_depth = "auto"` begins: what a learner needs that takes as long as its producers.
-FIRST_DEPTH = 2
+#: Batches ahead with which `pipeline_depth = "auto"` begins: old samples cost most in the first updates.
+FIRST_DEPTH = 1
 
 
 def settings_of(config: Config) -> Settings:

@@ -130,23 +130,26 @@ def _fields(kind: type[Any]) -> Mapping[str, Any]:
 
 
 class DepthController:
-    """Finds the smallest depth at which the learner waits for less than `target` of its time.
+    """Finds the smallest depth at which the learner waits for less than `target` of its time, or that is as fast as the
+    next one.
 
     It takes one observation per step and changes the depth by one at a time: up when the share of the last steps is
-    above the target, down when it is below half of it. A depth that was too small is not tried again for `PATIENCE`
-    steps, twice as long each time. If no depth helps because the producers are too slow, it ends at the limit; the
-    lag stays small, because little is outstanding then.
+    above the target, down when it is below half of it. After a step up it stays only if steps take less time than
+    before, by more than `target`: where the producers are too slow, or share processors with the learner, more work in
+    flight only makes samples older. A depth that was left is not tried again for `PATIENCE` steps, twice as long each
+    time. The first steps after the start and after a change are left out, because they show what was before.
 
     >>> control = DepthController(target=0.1)
     >>> depth = 1
     >>> for step in range(40):
-    ...     depth = control.observe(idle_s=0.5 if depth < 3 else 0.0, step_s=1.0, depth=depth, limit=4)
+    ...     idle = 0.5 if depth < 3 else 0.0
+    ...     depth = control.observe(idle_s=idle / depth, step_s=1.0 + idle / depth, depth=depth, limit=4)
     >>> depth
     3
     """
 
     WINDOW = 8  # steps that are judged together
-    HASTE = 4  # steps after which a share above twice the target is enough to act
+    HASTE = 4  # steps after which a clear result is enough to act
     PATIENCE = 32
     LONGEST = 2048
 
@@ -155,35 +158,53 @@ class DepthController:
         self._idle_s = self._total_s = 0.0
         self._steps = 0  # in the window
         self._count = 0
-        self._settling = 0  # steps to leave out: they still show the depth before
+        self._settling: int | None = None  # steps to leave out
+        self._shallower_s = 0.0  # on trial: seconds of a step at the depth before; 0: not on trial
         self._blocked: dict[int, int] = {}  # depth -> count until which it is not tried
         self._patience: dict[int, int] = {}
 
     def observe(self, *, idle_s: float, step_s: float, depth: int, limit: int) -> int:
         """The learner waited `idle_s` of a step of `step_s` seconds with this depth; the depth from now on."""
         self._count += 1
+        if self._settling is None:
+            self._settling = depth + 1
         if self._settling > 0:
             self._settling -= 1
             return depth
         self._idle_s += idle_s
         self._total_s += max(idle_s, step_s)
         self._steps += 1
-        share = self._idle_s / self._total_s if self._total_s > 0 else 0.0
-        wanted = depth
-        if share > self.target and (
-            self._steps >= self.WINDOW or (self._steps >= self.HASTE and share > 2 * self.target)
-        ):
-            wanted = min(depth + 1, limit)
-            if wanted > depth:
-                self._block(depth)
-        elif share < self.target / 2 and self._steps >= self.WINDOW:
-            wanted = depth - 1 if depth > 1 and self._blocked.get(depth - 1, 0) <= self._count else depth
-        elif self._steps < self.WINDOW:
+        wanted = self._next_depth(depth, limit)
+        if wanted is None:
             return depth
+        self._shallower_s = self._total_s / self._steps if wanted > depth else 0.0
         self._idle_s = self._total_s = 0.0
         self._steps = 0
         self._settling = wanted + 1 if wanted != depth else 0
         return wanted
+
+    def _next_depth(self, depth: int, limit: int) -> int | None:
+        """The depth by this window; None: the window goes on."""
+        full, early = self._steps >= self.WINDOW, self._steps >= self.HASTE
+        share = self._idle_s / self._total_s if self._total_s > 0 else 0.0
+        if self._shallower_s:
+            gain = 1 - self._total_s / self._steps / self._shallower_s
+            if not full and (not early or gain < 3 * self.target):
+                return None
+            if gain < self.target:
+                self._block(depth)
+                return max(1, depth - 1)
+        if share > self.target and (full or (early and share > 2 * self.target)):
+            if depth >= limit or self._is_blocked(depth + 1):
+                return depth
+            self._block(depth)
+            return depth + 1
+        if not full:
+            return None
+        return depth - 1 if share < self.target / 2 and depth > 1 and not self._is_blocked(depth - 1) else depth
+
+    def _is_blocked(self, depth: int) -> bool:
+        return self._blocked.get(depth, 0) > self._count
 
     def _block(self, depth: int) -> None:
         patience = min(self.LONGEST, 2 * self._patience.get(depth, self.PATIENCE // 2))

@@ -263,10 +263,10 @@ def test_a_learner_that_goes_back_gets_the_sizes_of_those_steps() -> None:
 
 
 def drive(control: DepthController, idle: list[float], *, depth: int, limit: int, steps: int) -> list[int]:
-    """The depth after each step, where depth d leaves the learner idle for `idle[d]` of a second's step."""
+    """The depth after each step, where the learner trains for a second and waits `idle[d]` seconds with depth d."""
     seen = []
     for _ in range(steps):
-        depth = control.observe(idle_s=idle[depth], step_s=1.0, depth=depth, limit=limit)
+        depth = control.observe(idle_s=idle[depth], step_s=1.0 + idle[depth], depth=depth, limit=limit)
         seen.append(depth)
     return seen
 
@@ -278,7 +278,7 @@ def test_auto_depth_finds_the_smallest_that_keeps_the_learner_busy() -> None:
     changes = [step for step, (a, b) in enumerate(itertools.pairwise(seen)) if a != b]
     assert len(changes) < 16
     assert drive(DepthController(0.03), [0, 0, 0, 0, 0], depth=4, limit=4, steps=100)[-1] == 1
-    assert drive(DepthController(0.03), [1, 1, 1], depth=1, limit=2, steps=50)[-1] == 2  # never above the limit
+    assert drive(DepthController(0.03), [1, 1, 0.5], depth=1, limit=2, steps=50)[-1] == 2  # never above the limit
     assert set(drive(DepthController(0.03), [1], depth=0, limit=0, steps=50)) == {0}
 
 
@@ -286,12 +286,31 @@ def test_a_share_between_half_the_target_and_the_target_changes_nothing() -> Non
     assert set(drive(DepthController(0.1), [1, 0.9, 0.07, 0.0], depth=2, limit=4, steps=300)) == {2}
 
 
+def test_a_depth_that_makes_no_step_shorter_is_left() -> None:
+    """Producers that are too slow, or that share processors with the learner: more work in flight is only older."""
+    seen = drive(DepthController(0.03), [1, 0.5, 0.49, 0.48, 0.48], depth=1, limit=4, steps=400)
+    assert max(seen) == 2 and seen[-1] == 1 and seen.count(2) < 60
+    contended = [(0.1, 1.0), (0.1, 1.0), (0.0, 1.1)]  # the wait becomes a slower step
+    control, depth, at = DepthController(0.03), 1, []
+    for _ in range(200):
+        idle_s, busy_s = contended[depth]
+        depth = control.observe(idle_s=idle_s, step_s=idle_s + busy_s, depth=depth, limit=2)
+        at.append(depth)
+    assert at[-1] == 1 and at.count(2) < 40
+
+
+def test_the_wait_for_the_first_batches_does_not_count() -> None:
+    control = DepthController(0.03)
+    assert {control.observe(idle_s=20.0, step_s=21.0, depth=1, limit=8) for _ in range(2)} == {1}
+    assert {control.observe(idle_s=0.0, step_s=1.0, depth=1, limit=8) for _ in range(40)} == {1}
+
+
 def test_auto_depth_is_fed_by_the_claims_and_told_as_changes() -> None:
     run = Run(max_staleness=3, depth=1, depth_rule="auto", batch_groups=1, total_groups=200)
     run.g.take()
-    for step in range(1, 16):
+    for step in range(1, 24):
         assert run.claim(step) is None  # the learner asks
-        run.now += 1.0
+        run.now += 1.0 / run.g.settings.depth
         run.finish(*run.lease(step - 1, 1))
         assert run.claim(step) is not None
         run.now += 1.0
@@ -328,7 +347,7 @@ def test_the_configuration_takes_auto() -> None:
 
     parsed = config.parse(GOOD + '[buffer]\npipeline_depth = "auto"\nmax_staleness = 3\n')
     found = settings_of(parsed)
-    assert parsed.buffer.depth == 3 and (found.depth, found.depth_rule, found.learner_idle_target) == (2, "auto", 0.03)
+    assert parsed.buffer.depth == 3 and (found.depth, found.depth_rule, found.learner_idle_target) == (1, "auto", 0.03)
     assert settings_of(config.parse(GOOD + '[buffer]\npipeline_depth = "auto"\nmax_staleness = 0\n')).depth == 0
 
 
