@@ -22,6 +22,7 @@ from asyncrl.evaluation.ids import is_evaluation
 from asyncrl.wire import Lease
 from producers.data.prompts import BadPrompt, Row
 from producers.engines.dataset import answer_text
+from producers.rollout.kept_turns import TurnTrail
 from producers.rollout.partial_samples import Trail
 from producers.rollout.rollout import Finished
 from producers.worker import Producer
@@ -38,7 +39,9 @@ class SelfPlayProducer(Producer):
             return request
         return replace(request, indices=tuple(index for index in request.indices if index))
 
-    async def _play(self, lease: Lease, row: Row, trail: Trail, sampling: SamplingConfig, deliver: Deliver) -> None:
+    async def _play(
+        self, lease: Lease, row: Row, trail: Trail | TurnTrail, sampling: SamplingConfig, deliver: Deliver
+    ) -> None:
         if is_evaluation(lease.group):
             await super()._play(lease, row, trail, sampling, deliver)
             return

@@ -43,6 +43,7 @@ from producers.engines.logprob_probe import check_logprobs
 from producers.environments.by_row import Environments
 from producers.environments.single_turn import SingleTurn
 from producers.rollout.capacity import make_capacity
+from producers.rollout.kept_turns import TurnTrail
 from producers.rollout.partial_samples import Trail
 from producers.rollout.rollout import Finished, roll_out, run_together, submit_fields
 from producers.support.progress_line import ProgressLine
@@ -207,9 +208,7 @@ class Producer:
             await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))
             return
         request = replace(self._request(lease, prompt_ids, sampling, version), images=images)
-        if not isinstance(environment, SingleTurn):
-            begun = ()  # turns cannot be continued from tokens alone
-        trail = Trail(request, begun, self.receiver.digests)
+        trail = (Trail if isinstance(environment, SingleTurn) else TurnTrail)(request, begun, self.receiver.digests)
 
         async def deliver(finished: list[Finished]) -> bool:
             await self._wait_attested([item.sample for item in finished])
@@ -270,16 +269,17 @@ class Producer:
         self,
         lease: Lease,
         row: Row,
-        trail: Trail,
+        trail: Trail | TurnTrail,
         sampling: SamplingConfig,
         deliver: Callable[[list[Finished]], Awaitable[bool]],
     ) -> None:
         """All parts of a group in parallel: new samples, and each continued sample."""
         keep, environment = partial(self._keep, lease, trail), self.environments.find(row)
+        engine = trail.engine(self.engine, keep)
 
         async def one_after_the_other(parts: Sequence[GenRequest]) -> bool:
             for part in parts:
-                if not await roll_out(self.engine, environment, part, row=row, deliver=deliver, keep=keep):
+                if not await roll_out(engine, environment, part, row=row, deliver=deliver, keep=keep):
                     return False
             return True
 
@@ -290,7 +290,7 @@ class Producer:
         finally:
             del self.requests[lease.group, lease.token]
 
-    async def _keep(self, lease: Lease, trail: Trail, deltas: list[GenDelta]) -> bool:
+    async def _keep(self, lease: Lease, trail: Trail | TurnTrail, deltas: list[GenDelta]) -> bool:
         """Send new tokens of samples under way; False once the lease is lost."""
         await self._wait_attested(deltas)
         for delta in deltas:

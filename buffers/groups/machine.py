@@ -80,7 +80,7 @@ from buffers.groups.failure_budget import FailureBudget, Filter
 from buffers.groups.fair_share import FairShare
 from buffers.groups.group_table import GroupTable, check_table
 from buffers.groups.judgements import Judges, ScoreQueue
-from buffers.groups.leases import GRACEFUL, GroupLeases, GroupOutcome, Leases
+from buffers.groups.leases import ENVIRONMENT, GRACEFUL, GroupLeases, GroupOutcome, Leases
 from buffers.groups.live_settings import Changed, LiveSettings
 from buffers.groups.partial_samples import PartialSamples
 from buffers.groups.prompt_table import PromptTable
@@ -285,6 +285,8 @@ class GroupMachine:
         worker = self.workers.see("producer", message.producer, now)
         if message.reason in GRACEFUL:
             worker.capacity = 0  # it ends, so nothing is reserved for it
+        if message.reason.startswith(ENVIRONMENT):
+            self.partial.discard_failed(message.groups)
         self.leases.give_back(message, guest=guest)
 
     def samples(

@@ -3,7 +3,8 @@
 A producer that dies loses only the tokens since the last piece it sent. Guarantees:
 1. pieces are taken from the holder of the group alone, in order and without a gap. A piece that was taken before, or
    that leaves tokens out, changes nothing; the answer says where the next one starts;
-2. a new holder that begins a sample anew (start 0) replaces the partial sample; one that continues it extends it;
+2. a new holder that begins a sample anew (start 0) replaces the partial sample (`replaced`); one that continues it
+   extends it. Where an environment failed, the partial samples of its group are discarded (`failed`);
 3. pieces of weights that were not published are refused as finished samples are, by version and digest;
 4. a partial sample is handed out only if (F) holds with the deadline that its oldest token gives the group (oldest
    version + bound). It lowers the deadline of the group at once, so no token is older than its lease says;
@@ -19,7 +20,7 @@ fill that batch already, the 400 tokens are discarded (`room`); from version 8 o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from asyncrl.versions import joined_runs
 from asyncrl.wire import Piece, Pieces, PiecesReply
@@ -65,7 +66,8 @@ class PartialSamples:
             return found.length, True
         record = keep(item)
         if anew:
-            self.table.drop_partial(group, item.index)
+            if found is not None:
+                self._discard(group, item.index, "replaced")
             found = group.partial[item.index] = PartialSample(head.token, 0, (), {}, [])
         assert found is not None
         found.token, found.length = head.token, found.length + item.count
@@ -108,6 +110,14 @@ class PartialSamples:
         tokens = self.table.drop_partial(group, index)
         self.discarded[why] += 1
         self.tx.event("discard", g=group.id, i=index, why=why, tokens=tokens)
+
+    def discard_failed(self, leases: Sequence[tuple[int, int]]) -> None:
+        """The environments of these leases (group, token) failed: another attempt must not repeat what led there."""
+        for number, token in leases:
+            group = self.table.groups.get(number)
+            if group is not None and group.token == token:
+                for index in sorted(group.partial):
+                    self._discard(group, index, "failed")
 
     def discard_damaged(self, records: set[Record]) -> None:
         """The bytes of these pieces are gone."""

@@ -72,7 +72,7 @@ class Settings(msgspec.Struct, frozen=True):
     replay_order: Literal["deadline", "priority"] = "deadline"
     fresh_first: bool = True
     priority_exponent: float = 1.0
-    continues: bool = False  # partial samples are kept: another attempt continues them with the same random numbers
+    continues: bool = False  # single answers are kept: another attempt continues them with the same random numbers
     judges: tuple[JudgeRule, ...] = ()  # none: the default judge alone, for all rows, with reward_retries
     chooses: bool = False  # the buffer chooses the rows of groups (data.sampler)
 
@@ -114,7 +114,7 @@ def settings_of(config: Config) -> Settings:
         priority_exponent=buffer.priority_exponent,
         algorithm=msgspec.to_builtins(config.learner.algorithm),
         judges=_rules_of(config),
-        continues=config.producers.checkpoint_tokens > 0,
+        continues=config.producers.checkpoint_tokens > 0 and all(one.is_single_turn for one in config.environments),
         chooses=config.data.chosen_by_buffer,
     )
 

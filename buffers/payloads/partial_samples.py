@@ -2,7 +2,8 @@
 
 Guarantees:
 1. a piece is checked like a finished sample before it is kept: lengths, runs, indices, log-probs, versions, supports,
-   and that it ends within `sampling.max_new_tokens`;
+   and that it ends within `sampling.max_new_tokens`. A piece of turns (`turns` i8 `[3 k]`: tokens, finish and digest
+   of the context of each) holds whole turns, and is the only one of its message;
 2. pieces lie in the segment files like samples and their places in the group's row, so a kill -9 of the service loses
    none that was answered;
 3. what does not fit into an answer, or is damaged, is not handed out: these samples start anew.
@@ -28,6 +29,7 @@ from buffers.payloads.segments import Segments
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 _WANTED = {"response": "i4", "logprobs": "f4"}
+TURNS = "turns"
 
 
 def check(
@@ -42,8 +44,8 @@ def check(
     except WireError as error:
         return {}, f"layout: {error.message}"
     named = {field.name: field.dtype for field in head.fields if field.name not in SUPPORT}
-    if named != _WANTED:
-        return {}, "layout: the fields are response i4 and logprobs f4"
+    if named.pop(TURNS, "i8") != "i8" or named != _WANTED:
+        return {}, "layout: the fields are response i4, logprobs f4 and turns i8"
     if (support is not None) != cut:
         return {}, f"support: {'it is missing' if cut else 'no draw of this run is cut exactly'}"
     total = sum(item.count for item in head.samples)
@@ -51,6 +53,8 @@ def check(
         return {}, f"length: the arrays do not hold the {total} tokens of {len(head.samples)} pieces"
     if len({item.index for item in head.samples}) < len(head.samples):
         return {}, "index: a sample stands there twice"
+    if TURNS in arrays and (why := _wrong_turns(arrays[TURNS], total, len(head.samples))):
+        return {}, why
     reasons = (_wrong_head(item, group_size, max_tokens, newest_version) for item in head.samples)
     reason = next(filter(None, reasons), "")
     logprobs = arrays["logprobs"]
@@ -78,6 +82,15 @@ def _wrong_head(item: wire.Piece, group_size: int, max_tokens: int, newest_versi
     return ""
 
 
+def _wrong_turns(coded: npt.NDArray[Any], total: int, pieces: int) -> str:
+    if pieces > 1 or not coded.size or coded.size % 3:
+        return f"turns: {coded.size} numbers for {pieces} pieces, not three for each turn of one"
+    counts, finishes = coded[::3], coded[1::3]
+    if np.minimum.reduce(counts) < 1 or np.maximum.reduce(counts) > total or int(counts.sum()) != total:
+        return f"turns: they do not have the {total} tokens"
+    return "" if np.isin(finishes, (0, 1)).all() else "turns: a finish is neither 0 (stop) nor 1 (length)"
+
+
 def store(head: wire.Pieces, item: wire.Piece, arrays: Arrays, segments: Segments) -> Record:
     """Queue one piece for the segment file."""
     start = 0
@@ -86,6 +99,8 @@ def store(head: wire.Pieces, item: wire.Piece, arrays: Arrays, segments: Segment
             break
         start += other.count
     cut = {name: arrays[name][start : start + item.count] for name in _WANTED}
+    if TURNS in arrays:
+        cut[TURNS] = arrays[TURNS]
     if SUPPORT[0] in arrays:
         support = wire.Support(*(arrays[name] for name in SUPPORT))
         cut |= wire.pack_support(support.cut(start, start + item.count))
@@ -121,15 +136,17 @@ def load(
 
 
 def _join_pieces(found: PartialSample, segments: Segments) -> tuple[tuple[wire.Field, ...], bytes]:
-    parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _WANTED}
+    parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in (*_WANTED, TURNS)}
     supports: list[tuple[wire.Support | None, int]] = []
     for record in found.pieces:
         header, payload = segments.read(record)
         arrays = wire.unpack_arrays(wire.decode_header(header).fields, payload)
-        for name, held in parts.items():
-            held.append(arrays[name])
+        for name in parts.keys() & arrays.keys():
+            parts[name].append(arrays[name])
         supports.append((wire.unpack_support(arrays), arrays["response"].size))
-    coded = {name: (_WANTED[name], held) for name, held in parts.items()}
+    if len(parts[TURNS]) not in (0, len(found.pieces)):
+        raise WireError("store.corrupt", "some pieces of a sample are turns and some are not")
+    coded = {name: ({**_WANTED, TURNS: "i8"}[name], held) for name, held in parts.items() if held}
     if (support := wire.join_supports(supports)) is not None:
         coded |= {name: ("u1", [array]) for name, array in wire.pack_support(support).items()}
     fields, data = wire.pack_parts(coded)

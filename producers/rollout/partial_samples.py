@@ -16,13 +16,13 @@ as a whole at its end. Killed at token 1200, its producer leaves 1024, and anoth
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
 from asyncrl.config import SamplingConfig
-from asyncrl.engine import GenDelta, GenRequest
+from asyncrl.engine import Engine, GenDelta, GenRequest
 from asyncrl.versions import Runs, cut_runs, joined_runs
 from asyncrl.wire import FloatArray, IntArray, PiecesReply, Support, join_supports
 from buffers.client.partial_samples import BegunSample, PieceData
@@ -81,6 +81,10 @@ class Trail:
         ]
         return started, going_on
 
+    def engine(self, engine: Engine, _keep: Any) -> Engine:
+        """The engine for the environment: it yields tokens of samples under way by itself."""
+        return engine
+
     def take(self, delta: GenDelta) -> None:
         """Add tokens of a sample under way."""
         made = Tokens.read(delta)
@@ -129,8 +133,13 @@ def can_continue(one: BegunSample, request: GenRequest, digests: Mapping[int, st
     """Whether this engine may continue the sample."""
     if not 0 < len(one.token_ids) < request.max_new_tokens or np.isin(one.token_ids, request.stop_ids).any():
         return False
-    if (one.support is not None) != request.support:  # made under other settings
+    if one.turns or (one.support is not None) != request.support:  # made under other settings
         return False
+    return has_known_weights(one, digests)
+
+
+def has_known_weights(one: BegunSample, digests: Mapping[int, str]) -> bool:
+    """Whether this engine holds no other weights under a version that made the sample."""
     return all(digests.get(version, digest) == digest for version, digest in one.digests.items())
 
 

@@ -18,6 +18,7 @@ from asyncrl.wire.batch_arrays import decode_batch
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 #: Two turns; every other sample begins a second conversation; one in eight breaks in its environment the first time.
+#: The producer is killed once when the buffer has turns of unfinished samples.
 ENVIRONMENT = """
 import pathlib
 
@@ -36,7 +37,10 @@ async def play(chat, row, *, folder):
 """
 
 
-def test_samples_of_several_turns_and_rows_pass_the_whole_pipeline(run) -> None:  # type: ignore[no-untyped-def]
+def test_samples_of_several_turns_and_rows_pass_the_whole_pipeline(run, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("ASYNCRL_FAILPOINT", "producer.after_piece:kill:6")
+    (run.folder / "once").mkdir()
+    monkeypatch.setenv("ASYNCRL_FAILPOINT_ONCE", str(run.folder / "once"))
     (run.folder / "my_envs.py").write_text(ENVIRONMENT)
     rows = [{"prompt": f"{n % 90 + 10}+{n % 7 + 10}=", "number": n} for n in range(64)]
     (run.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -46,14 +50,19 @@ def test_samples_of_several_turns_and_rows_pass_the_whole_pipeline(run) -> None:
         "learner.steps": 3,
         "log.archive": "true",
         "data.shuffle": "false",
+        "producers.checkpoint_tokens": 3,
     }
     done = run.launch(*(f"{key}={value}" for key, value in settings.items()))
     assert done.returncode == 0, done.stdout + run.logs()
     audit = run.audit()
     assert (audit["exit"], audit["lost"], audit["doubled"], audit["trained"]) == (0, 0, 0, 12)
-    lost = [line for line in run.lines("history.jsonl") if line["e"] == "lost"]
-    assert len(lost) == 1
-    assert lost[0]["why"].startswith("environment.raised: RuntimeError: the environment broke (my_envs.py:")
+    history = run.lines("history.jsonl")
+    failed = [line for line in history if line["e"] == "lost" and line["why"].startswith("environment.")]
+    assert len(failed) == 1
+    assert failed[0]["why"].startswith("environment.raised: RuntimeError: the environment broke (my_envs.py:")
+    assert list((run.folder / "once").iterdir())
+    assert [line for line in history if line["e"] == "continue"]  # turns of the killed producer
+    assert {line["why"] for line in history if line["e"] == "discard"} <= {"failed"}  # nothing had to start anew
     assert all(0 < line["observed_share"] < 0.8 for line in run.lines("metrics/learner.jsonl"))
     several = check_archive(run)
     assert several > 0

@@ -162,7 +162,20 @@ def test_a_new_holder_may_begin_anew() -> None:
     assert book.piece(new, 0, ((0, 3),), name="q").kept == {0: 3}
     book.take()
     assert book.begun(new) == {0: (3, ((0, 3),))} and len(book.freed) == 2
+    assert book.groups.partial.discarded == {"replaced": 1}
     assert book.piece(new, 0, ((0, 3),), name="q").kept == {0: 3} and book.records == 3
+
+
+def test_another_attempt_does_not_repeat_what_an_environment_failed_on() -> None:
+    book = Book()
+    old, other = book.lease(count=2)
+    for lease in (old, other):
+        book.piece(lease, 0, ((0, 4),))
+    leases = ((old.group, old.token), (other.group, other.token + 1))  # the second is no lease of this producer
+    book.groups.give_back(wire.LeaseReturn("p", leases, "environment.raised: ValueError"), now=0.0)
+    assert book.groups.partial.discarded == {"failed": 1} and book.begun(old) == {} and book.begun(other)
+    (new,) = book.lease("q")
+    assert new.group == old.group and "continue" not in book.take() and new.attempt == old.attempt + 1
 
 
 def test_what_was_begun_outlives_the_service() -> None:

@@ -447,9 +447,9 @@ def test_an_environment_may_be_all_that_scores(folder: Path, tokenizer: Tokenize
         config_of(folder, reward=False)
     assert isinstance(make_environment(config_of(folder), tokenizer), SingleTurn)
     whole = '[model]\npath="m"\n[data]\npath="d.jsonl"\n[[reward]]\nfunction="m:f"\n[producers]\ncheckpoint_tokens=64\n'
-    with pytest.raises(ConfigErrors, match="set it to 0"):
-        parse(whole + '[environment]\nname = "chat"\n')
-    parse(whole)
+    parse(whole + '[environment]\nname = "chat"\n')
+    with pytest.raises(ConfigErrors, match="keeps turns without the experts"):
+        parse(whole + '[environment]\nname = "chat"\n[learner]\nrouter_replay = true\n')
 
 
 def test_masks_are_bytes(folder: Path, tokenizer: Tokenizer) -> None:

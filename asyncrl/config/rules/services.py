@@ -238,11 +238,11 @@ def _environment_problems(config: Config) -> Iterator[Conflict]:
             f"environment.reasoning_parser = {environment.reasoning_parser!r} is not {wanted}",
             code="config.environment",
         )
-    if config.producers.checkpoint_tokens:
+    if config.producers.checkpoint_tokens and config.learner.router_replay:
         yield conflict(
             "producers.checkpoint_tokens",
-            f"producers.checkpoint_tokens sends single answers in pieces; with environment.name = {environment.name!r} "
-            "set it to 0",
+            "producers.checkpoint_tokens keeps turns without the experts that learner.router_replay needs: with "
+            f"environment.name = {environment.name!r} set one of them to 0 or false",
         )
 
 
