@@ -74,6 +74,12 @@ class Config(Section, frozen=True, kw_only=True):
         return held if self.evaluation.second_weights else 0
 
     @property
+    def kept_sessions(self) -> int:
+        """Ended turns, of the longest length, whose K and V engine `hf` keeps for the next turns of their sessions."""
+        turns = any(not one.is_single_turn for one in self.environments)
+        return self.producers.slots // 2 if turns and not self.learner.router_replay else 0
+
+    @property
     def environments(self) -> tuple[EnvironmentConfig, ...]:
         """`[environment]`, then those that rows name."""
         return (self.environment, *self.row_environment)

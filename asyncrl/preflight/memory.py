@@ -295,6 +295,9 @@ def _engines(config: Config, shape: Shape, role: str, count: int, *, accelerator
                 f"{held_out} held-out samples x {longest} tokens x {token} B",
             ),
         ]
+    if producers.engine == "hf" and (kept := config.kept_sessions):
+        what = f"{kept} ended turns x {longest} tokens x {token} B, for the next turns of their sessions"
+        parts.append(Part("K/V of sessions", kept * longest * token, what))
     if _sends_direct(config):
         parts.append(_buckets(config, shape, 3 if staged else 2, further=_senders(config) - 1))
         if staged:

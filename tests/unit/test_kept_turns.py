@@ -1,4 +1,4 @@
-"""Turns that the buffer keeps: a session played again gets them behind the same contexts, and is new from another on."""
+"""Turns that the buffer keeps: a session gets them again behind the same contexts, and is new from another one on."""
 
 from __future__ import annotations
 

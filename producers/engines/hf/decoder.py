@@ -3,7 +3,7 @@
 A step: seat waiting samples in free rows, feed the live rows, sample one token per row, return the finished samples.
 The cache is a `cache_interface.Memory`. Guarantees:
 1. a prompt is prefilled once per group and version, and copied for its samples; prompts of several waiting groups are
-   prefilled together;
+   prefilled together. With a `PrefixCache`, prompts that begin like earlier samples are computed from there on;
 2. a prefill holds the prompt without its last token; the first decode step feeds that one. So every token of a sample
    comes from a decode step, and its version is the version of that step;
 3. tokens of a sample depend only on (weights, prompt, seed, index), up to the float noise of another batch shape;
@@ -26,6 +26,7 @@ from torch import Tensor
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.runtime.routers import Routers
 from producers.engines.hf.cache_interface import Memory, Prompt, pieces
+from producers.engines.hf.prefix_cache import PrefixCache
 from producers.engines.hf.sampling import Cut, Drawn, sample
 from producers.engines.hf.slots import TOP_K, SlotTable
 
@@ -59,9 +60,19 @@ class Waiting:
 class Decoder:
     """The state of one engine. Single-threaded."""
 
-    def __init__(self, memory: Memory, table: SlotTable, *, recompute: bool, routers: Routers | None = None) -> None:
-        """`routers`: of the model, to record the experts that tokens go through."""
+    def __init__(
+        self,
+        memory: Memory,
+        table: SlotTable,
+        *,
+        recompute: bool,
+        routers: Routers | None = None,
+        prefixes: PrefixCache | None = None,
+    ) -> None:
+        """`routers`: of the model, to record the experts that tokens go through. `prefixes`: of `memory`."""
         self.memory = memory
+        self.prefixes = prefixes
+        self._prefill = memory.prefill if prefixes is None else prefixes.prefill
         self._routers = routers
         self.table = table
         self.version = -1
@@ -139,6 +150,8 @@ class Decoder:
         self._era += 1
         self._eras.append((self.steps, version))
         self.table.forget_experts()
+        if self.prefixes is not None:
+            self.prefixes.clear()
         if self._recompute and self.table.live:
             self.memory.remake(self.table)
         return time.perf_counter() - started
@@ -150,6 +163,8 @@ class Decoder:
     def reset(self) -> None:
         """Forget versions, counters and the cache; no sample may be alive."""
         self.memory.forget()
+        if self.prefixes is not None:
+            self.prefixes.clear()
         self.version, self.steps, self.generated_tokens, self.busy_s = -1, 0, 0, 0.0
         self._eras.clear()
 
@@ -194,12 +209,22 @@ class Decoder:
         if several:
             asked = [entry.request for entry in several]
             prompts = [Prompt(one.prompt_ids[:-1], one.images, one.image_places) for one in asked]
-            found, experts = self._forward(self.memory.prefill, prompts)
+            found, experts = self._forward(self._prefill, prompts)
             padded = [None] * len(several) if experts is None else experts.chunk(len(several))
             for entry, prompt, kept, row in zip(several, prompts, found, padded, strict=True):
                 held = None if row is None else row[: len(prompt.tokens)]
                 entry.prefix = Prefix(self._era, kept, self.memory.shift(prompt), held)
 
     def _release(self, rows: list[int]) -> None:
+        if self.prefixes is not None:
+            for row in rows:
+                self._keep_prefix(row, self.prefixes)
         lanes = [self.table.lanes[row] for row in rows]
         self.memory.release(lanes, self.table.release(rows))
+
+    def _keep_prefix(self, row: int, prefixes: PrefixCache) -> None:
+        """Of a row that ends, if all of its K and V are of the current weights."""
+        tokens, images, _ = self.table.sequence(row)
+        start = self.table.occupants[self.table.lanes[row]].start
+        if not images and (self._recompute or start >= self._eras[-1][0]):
+            prefixes.keep_row(row, tokens)

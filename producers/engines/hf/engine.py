@@ -119,6 +119,7 @@ class HFEngine:
             extra_bytes=copies,
             tried=self.tried,
             routers=Routers(self._model) if config.learner.router_replay else None,
+            ended=config.kept_sessions,
         )
         if held_out:
             make = partial(build, slots=held_out, tried=(built.kind,))

@@ -1,8 +1,9 @@
-"""The key-value memory of the slot sampler, and its two caches for transformers.
+"""The key-value memory of the slot sampler, and its three caches for transformers.
 
 `KVStore` holds K and V of each layer as `[slots, kv_heads, length, head_dim]`; the live rows are the first ones. A
 decode step passes `SlotCache` as `past_key_values`: it writes one position per row and returns the live rows up to the
-longest. A prefill passes `CaptureCache`: it keeps the K and V of each layer. Guarantees:
+longest. A prefill passes `CaptureCache`: it keeps the K and V of each layer; a
+prefill behind known tokens passes `ExtendingCache`. Guarantees:
 1. memory starts as zeros, so that a masked position is never NaN; it grows with the longest sample, by doubling up to
    `max_len`, one layer at a time, and does not shrink;
 2. nothing outside the live rows and the visible length is read;
@@ -43,6 +44,32 @@ class CaptureCache:
 
     def get_seq_length(self, _layer: int = 0) -> int:
         return 0
+
+
+class ExtendingCache:
+    """A prefill of several rows behind K and V that they have: `heads[n]` by layer, `[1, kv_heads, T_n, head_dim]`.
+
+    They are padded on the right to the longest one, `past` tokens; the mask hides the padding.
+    """
+
+    is_compileable = False
+
+    def __init__(self, heads: Sequence[KV]) -> None:
+        self._heads = heads
+        self.past = max(head[0][0].shape[2] for head in heads)
+        self.new = CaptureCache()
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keep the layer's new K and V; K and V of past and new tokens, `[N, kv_heads, past + new, head_dim]`."""
+        self.new.update(keys, values, layer)
+        old_keys, old_values = ([self._pad(head[layer][side]) for head in self._heads] for side in (0, 1))
+        return torch.cat([torch.cat(old_keys), keys], 2), torch.cat([torch.cat(old_values), values], 2)
+
+    def _pad(self, part: Tensor) -> Tensor:
+        return torch.nn.functional.pad(part, (0, 0, 0, self.past - part.shape[2]))
+
+    def get_seq_length(self, _layer: int = 0) -> int:
+        return self.past
 
 
 class KVStore:

@@ -31,8 +31,9 @@ from producers.engines.hf.cache_interface import UNFIT, Memory
 from producers.engines.hf.cohort_cache import CohortMemory
 from producers.engines.hf.decoder import Decoder
 from producers.engines.hf.kv_cache import KVStore
+from producers.engines.hf.prefix_cache import PrefixCache
 from producers.engines.hf.self_check import check_decoder
-from producers.engines.hf.slot_cache import SlotMemory
+from producers.engines.hf.slot_cache import PART_TOKENS, SlotMemory
 from producers.engines.hf.slots import SlotTable
 from producers.engines.model_files import weights_dtype
 
@@ -117,10 +118,11 @@ def build_decoder(
     tried: Sequence[str] = TRIED,
     images: ImageInputs | None = None,
     routers: Routers | None = None,
+    ended: int = 0,
 ) -> Built:
     """The first decoder that passes the self-check; slots alone with `images`, or with `routers` to record. Memory must
-    have room for K/V of `held_out` more samples (a second decoder's) and for `extra_bytes` of further copies of the
-    weights.
+    have room for K/V of `held_out` more samples (a second decoder's), of `ended` samples that are kept for prompts that
+    begin like them (slots without routers alone), and for `extra_bytes` of further copies of the weights.
 
     Raises:
         ConfigError: `config.model` if none passes, `config.conflict` if the memory is too small.
@@ -129,13 +131,27 @@ def build_decoder(
     max_len = max_prompt + max_new
     why: list[str] = []
     for kind in tried if images is None and routers is None else [kind for kind in tried if kind == "slots"]:
-        make: Any = _cache_memory if kind == "caches" else partial(_slot_memory, images=images)
+        make: Any = (
+            _cache_memory if kind == "caches" else partial(_slot_memory, images=images, whole=routers is not None)
+        )
         try:
             memory, need = make(model, slots=slots, max_len=max_len, device=device, where=where)
-            need = need // slots * (slots + held_out)
-            check_memory(need, slots=slots, held_out=held_out, max_len=max_len, device=device, extra_bytes=extra_bytes)
+            prefixes = None
+            if ended and routers is None and isinstance(memory, SlotMemory):
+                prefixes = PrefixCache(memory, most_tokens=ended * max_len)
+            kept = ended if prefixes is not None else 0
+            need = need // slots * (slots + held_out + kept)
+            check_memory(
+                need,
+                slots=slots,
+                held_out=held_out,
+                ended=kept,
+                max_len=max_len,
+                device=device,
+                extra_bytes=extra_bytes,
+            )
             table = SlotTable(slots, max_new_tokens=max_new, device=device)
-            decoder = Decoder(memory, table, recompute=recompute, routers=routers)
+            decoder = Decoder(memory, table, recompute=recompute, routers=routers, prefixes=prefixes)
             check_decoder(decoder, model, max_prompt=max_prompt, max_new=max_new, where=where, images=images)
             return Built(decoder, kind, "; ".join(why))
         except ConfigError as error:
@@ -146,10 +162,20 @@ def build_decoder(
 
 
 def _slot_memory(
-    model: torch.nn.Module, *, slots: int, max_len: int, device: torch.device, where: str, images: ImageInputs | None
+    model: torch.nn.Module,
+    *,
+    slots: int,
+    max_len: int,
+    device: torch.device,
+    where: str,
+    images: ImageInputs | None,
+    whole: bool,
 ) -> tuple[Memory, int]:
-    """The memory and its maximum size in bytes."""
-    memory = SlotMemory(model, slots=slots, max_len=max_len, device=device, where=where, images=images)
+    """The memory and its maximum size in bytes. `whole`: a prefill is one forward, which records experts."""
+    part = max_len if whole else PART_TOKENS
+    memory = SlotMemory(
+        model, slots=slots, max_len=max_len, device=device, where=where, images=images, part_tokens=part
+    )
     attention.install(model)
     return memory, KVStore.nbytes(memory.like, slots=slots, max_len=max_len)
 
@@ -164,19 +190,29 @@ def _cache_memory(
 
 
 def check_memory(
-    need: int, *, slots: int, held_out: int = 0, max_len: int, device: torch.device, extra_bytes: int = 0
+    need: int,
+    *,
+    slots: int,
+    held_out: int = 0,
+    ended: int = 0,
+    max_len: int,
+    device: torch.device,
+    extra_bytes: int = 0,
 ) -> None:
-    """Raise `config.conflict` with the arithmetic if `need` bytes of K/V for all slots and `held_out` more samples, and
-    `extra_bytes`, do not fit."""
+    """Raise `config.conflict` with the arithmetic if `need` bytes of K/V for all slots, `held_out` more samples and
+    `ended` ones, and `extra_bytes`, do not fit."""
     free = free_bytes(device)
     if need + extra_bytes > 0.9 * free:
-        copies, more, instead = "a second copy", "", "weightsync.in_place = true (generation stands still meanwhile)"
+        more = f" + {ended} ended" if ended else ""
+        copies, instead = "a second copy", "weightsync.in_place = true (generation stands still meanwhile)"
         if held_out:
-            copies, more, instead = "two more copies", f" + {held_out} held out", "evaluation.lane = 'before_swap'"
+            copies, instead = "two more copies", "evaluation.lane = 'before_swap'"
+            more += f" + {held_out} held out"
         copies = f", {copies} of the weights {extra_bytes / 2**30:.1f} GiB" if extra_bytes else ""
+        token = need / (slots + held_out + ended) / max_len
         raise ConfigError(
             "config.conflict",
-            f"K/V of producers.slots = {slots}{more} x {max_len} tokens x {need / (slots + held_out) / max_len:.0f} "
+            f"K/V of producers.slots = {slots}{more} x {max_len} tokens x {token:.0f} "
             f"bytes needs {need / 2**30:.1f} GiB{copies}; {free / 2**30:.1f} GiB are free on {device}",
             remedy=f"lower producers.slots, sampling.max_new_tokens or data.max_prompt_tokens, or set {instead}",
         )

@@ -4,7 +4,8 @@ Guarantees:
 1. a model whose attention ignores the given mask or positions, or whose cache cannot be copied and cut by rows, is
    refused (`config.model`) with the size of the difference, instead of training on wrong log-probs. The check compares
    two prompts of unequal length in one batch, several samples of each, once all to the same end and once with samples
-   that end early; and, for layers that do not see the whole past, a sample that begins just before that border;
+   that end early; and, for layers that do not see the whole past, a sample that begins just before that border. With a
+   `PrefixCache` also the next turn of each sample;
 2. the decoder is left in its initial state.
 
 Example: window 512: prompts of 2, 5 and 511 tokens, 4 more each; the last one's third new token no longer sees the
@@ -13,7 +14,7 @@ first of its prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from asyncrl.images.model_inputs import ImageInputs, test_image
 from producers.engines.hf.cache_interface import UNFIT, call_options
 from producers.engines.hf.decoder import Decoder
 
+AGAIN = "turn-2-"
 TOKENS = 4  # per sample
 LIMIT = {torch.float32: 1e-3, torch.float64: 1e-3}
 HALF_LIMIT = 0.5  # bfloat16 on random weights differs by up to 0.18 between two orders of summation
@@ -53,6 +55,8 @@ def check_decoder(
     early = [make_request(len(item.prompt_ids), (0, 1, 2), _stop(item.id, samples)) for item in groups]
     samples += _run(decoder, early)
     asked = {request.id: request for request in requests}
+    if decoder.prefixes is not None:
+        samples += _run(decoder, groups + crossing, then=lambda one: _next_turn(asked, one, max_prompt, new))
     gap = max(_gap(model, asked[item.id], item, images) for item in samples)
     limit = LIMIT.get(next(model.parameters()).dtype, HALF_LIMIT)
     if not gap <= limit:  # NaN is refused too
@@ -82,14 +86,31 @@ def _stop(request: str, samples: Sequence[GenDelta]) -> tuple[int, ...]:
     return ()
 
 
-def _run(decoder: Decoder, requests: Sequence[GenRequest]) -> list[GenDelta]:
+def _next_turn(asked: dict[str, GenRequest], sample: GenDelta, max_prompt: int, new: int) -> GenRequest | None:
+    """A request that begins with the sample, if there is room; noted in `asked`."""
+    first = asked[sample.id]
+    prompt = np.concatenate([first.prompt_ids, sample.token_ids, first.prompt_ids[:3]])
+    if first.id.startswith(AGAIN) or len(prompt) > max_prompt:
+        return None
+    request = GenRequest(f"{AGAIN}{first.id}-{sample.index}", prompt.astype(np.int32), (0,), 1, new)
+    asked[request.id] = request
+    return request
+
+
+def _run(
+    decoder: Decoder, requests: Sequence[GenRequest], *, then: Callable[[GenDelta], GenRequest | None] = lambda _: None
+) -> list[GenDelta]:
+    """All samples of the requests, and of those that `then` gives for a finished sample."""
     decoder.swap(0, lambda: None)
     for request in requests:
         decoder.submit(request)
     samples: list[GenDelta] = []
     try:
         while not decoder.idle:
-            samples += decoder.step()
+            made = decoder.step()
+            samples += made
+            for request in filter(None, map(then, made)):
+                decoder.submit(request)
     except torch.OutOfMemoryError:
         raise
     except UNFIT as error:

@@ -4,7 +4,8 @@ Guarantees:
 1. a step feeds one token of every live row, at its own position, with its own mask: no padding is computed;
 2. layers with a window (`sliding_attention`) or with chunks (`chunked_attention`) keep all tokens and get a mask for
    their visible part: exact, but with more memory than they need;
-3. prompts share one right-padded prefill: causal attention never reads the padding;
+3. prompts share one right-padded prefill: causal attention never reads the padding. A long one is computed in parts, so
+   that memory grows with its length, not with the square;
 4. a model that does not store plain K and V of every layer is refused when the memory is made.
 It does not prove that the model respects masks and positions: `self_check` does.
 
@@ -26,9 +27,10 @@ from asyncrl.images.forward import body_arguments, see_rows, stray_placeholders
 from asyncrl.images.model_inputs import ImageInputs
 from producers.engines.hf.attention import Band, plan
 from producers.engines.hf.cache_interface import UNFIT, Prompt, Tokens, call_options, pieces
-from producers.engines.hf.kv_cache import KV, CaptureCache, KVStore, SlotCache
+from producers.engines.hf.kv_cache import KV, CaptureCache, ExtendingCache, KVStore, SlotCache
 from producers.engines.hf.slots import LAST, POSITION, SHIFT, Moves, SlotTable
 
+PART_TOKENS = 4096  # of a prefill: its mask has one element for each pair of these and the tokens before them
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
@@ -39,7 +41,7 @@ class Sight(NamedTuple):
     chunk: int = 0
 
     def mask(self, places: Tensor, positions: Tensor) -> Tensor:
-        """Which of `places` `[T]` are visible from each of `positions` `[N, 1]`: bool `[N, T]`."""
+        """Which of `places` are visible from each of `positions`: bool, of their common shape."""
         seen = places <= positions
         if self.window:
             seen &= places > positions - self.window
@@ -73,11 +75,14 @@ class SlotMemory:
         device: torch.device,
         where: str,
         images: ImageInputs | None = None,
+        part_tokens: int = PART_TOKENS,
     ) -> None:
-        """Raises ConfigError `config.model` if the model keeps something else than K and V."""
+        """Prompts are computed in parts of `part_tokens`. Raises ConfigError `config.model` if the model keeps anything
+        but K and V."""
         self.model = model
         self._images = images
         self.max_len = max_len
+        self.part_tokens = part_tokens
         self._device = device
         self._options = call_options(model)
         config: Any = model.config
@@ -105,13 +110,50 @@ class SlotMemory:
     # ------------------------------------------------------------ Memory
 
     def prefill(self, prompts: Sequence[Prompt]) -> list[Any]:
-        """K and V of each prompt by layer, `[1, kv_heads, T, head_dim]`."""
-        layers = self._capture(prompts)
+        """K and V of each prompt by layer, `[1, kv_heads, T, head_dim]`; a long one in parts."""
+        first = [one if one.images else one._replace(tokens=one.tokens[: self.part_tokens]) for one in prompts]
+        layers = self._capture(first)
 
         def part(held: Tensor, row: int) -> Tensor:
-            return held[row : row + 1, :, : len(prompts[row].tokens)]
+            return held[row : row + 1, :, : len(first[row].tokens)]
 
-        return [[(part(k, row), part(v, row)) for k, v in layers] for row in range(len(prompts))]
+        found = [[(part(k, row), part(v, row)) for k, v in layers] for row in range(len(prompts))]
+        whole = all(len(one.tokens) == len(other.tokens) for one, other in zip(first, prompts, strict=True))
+        return found if whole else self.extend(prompts, found)
+
+    def extend(self, prompts: Sequence[Prompt], heads: Sequence[KV]) -> list[KV]:
+        """As `prefill`, where the first tokens of the prompts have K and V already, `heads`: only the rest is computed,
+        without images.
+        """
+        known = [head[0][0].shape[2] for head in heads]
+        while any(len(prompt.tokens) > count for prompt, count in zip(prompts, known, strict=True)):
+            rest = [prompt.tokens[count:][: self.part_tokens] for prompt, count in zip(prompts, known, strict=True)]
+            heads = self._extend(rest, known, heads)
+            known = [head[0][0].shape[2] for head in heads]
+        return list(heads)
+
+    def _extend(self, rest: Sequence[Tokens], known: Sequence[int], heads: Sequence[KV]) -> list[KV]:
+        """K and V of `heads`, of `known` tokens, and of these tokens behind them."""
+        cache, padded = ExtendingCache(heads), torch.from_numpy(_pad(rest)).to(self._device)
+        counts = torch.tensor(known, device=self._device)[:, None]
+        positions = (counts + self._places[: padded.shape[1]]).clamp(max=self.max_len - 1)
+        past = self._places[: cache.past]
+        places = torch.cat([torch.where(past < counts, past, self.max_len), positions], 1)  # padding is never seen
+        mask = self._mask(places[:, None, None], positions[:, None, :, None])
+        self._call(padded, positions, mask, cache)
+
+        def whole(row: int, old: Tensor, made: Tensor) -> Tensor:
+            return torch.cat([old, made[row : row + 1, :, : len(rest[row])]], 2)
+
+        made = cache.new.layers
+        return [
+            [(whole(row, k, keys), whole(row, v, values)) for (k, v), (keys, values) in zip(head, made, strict=True)]
+            for row, head in enumerate(heads)
+        ]
+
+    def copy_row(self, row: int, tokens: int) -> KV:
+        """A copy of K and V of the first tokens of a row, by layer."""
+        return [tuple(part[row : row + 1, :, :tokens].clone() for part in pair) for pair in self.store.layers]  # type: ignore[misc]
 
     def shift(self, prompt: Prompt) -> int:
         """Of models with positions by time, height and width."""
@@ -134,7 +176,9 @@ class SlotMemory:
         positions = state[:, POSITION]
         cache = SlotCache(self.store, self._rows[:live], positions, visible, bands=_clip_bands(bands, visible))
         shifted = (positions + state[:, SHIFT])[:, None]
-        output = self._call(state[:, LAST, None], shifted, self._mask(visible, positions), cache)
+        output = self._call(
+            state[:, LAST, None], shifted, self._mask(self._places[:visible], positions[:, None, None, None]), cache
+        )
         logits: Tensor = output.logits[:, -1]
         return logits
 
@@ -142,7 +186,11 @@ class SlotMemory:
         """Prefill every live row again, some at a time."""
         rows = [Prompt(*table.sequence(row)) for row in range(table.live)]
         for piece in pieces([len(row.tokens) for row in rows]):
-            if any(len(row.tokens) for row in rows[piece]):
+            longest = max(len(row.tokens) for row in rows[piece])
+            if longest > self.part_tokens:
+                for row, kept in zip(range(piece.start, piece.stop), self.prefill(rows[piece]), strict=True):
+                    self.store.write(row, 1, kept)
+            elif longest:
                 self.store.write(piece.start, piece.stop - piece.start, self._capture(rows[piece]))
 
     def release(self, lanes: Sequence[int], moves: Moves) -> None:
@@ -169,18 +217,16 @@ class SlotMemory:
             positions, seen = see_rows(self._images, prompts, padded.shape[1], self._device)
             ids = seen.mask(ids)
         with stray_placeholders(self.model, seen):
-            mask = self._mask(len(places), None)
+            mask = self._mask(places, places[None, None, :, None])
             self._call(ids, positions, mask, cache, **body_arguments(self.model, seen))
         return cache.layers
 
-    def _mask(self, visible: int, positions: Tensor | None) -> Any:
-        """`[live, 1, 1, visible]` for a step; `[1, 1, T, T]` for a prefill (`positions` None); by type of layer if
+    def _mask(self, places: Tensor, positions: Tensor) -> Any:
+        """Which `places` `[..., T]` the tokens at `positions` `[N, 1, S, 1]` see: `[N, 1, S, T]`; by type of layer if
         there are several."""
-        places = self._places[:visible]
         seen = {}
         for kind, sight in self._sights.items():
-            table = sight.mask(places, (places if positions is None else positions)[:, None])
-            mask = table[None, None] if positions is None else table[:, None, None]
+            mask = sight.mask(places, positions)
             if self._additive:
                 mask = torch.zeros_like(mask, dtype=self._dtype).masked_fill(~mask, torch.finfo(self._dtype).min)
             seen[kind] = mask
