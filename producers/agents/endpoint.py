@@ -1,7 +1,7 @@
 """The endpoint of a producer for agents: loopback only, one key per session.
 
 Needs the extra `http` (aiohttp). Routes: those of the interfaces (`ANSWERS`), `POST /v1/messages/count_tokens`,
-`GET /v1/models`, `POST /v1/reward`; and the same below `/s/KEY/v1`, for agents that cannot set a key. Guarantees:
+`GET /v1/models`, `GET /v1/responses/{id}`, `POST /v1/reward`; and the same below `/s/KEY/v1`, for agents that cannot set a key. Guarantees:
 1. it listens on 127.0.0.1; a request without the key of a running session gets 401, and a connection without one with
    such a key is closed after `SILENT_S`, earlier if there are more than `MOST_CONNECTIONS`;
 2. an agent that disconnects ends its turn, and so does the end of its session: the sample has nothing of it;
@@ -51,6 +51,7 @@ class Session:
         self.reward: float | None = None
         self.parts: dict[str, float] = {}
         self.conversations: dict[str, tuple[Message, ...]] = {}  # by the ids of its answers, with the answers
+        self.responses: dict[str, Any] = {}  # answers of the interface Responses by id
         self.changed = asyncio.Event()  # set if the dialogue cannot go on
         self.under_way: set[asyncio.Task[Any]] = set()  # handlers of its requests
 
@@ -81,6 +82,7 @@ class Endpoint:
         routes += [
             ("POST", "/messages/count_tokens", self._count, MESSAGES),
             ("GET", "/models", self._models, CHAT),
+            ("GET", "/responses/{id}", self._response, RESPONSES),
             ("POST", "/reward", self._reward, CHAT),
         ]
         for method, path, handler, interface in routes:
@@ -178,6 +180,12 @@ class Endpoint:
         form = list_models if "anthropic-version" in request.headers else models
         return self._json(form(self.model))
 
+    async def _response(self, request: Any, session: Session) -> Any:
+        name = request.match_info["id"]
+        if name not in session.responses:
+            raise ApiError(404, f"no response of this session has the id {name[:80]!r}", code="not_found")
+        return self._json(session.responses[name])
+
     async def _count(self, request: Any, session: Session) -> Any:
         ask = read_request(await self._body(request), limited=False)
         return self._json({"input_tokens": await session.dialogue.count(ask)})
@@ -188,20 +196,28 @@ class Endpoint:
         session.asks += 1
         try:
             if ask.stream:
-                return await self._stream(request, session, ask, interface.events(ask, id=name, model=self.model), name)
+                return await self._stream(request, session, ask, interface, name)
             said = await session.dialogue.answer(ask)
         finally:
             if session.dialogue.fatal is not None:
                 session.changed.set()
+        return self._json(self._finish(interface, session, ask, said, name))
+
+    def _finish(self, interface: Interface, session: Session, ask: ChatRequest, said: Answer, name: str) -> Any:
+        """Note an answer in its session; the body of it."""
         session.conversations[name] = (*ask.conversation, said.message)
         texts = self._texts(said) if ask.logprobs else ()
-        return self._json(interface.answer(said, ask, id=name, model=self.model, texts=texts))
+        body = interface.answer(said, ask, id=name, model=self.model, texts=texts)
+        if interface is RESPONSES:
+            session.responses[name] = body
+        return body
 
     def _texts(self, said: Answer) -> list[str]:
         return [self._tokenizer.decode([token]) for token in said.token_ids]
 
-    async def _stream(self, request: Any, session: Session, ask: ChatRequest, events: Events, name: str) -> Any:
+    async def _stream(self, request: Any, session: Session, ask: ChatRequest, interface: Interface, name: str) -> Any:
         """Events as the text comes. With tools, or with a parser of reasoning, it comes whole: it may be a call."""
+        events = interface.events(ask, id=name, model=self.model)
         news: asyncio.Queue[str | None] = asyncio.Queue()
         whole = session.dialogue.is_read(ask)
         asking = asyncio.create_task(session.dialogue.answer(ask, None if whole else news.put_nowait))
@@ -220,7 +236,7 @@ class Endpoint:
                 response = response or await self._begin_stream(request, events)
                 await response.write(events.text(text))
             said = asking.result()  # an error before the first event is an answer like any other
-            session.conversations[name] = (*ask.conversation, said.message)
+            self._finish(interface, session, ask, said, name)
             response = response or await self._begin_stream(request, events)
             if whole and said.text:
                 await response.write(events.text(said.text))

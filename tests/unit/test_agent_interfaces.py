@@ -333,6 +333,7 @@ def test_a_stream_of_a_response_has_the_events_of_the_interface(folder: Path, to
         ]
         assert [event.sequence_number for event in events] == list(range(len(events)))
         made = events[-1].response
+        assert (await client.responses.retrieve(made.id)).output_text == text
         assert made.output_text == text and made.id == events[0].response.id and made.status == "completed"
         assert (made.usage.output_tokens, made.usage.input_tokens) == (
             len(text) + 1,
@@ -413,7 +414,10 @@ def test_an_earlier_response_is_known_in_its_session_alone(folder: Path, tokeniz
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.responses.create(model="m", input="2*3", previous_response_id=unknown)
             assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve(str(unknown))
         first = await client.responses.create(model="m", input="2*3", instructions="be brief")
+        assert await client.responses.retrieve(first.id) == first
         ids.append(first.id)
         for _ in range(2):  # an earlier response may be continued twice
             await client.responses.create(

@@ -30,7 +30,8 @@ from producers.engines.hf.cache_interface import UNFIT, Prompt, Tokens, call_opt
 from producers.engines.hf.kv_cache import KV, CaptureCache, ExtendingCache, KVStore, SlotCache
 from producers.engines.hf.slots import LAST, POSITION, SHIFT, Moves, SlotTable
 
-PART_TOKENS = 4096  # of a prefill: its mask has one element for each pair of these and the tokens before them
+PART_TOKENS = 4096  # of a prefill
+PART_PAIRS = PART_TOKENS**2  # elements of its mask: a part behind many tokens is shorter
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
@@ -127,7 +128,8 @@ class SlotMemory:
         """
         known = [head[0][0].shape[2] for head in heads]
         while any(len(prompt.tokens) > count for prompt, count in zip(prompts, known, strict=True)):
-            rest = [prompt.tokens[count:][: self.part_tokens] for prompt, count in zip(prompts, known, strict=True)]
+            part = max(1, min(self.part_tokens, PART_PAIRS // (max(known) + self.part_tokens)))
+            rest = [prompt.tokens[count:][:part] for prompt, count in zip(prompts, known, strict=True)]
             heads = self._extend(rest, known, heads)
             known = [head[0][0].shape[2] for head in heads]
         return list(heads)
