@@ -277,7 +277,7 @@ class GroupLeases:
     def _message(self, group: Group) -> Lease:
         settings = self.live.current
         asked = settings.group_size + settings.over_issue
-        missing = tuple(index for index in range(asked) if index not in group.samples)
+        missing = tuple([index for index in range(asked) if index not in group.samples])
         # A continued sample is the one that it would have been, so its seed stays.
         seed = lease_seed(settings.seed, group.id, 0 if settings.continues else group.attempt)
         row = self.table.prompts.assign(group)
@@ -310,11 +310,7 @@ class GroupLeases:
     def restart_abandoned(self, groups: list[Group], newest: int) -> int:
         """Restart groups with tokens of versions above `newest`: the learner went back to an older checkpoint, so these
         versions do not exist. Returns their number."""
-        found = [
-            group
-            for group in groups
-            if any(max(sample.oldest, sample.newest) > newest for sample in group.samples.values())
-        ]
+        found = [group for group in groups if group.newest > newest]
         for group in found:
             self.restart(group, "abandoned")
         return len(found)

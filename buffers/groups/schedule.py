@@ -98,8 +98,7 @@ class Schedule:
         lag = self.versions_behind(engine_version)
         if meta.emptied or engine_version < 0 or engine_version > meta.newest + 1 or lag > self.depth:
             return None
-        found = self._next_pending(engine_version, lag)
-        if found is not None:
+        if self.table.indexes.pending_order and (found := self._next_pending(engine_version, lag)) is not None:
             return found
         if self.table.indexes.competing >= self.unclaimed or not self.fits(engine_version, self.bound):
             return None
