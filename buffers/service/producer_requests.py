@@ -60,14 +60,29 @@ class ProducerRequests:
 
     def look_at_polls(self) -> None:
         """Answer the polls that have work, or whose time is over."""
+        ended, now = self.context.ended, self.context.now
+        works = not ended and self.context.machine.budget.fault is None
+        if works and any(self._may_have_work(poll) for poll in self.polls.values()):
+            self._note_requests()
         for name, poll in list(self.polls.items()):
             leases: tuple[wire.Lease, ...] = ()
-            ended = self.context.ended
-            if not ended and self.context.machine.budget.fault is None:
-                leases = self._lease(poll.call, poll.call.message.max_groups)
-            if leases or ended or self.context.now >= poll.until:
+            if works and self._may_have_work(poll):
+                leases, poll.looked = self._lease(poll.call, poll.call.message.max_groups), True
+            if leases or ended or now >= poll.until:
                 del self.polls[name]
                 self._answer(poll.call, leases, ended)
+
+    def _note_requests(self) -> None:
+        """Shares follow from what every producer that waits can hold now."""
+        for name, poll in self.polls.items():
+            if poll.looked and name not in self.context.machine.workers.barred:
+                self.context.machine.group_leases.note_request(name, poll.call.message.max_groups)
+
+    def _may_have_work(self, poll: Poll) -> bool:
+        """Whether to look at a request: hundreds may wait, and every drain asks."""
+        if not poll.looked or self.context.evaluations.table.meta.round is not None:
+            return True
+        return self.context.machine.schedule.has_work(poll.call.message.engine_version)
 
     def _lease(self, call: Call, max_groups: int) -> tuple[wire.Lease, ...]:
         ask: wire.LeaseRequest = call.message
