@@ -229,20 +229,27 @@ class GroupLeases:
             return tuple(self._message(group) for group in again)
         if self.workers.is_barred(producer, engine_version, self.tx.now):
             return ()
-        most = self.note_request(producer, max_groups)
+        most, capacity = self._most(producer, max_groups)
+        self.shares.note_capacity(worker, capacity)
         room = min(most, self.shares.room(worker, engine_version))
         granted: list[Lease] = []
         while len(granted) < room and (group := self.schedule.next_group(engine_version)) is not None:
             granted.append(self.grant(group, worker, engine_version, request))
         return tuple(granted)
 
-    def note_request(self, producer: str, max_groups: int) -> int:
-        """The producer asks for that many groups: how many it may get. Its share follows from what it can hold."""
+    def _most(self, producer: str, max_groups: int) -> tuple[int, int]:
+        """How many groups a request may get, and how many its producer can hold then."""
         quota, holds = self.live.current.max_groups_in_flight, len(self.table.indexes.held.get(producer, ()))
         most = min(max_groups, MOST_GROUPS_PER_ANSWER)
         most = min(most, quota - holds) if quota else most
-        self.shares.note_capacity(self.workers.find("producer", producer, self.tx.now), holds + most)
-        return most
+        return most, holds + most
+
+    def note_waiting(self, asked: Mapping[str, int]) -> None:
+        """Requests that wait (producer -> groups): shares follow from what each producer can hold now."""
+        for producer, max_groups in asked.items():
+            worker = self.workers.get("producer", producer)
+            if worker is not None and producer not in self.workers.barred:
+                self.shares.note_capacity(worker, self._most(producer, max_groups)[1])
 
     def grant(self, group: Group, worker: Worker, engine_version: int, request: int) -> Lease:
         """Lease a group, new or waiting, to an engine at this version."""

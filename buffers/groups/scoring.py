@@ -97,7 +97,7 @@ class ScoringTarget(Protocol):
     def edit(self, item: Any) -> Edit: ...
 
     def touch(self, item: Any) -> None:
-        """Write the row of an item of which no index has changed."""
+        """Write the row of an item whose indexes stay the same."""
 
     def list_unscored(self) -> Iterable[Any]:
         """The items that may wait for scores."""
@@ -159,8 +159,7 @@ class Scoring:
         others = self.living_workers(judge) - {name}
 
         def may(key: Key) -> bool:
-            sample = self.target.get(key[0]).samples[key[1]]
-            failed_by = judgement(sample, judge).failed_by if sample.judged or sample.failed_by else ()
+            failed_by = judgement(self.target.get(key[0]).samples[key[1]], judge).failed_by
             return name not in failed_by or not others - set(failed_by)
 
         taken = self.queue.grant(

@@ -59,30 +59,27 @@ class ProducerRequests:
         self._held_out_limits = {guest: sample_limits(config, held_out, guest=guest) for guest in (False, True)}
 
     def look_at_polls(self) -> None:
-        """Answer the polls that have work, or whose time is over."""
-        ended, now = self.context.ended, self.context.now
-        works = not ended and self.context.machine.budget.fault is None
-        if works and any(self._may_have_work(poll) for poll in self.polls.values()):
-            self._note_requests()
+        """Answer the polls that have work, or whose time is over. Hundreds may wait, and every drain asks: a poll that
+        was looked at before is skipped while there is nothing for it.
+        """
+        ended, now, machine = self.context.ended, self.context.now, self.context.machine
+        works = not ended and machine.budget.fault is None
+        held_out = self.context.evaluations.table.meta.round is not None
+
+        def may_have_work(poll: Poll) -> bool:
+            return not poll.looked or held_out or machine.schedule.has_work(poll.call.message.engine_version)
+
+        if works and any(map(may_have_work, self.polls.values())):
+            machine.group_leases.note_waiting(
+                {name: poll.call.message.max_groups for name, poll in self.polls.items() if poll.looked}
+            )
         for name, poll in list(self.polls.items()):
             leases: tuple[wire.Lease, ...] = ()
-            if works and self._may_have_work(poll):
+            if works and may_have_work(poll):
                 leases, poll.looked = self._lease(poll.call, poll.call.message.max_groups), True
             if leases or ended or now >= poll.until:
                 del self.polls[name]
                 self._answer(poll.call, leases, ended)
-
-    def _note_requests(self) -> None:
-        """Shares follow from what every producer that waits can hold now."""
-        for name, poll in self.polls.items():
-            if poll.looked and name not in self.context.machine.workers.barred:
-                self.context.machine.group_leases.note_request(name, poll.call.message.max_groups)
-
-    def _may_have_work(self, poll: Poll) -> bool:
-        """Whether to look at a request: hundreds may wait, and every drain asks."""
-        if not poll.looked or self.context.evaluations.table.meta.round is not None:
-            return True
-        return self.context.machine.schedule.has_work(poll.call.message.engine_version)
 
     def _lease(self, call: Call, max_groups: int) -> tuple[wire.Lease, ...]:
         ask: wire.LeaseRequest = call.message
