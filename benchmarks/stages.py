@@ -88,6 +88,7 @@ class Ask:
         self.message, self.payloads, self.header = packet.message, packet.payloads, packet.header
         self.request, self.checksum, self.received, self.peer = packet.request, packet.checksum, time.monotonic(), b"p"
         self.answer: Any = None
+        self.holder = None
 
     def reply(self, message: Any, payloads: Any = ()) -> None:
         """Encode the answer, as the sockets do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -12,11 +12,9 @@ from asyncrl.images.folder import ImageFolder
 from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData
 
 
-def _digests_of(group: GroupData) -> Iterator[str]:
+def _digests_of(group: GroupData) -> list[str]:
     """Of the images of its prompt and of its samples."""
-    yield from image_digests(group.row)
-    for sample in group.samples:
-        yield from (digest for _, digest in sample.images)
+    return [*image_digests(group.row), *[digest for sample in group.samples for _, digest in sample.images]]
 
 
 def digests_in(batch: ClaimedBatch) -> list[str]:

@@ -35,13 +35,13 @@ def pack_parts(arrays: Mapping[str, tuple[str, Sequence[npt.NDArray[Any]]]]) -> 
     pieces: list[Any] = []  # buffers and arrays: what `join` takes
     offset = 0
     for name, (code, parts) in arrays.items():
-        count = 0
+        count, dtype = 0, DTYPES[code]
         for part in parts:
-            if part.dtype != DTYPES[code] or part.ndim != 1:
+            if part.dtype != dtype or part.ndim != 1:
                 raise ValueError(f"{name}: dtype {part.dtype} with {part.ndim} dimensions cannot be sent as {code}")
             pieces.append(part if part.flags.c_contiguous else part.tobytes())
             count += part.size
-        size = count * DTYPES[code].itemsize
+        size = count * dtype.itemsize
         padding = -size % ALIGNMENT
         pieces.append(bytes(padding))
         fields.append(Field(name, code, offset, count))
@@ -60,5 +60,5 @@ def unpack_arrays(fields: Sequence[Field], payload: Buffer) -> dict[str, npt.NDA
         end = field.offset + field.count * dtype.itemsize
         if field.offset < 0 or field.count < 0 or end > view.nbytes or field.offset % dtype.itemsize:
             raise WireError("wire.decode", f"field {field.name!r} leaves its payload of {view.nbytes} bytes")
-        arrays[field.name] = np.frombuffer(view, dtype=dtype, count=field.count, offset=field.offset)
+        arrays[field.name] = np.frombuffer(view, dtype, field.count, field.offset)
     return arrays

@@ -19,6 +19,7 @@ from asyncrl.wire import Buffer, FloatArray, IntArray
 from asyncrl.wire.support import NAMES as SUPPORT
 
 TOP = ("teacher_ids", "teacher_top")
+_decode_row = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class Teaching(msgspec.Struct, frozen=True, gc=False):
@@ -89,7 +90,7 @@ class ClaimedBatch(msgspec.Struct, frozen=True):
 def decode_row(text: str) -> dict[str, Any]:
     """The row of a prompt; it came from a peer, so it may be anything."""
     try:
-        return msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+        return _decode_row(text) if text else {}
     except UNREADABLE as error:
         raise WireError("wire.decode", f"row: {error}") from None
 
@@ -140,16 +141,14 @@ def group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
         experts = wire.unpack_experts(arrays, [message.prompt_tokens + item.length for item in message.samples])
         start = 0
         for item, chosen in zip(message.samples, experts, strict=True):
-            place = slice(start, start + item.length)
-            start += item.length
-            index = item.index
+            begin, start, index = start, start + item.length, item.index
             if index in samples or index not in rewards:
                 continue
             samples[index] = SampleData(
                 index,
-                response[place],
-                logprobs[place],
-                None if mask is None else mask[place],
+                response[begin:start],
+                logprobs[begin:start],
+                None if mask is None else mask[begin:start],
                 item.runs,
                 item.finish,
                 rewards[index],
@@ -157,9 +156,10 @@ def group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
                 message.digests,
                 item.rows,
                 item.turns,
-                None if support is None else support.cut(place.start, place.stop),
+                None if support is None else support.cut(begin, start),
                 item.images,
-                experts=chosen,
+                None,
+                chosen,
             )
     if prompt is None or samples.keys() != rewards.keys():
         raise WireError("wire.decode", "samples are missing")

@@ -179,14 +179,14 @@ def _check_prefix(frames: Sequence[Buffer], max_bytes: int) -> tuple[int, int, i
         raise WireError("wire.schema", f"schema {schema}, this process speaks {SCHEMA}")
     if kind not in (REQUEST, REPLY, REQUEST_MANY) or count != len(frames) - 2:
         raise WireError("wire.prefix", f"kind {kind}, {count} payload frames announced, {len(frames) - 2} present")
-    payload_bytes = sum(memoryview(frame).nbytes for frame in frames[2:])
+    payload_bytes = sum([memoryview(frame).nbytes for frame in frames[2:]])
     header_bytes = memoryview(frames[1]).nbytes
     if payload_bytes != size:
         raise WireError("wire.size", f"{size} payload bytes announced, {payload_bytes} present")
     if header_bytes > MAX_HEADER_BYTES or payload_bytes > max_bytes:
         raise WireError("wire.size", f"header {header_bytes} B, payload {payload_bytes} B, limit {max_bytes} B")
-    digest = xxhash.xxh3_64()
-    for frame in frames[1:]:
+    digest = xxhash.xxh3_64(frames[1])
+    for frame in frames[2:]:
         digest.update(frame)
     checksum = digest.intdigest()
     if checksum ^ xxhash.xxh3_64_intdigest(memoryview(frames[0])[: _HEAD.size]) != check:

@@ -59,7 +59,7 @@ class Support(NamedTuple):
 def join_supports(parts: Iterable[tuple[Support | None, int]]) -> Support | None:
     """The support of parts in order, each with its number of tokens; None if nothing was cut anywhere."""
     given = list(parts)
-    if all(part is None for part, _ in given):
+    if not [part for part, _ in given if part is not None]:
         return None
     every = [uncut(count) if part is None else part for part, count in given]
     return Support(*(np.concatenate([part[place] for part in every]).astype(np.int32) for place in (0, 1)))
@@ -81,7 +81,7 @@ def pack_support(support: Support) -> dict[str, npt.NDArray[np.uint8]]:
 
 def unpack_support(arrays: Mapping[str, Array]) -> Support | None:
     """The support in a payload's arrays; None without one. Raises `wire.decode` if it is damaged."""
-    if not any(name in arrays for name in NAMES):
+    if NAMES[0] not in arrays and NAMES[1] not in arrays:
         return None
     for name in NAMES:
         if name not in arrays or arrays[name].dtype != np.uint8:

@@ -63,26 +63,30 @@ def _check_limits(head: Samples, limits: SampleLimits) -> str:
         return f"length: a prompt of {head.prompt_tokens} tokens, {limits.prompt_tokens} are allowed"
     if len(head.row) > MOST_ROW_BYTES:
         return f"length: a row of {len(head.row)} bytes, {MOST_ROW_BYTES} are allowed"
-    if any(field.name in NAMES for field in head.fields) != limits.support:
+    names = {field.name for field in head.fields}
+    if names.isdisjoint(NAMES) == limits.support:
         return "support: it is missing" if limits.support else "support: no draw of this run is cut exactly"
-    if not limits.experts and any(field.name in EXPERTS for field in head.fields):
+    if not limits.experts and not names.isdisjoint(EXPERTS):
         return "experts: this run does not replay them (learner.router_replay)"
     for sample in head.samples:
-        starts = [start for start, _ in sample.rows if start] if sample.rows else []
-        if len(starts) >= limits.sequences:
-            return f"rows: {len(starts) + 1} sequences in sample {sample.index}, {limits.sequences} are allowed"
-        longest = max((end - start for start, end in itertools.pairwise([0, *starts, sample.length])), default=0)
+        longest = sample.length
+        if sample.rows:
+            starts = [start for start, _ in sample.rows if start]
+            if len(starts) >= limits.sequences:
+                return f"rows: {len(starts) + 1} sequences in sample {sample.index}, {limits.sequences} are allowed"
+            longest = max(end - start for start, end in itertools.pairwise([0, *starts, sample.length]))
         if longest > limits.sequence_tokens:
             return f"length: {longest} tokens in sample {sample.index}, {limits.sequence_tokens} are allowed"
     return _check_rewards(head, limits)
 
 
 def _check_rewards(head: Samples, limits: SampleLimits) -> str:
-    scored = bool(head.rewards or head.parts) or any(sample.turns for sample in head.samples)
-    if scored and not limits.scores:
+    rewards = [*head.rewards.values(), *[reward for sample in head.samples for _, reward in sample.turns]]
+    if (rewards or head.parts) and not limits.scores:
         return f"reward: {head.producer} sent rewards, and no environment scores in this run"
-    turns = [reward for sample in head.samples for _, reward in sample.turns]
-    for reward in (*head.rewards.values(), *turns, *(part for parts in head.parts.values() for part in parts.values())):
+    for parts in head.parts.values():
+        rewards += parts.values()
+    for reward in rewards:
         if abs(reward) > limits.reward:
             return f"reward: {reward:g} is beyond reward_workers.max_reward = {limits.reward:g}"
     return ""
@@ -95,7 +99,8 @@ def checked_arrays(
     try:
         arrays = unpack_arrays(head.fields, payload)
         support = unpack_support(arrays)
-        unpack_experts(arrays, [head.prompt_tokens + sample.length for sample in head.samples])
+        if not arrays.keys().isdisjoint(EXPERTS):
+            unpack_experts(arrays, [head.prompt_tokens + sample.length for sample in head.samples])
     except WireError as error:
         return {}, f"layout: {error.message}"
     for name in ("prompt", "response", "logprobs"):
@@ -167,8 +172,8 @@ _WANTED: Final = {"prompt": "i4", "response": "i4", "logprobs": "f4", "mask": "u
 def _check_mask(head: Samples, mask: npt.NDArray[Any] | None) -> str:
     """Problems of the mask, which marks the tokens that the policy sampled."""
     if mask is None:
-        spread = next((sample for sample in head.samples if sample.rows or sample.images), None)
-        return f"mask: sample {spread.index} has observations and none" if spread else ""
+        spread = [sample.index for sample in head.samples if sample.rows or sample.images]
+        return f"mask: sample {spread[0]} has observations and none" if spread else ""
     if mask.size and int(mask.max()) > 1:
         return "mask: it holds more than 0 and 1"
     start = 0
@@ -187,7 +192,7 @@ def _check_mask(head: Samples, mask: npt.NDArray[Any] | None) -> str:
 
 
 def _check_arrays(head: Samples, arrays: Mapping[str, npt.NDArray[Any]], vocab_size: int) -> str:
-    total = sum(sample.length for sample in head.samples)
+    total = sum([sample.length for sample in head.samples])
     if arrays["prompt"].size != head.prompt_tokens or head.prompt_tokens < 1:
         return f"length: {arrays['prompt'].size} prompt tokens, {head.prompt_tokens} announced"
     for name in ("response", "logprobs", "mask"):

@@ -100,7 +100,10 @@ class LearnerClient:
         return self._add_images(decode_batch(batch, payloads))
 
     def _add_images(self, batch: ClaimedBatch) -> ClaimedBatch:
-        search = self._images.search(digests_in(batch))
+        digests = digests_in(batch)
+        if not digests:
+            return batch
+        search = self._images.search(digests)
         while search.wanted:
             search.take_answer(self._ask(search.request(), wait_s=FETCH_S))
         return add_images(batch, search.images, search.problems)

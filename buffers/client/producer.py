@@ -24,6 +24,7 @@ from buffers.client.place_writer import PlaceWriter
 Rows = tuple[tuple[int, int], ...]
 Turns = tuple[tuple[int, float], ...]
 Images = tuple[tuple[int, str], ...]
+_I4, _F4 = wire.DTYPES["i4"], wire.DTYPES["f4"]
 
 
 class ProducerClient(AsyncClient):
@@ -125,24 +126,23 @@ class ProducerClient(AsyncClient):
         """
         rows, turns, images = rows or {}, turns or {}, images or {}
         fields, payload = _pack_samples(prompt_ids, samples, masks)
-        heads = tuple(
-            wire.SampleHead(
-                item.index,
-                len(item.token_ids),
-                item.finish,
-                item.runs,
-                rows.get(item.index, ()),
-                turns.get(item.index, ()),
-                images.get(item.index, ()),
-            )
-            for item in samples
-        )
+        heads = [wire.SampleHead(item.index, len(item.token_ids), item.finish, item.runs) for item in samples]
+        if rows or turns or images:
+            heads = [
+                msgspec.structs.replace(
+                    head,
+                    rows=rows.get(head.index, ()),
+                    turns=turns.get(head.index, ()),
+                    images=images.get(head.index, ()),
+                )
+                for head in heads
+            ]
         used = {version for sample in samples for version, _ in sample.runs}
         message = wire.Samples(
             self.name,
             lease.group,
             lease.token,
-            heads,
+            tuple(heads),
             {v: digests[v] for v in sorted(used) if v in digests},
             fields,
             msgspec.json.encode(row).decode(),
@@ -211,21 +211,17 @@ def _pack_samples(
 ) -> tuple[tuple[wire.Field, ...], bytes]:
     """Pack the arrays of finished samples; arguments as in `submit`."""
     arrays: dict[str, tuple[str, list[Any]]] = {
-        "prompt": ("i4", [np.asarray(prompt_ids, wire.DTYPES["i4"])]),
-        "response": ("i4", _concatenate([sample.token_ids for sample in samples], "i4")),
-        "logprobs": ("f4", _concatenate([sample.logprobs for sample in samples], "f4")),
+        "prompt": ("i4", [np.asarray(prompt_ids, _I4)]),
+        "response": ("i4", [np.asarray(sample.token_ids, _I4) for sample in samples]),
+        "logprobs": ("f4", [np.asarray(sample.logprobs, _F4) for sample in samples]),
     }
     if masks:
         ones = [masks.get(sample.index, np.ones(len(sample.token_ids), np.uint8)) for sample in samples]
-        arrays["mask"] = ("u1", _concatenate(ones, "u1"))
-    support = wire.join_supports((sample.support, len(sample.token_ids)) for sample in samples)
+        arrays["mask"] = ("u1", [np.asarray(mask, np.uint8) for mask in ones])
+    support = wire.join_supports([(sample.support, len(sample.token_ids)) for sample in samples])
     if support is not None:
         arrays |= {name: ("u1", [coded]) for name, coded in wire.pack_support(support).items()}
-    experts = wire.pack_experts([sample.experts if len(dict(sample.runs)) == 1 else None for sample in samples])
-    arrays |= {name: (array.dtype.str[1:], [array]) for name, array in experts.items()}
+    if not all(sample.experts is None for sample in samples):
+        experts = wire.pack_experts([sample.experts if len(dict(sample.runs)) == 1 else None for sample in samples])
+        arrays |= {name: (array.dtype.str[1:], [array]) for name, array in experts.items()}
     return wire.pack_parts(arrays)
-
-
-def _concatenate(parts: Sequence[Any], dtype: str) -> list[Any]:
-    """One array, in the type in which it is sent."""
-    return [np.concatenate(parts, dtype=wire.DTYPES[dtype], casting="unsafe")] if parts else []

@@ -242,6 +242,9 @@ class PromptWork:
     def edit(self, prompt: Prompt) -> Edit:
         return self.table.edit(prompt)
 
+    def touch(self, prompt: Prompt) -> None:
+        self.table.put(self.table.row_key(prompt))
+
     def list_unscored(self) -> Iterable[Prompt]:
         return [prompt for prompt in self.table.prompts.values() if not (prompt.scored or prompt.failed)]
 

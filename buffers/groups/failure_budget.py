@@ -115,6 +115,8 @@ class FailureBudget:
     def accept_parts(self, parts: Mapping[str, float]) -> bool:
         """Record these names of reward parts; False if the run would have too many, or one is too long."""
         names = parts.keys() - self.part_names
+        if not names:
+            return True
         if len(self.part_names) + len(names) > MOST_PARTS or any(len(name) > LONGEST_PART for name in names):
             return False
         self.part_names |= names

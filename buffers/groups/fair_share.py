@@ -68,11 +68,14 @@ class FairShare:
         self.workers = workers
         self._standing: tuple[int, float, dict[str, Standing]] = (-1, math.nan, {})  # generation, now, result
 
-    def room(self, worker: Worker, most: int, engine_version: int) -> float:
-        """How many groups a producer that can hold `most` may be granted; inf if nothing is reserved for others."""
+    def note_capacity(self, worker: Worker, capacity: int) -> None:
+        """The producer can hold that many groups, by its last request."""
+        if worker.capacity != capacity:
+            worker.capacity, self._standing = capacity, (-1, math.nan, {})
+
+    def room(self, worker: Worker, engine_version: int) -> float:
+        """How many groups a producer may be granted; inf if nothing is reserved for others."""
         worker.others = ""
-        if worker.capacity != most:
-            worker.capacity, self._standing = most, (-1, math.nan, {})
         standing = self.standings()
         ready = self.schedule.count_ready(engine_version) if len(standing) > 1 and worker.name in standing else 0
         if not ready:

@@ -8,7 +8,7 @@ from collections import Counter
 
 from asyncrl.errors import AsyncRLError
 from buffers.groups.judgements import Judges, ScoreQueue, open_judges, release
-from buffers.groups.records import COMPETING, Group, State
+from buffers.groups.records import COMPETING, LEASED, READY, TRAINED, UNSCORED, Group
 
 #: (deadline, sequence, id)
 Entry = tuple[int, int, int]
@@ -32,45 +32,47 @@ class GroupIndexes:
     @property
     def competing(self) -> int:
         """Groups that compete for a place in a batch."""
-        return self.counts[State.LEASED] + self.counts[State.UNSCORED] + self.counts[State.READY]
+        return self.counts[LEASED] + self.counts[UNSCORED] + self.counts[READY]
 
     def remove(self, group: Group) -> None:
         """Take the group out of every index."""
-        self.counts[group.state] -= 1
-        if group.state in COMPETING and group.deadline is not None:
+        state = group.state
+        self.counts[state] -= 1
+        if state in COMPETING and group.deadline is not None:
             left = self.due[group.deadline] - 1
             if left:
                 self.due[group.deadline] = left
             else:
                 del self.due[group.deadline]
-        if group.state == State.READY:
+        if state == READY:
             del self.ready[bisect.bisect_left(self.ready, _entry(group))]
-        elif group.state == State.LEASED:
+        elif state == LEASED:
             if group.id in self.pending:
                 del self.pending[group.id]
                 del self.pending_order[bisect.bisect_left(self.pending_order, _urgency(group))]
             if group.holder:
                 release(self.held, group.holder, group.id)
                 self.named.pop(group.id, None)
-        elif group.state == State.TRAINED and len(group.uses) < group.max_uses:
+        elif state == TRAINED and len(group.uses) < group.max_uses:
             del self.used[bisect.bisect_left(self.used, _entry(group))]
 
     def add(self, group: Group) -> None:
         """Put the group into the indexes that its state asks for."""
-        self.counts[group.state] += 1
-        if group.state in COMPETING and group.deadline is not None:
+        state = group.state
+        self.counts[state] += 1
+        if state in COMPETING and group.deadline is not None:
             self.due[group.deadline] += 1
-        if group.state == State.READY:
+        if state == READY:
             bisect.insort(self.ready, _entry(group))
-        elif group.state == State.LEASED:
+        elif state == LEASED:
             if group.holder:
                 self.held.setdefault(group.holder, set()).add(group.id)
             else:
                 self.pending[group.id] = None
                 bisect.insort(self.pending_order, _urgency(group))
-        elif group.state == State.TRAINED and len(group.uses) < group.max_uses:
+        elif state == TRAINED and len(group.uses) < group.max_uses:
             bisect.insort(self.used, _entry(group))
-        if group.state in (State.LEASED, State.UNSCORED):
+        if group.samples and state in (LEASED, UNSCORED):
             judges = self.judges.judges_for(group.source)
             for index, sample in group.samples.items():
                 if sample.reward is None:

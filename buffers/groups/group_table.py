@@ -19,7 +19,7 @@ from asyncrl.errors import AsyncRLError
 from buffers.groups.group_indexes import GroupIndexes
 from buffers.groups.judgements import Judges, ScoreQueue
 from buffers.groups.prompt_table import PromptTable
-from buffers.groups.records import Batch, Change, Ended, Group, Meta, State
+from buffers.groups.records import CLAIMED, TRAINED, Batch, Change, Ended, Group, Meta, State
 from buffers.groups.transaction import Edit, Transaction
 from buffers.groups.workers import Workers
 from buffers.values.archive import CHUNK, RETIRED, ROW, Archive, Archived
@@ -160,7 +160,7 @@ class GroupTable:
             if batch.step not in group.uses:
                 group.uses.append(batch.step)
             group.step, group.claimed = group.uses[-1], max(group.claimed, batch.claimed)
-            group.state = State.TRAINED if group.step <= self.meta.version else State.CLAIMED
+            group.state = TRAINED if group.step <= self.meta.version else CLAIMED
             self.indexes.add(group)
 
     def drop_samples(self, group: Group) -> None:
@@ -176,6 +176,8 @@ class GroupTable:
     def drop_partial(self, group: Group, index: int | None = None) -> int:
         """Drop the partial sample of `index` (None: all of the group); the number of tokens dropped."""
         tokens = 0
+        if not group.partial:
+            return 0
         for number in list(group.partial) if index is None else [index]:
             found = group.partial.pop(number, None)
             if found is not None:

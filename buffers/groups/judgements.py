@@ -80,10 +80,13 @@ def sum_up(sample: ScoredSample, judges: tuple[str, ...]) -> bool:
     """Set the reward if every judge has answered; whether that is so."""
     if not judges or sample.reward is not None or open_judges(sample, judges):
         return False
-    answers = [judgement(sample, judge) for judge in judges]
-    sample.reward = sum((answer.reward or 0.0 for answer in answers), 0.0)
-    sample.parts = {name: value for answer in answers for name, value in answer.parts.items()}
-    sample.judged = {}
+    reward = 0.0
+    parts: dict[str, float] = {}
+    for judge in judges:
+        answer = sample.judged[judge]
+        reward += answer.reward or 0.0
+        parts |= answer.parts
+    sample.reward, sample.parts, sample.judged = reward, parts, {}
     return True
 
 

@@ -229,14 +229,27 @@ class GroupLeases:
             return tuple(self._message(group) for group in again)
         if self.workers.is_barred(producer, engine_version, self.tx.now):
             return ()
-        quota, holds = self.live.current.max_groups_in_flight, len(self.table.indexes.held.get(producer, ()))
-        most = min(max_groups, MOST_GROUPS_PER_ANSWER)
-        most = min(most, quota - holds) if quota else most
-        room = min(most, self.shares.room(worker, holds + most, engine_version))
+        most, capacity = self._most(producer, max_groups)
+        self.shares.note_capacity(worker, capacity)
+        room = min(most, self.shares.room(worker, engine_version))
         granted: list[Lease] = []
         while len(granted) < room and (group := self.schedule.next_group(engine_version)) is not None:
             granted.append(self.grant(group, worker, engine_version, request))
         return tuple(granted)
+
+    def _most(self, producer: str, max_groups: int) -> tuple[int, int]:
+        """How many groups a request may get, and how many its producer can hold then."""
+        quota, holds = self.live.current.max_groups_in_flight, len(self.table.indexes.held.get(producer, ()))
+        most = min(max_groups, MOST_GROUPS_PER_ANSWER)
+        most = min(most, quota - holds) if quota else most
+        return most, holds + most
+
+    def note_waiting(self, asked: Mapping[str, int]) -> None:
+        """Requests that wait (producer -> groups): shares follow from what each producer can hold now."""
+        for producer, max_groups in asked.items():
+            worker = self.workers.get("producer", producer)
+            if worker is not None and producer not in self.workers.barred:
+                self.shares.note_capacity(worker, self._most(producer, max_groups)[1])
 
     def grant(self, group: Group, worker: Worker, engine_version: int, request: int) -> Lease:
         """Lease a group, new or waiting, to an engine at this version."""
@@ -277,7 +290,7 @@ class GroupLeases:
     def _message(self, group: Group) -> Lease:
         settings = self.live.current
         asked = settings.group_size + settings.over_issue
-        missing = tuple(index for index in range(asked) if index not in group.samples)
+        missing = tuple([index for index in range(asked) if index not in group.samples])
         # A continued sample is the one that it would have been, so its seed stays.
         seed = lease_seed(settings.seed, group.id, 0 if settings.continues else group.attempt)
         row = self.table.prompts.assign(group)
@@ -310,11 +323,7 @@ class GroupLeases:
     def restart_abandoned(self, groups: list[Group], newest: int) -> int:
         """Restart groups with tokens of versions above `newest`: the learner went back to an older checkpoint, so these
         versions do not exist. Returns their number."""
-        found = [
-            group
-            for group in groups
-            if any(max(sample.oldest, sample.newest) > newest for sample in group.samples.values())
-        ]
+        found = [group for group in groups if group.newest > newest]
         for group in found:
             self.restart(group, "abandoned")
         return len(found)

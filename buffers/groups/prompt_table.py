@@ -111,6 +111,8 @@ class PromptTable:
 
     def note_rewards(self, group: Group) -> None:
         """All rewards of a group are in."""
+        if not self.chooses:
+            return
         rewards = {sample.reward for sample in group.samples.values()}
         self.observe(group.id, mixed=len(rewards) > 1)
 

@@ -27,7 +27,7 @@ from buffers.groups.group_table import GroupTable, end_kind
 from buffers.groups.leases import Leases
 from buffers.groups.live_settings import LiveSettings
 from buffers.groups.partial_samples import PartialSamples
-from buffers.groups.records import Group, Record, Sample, State
+from buffers.groups.records import READY, UNSCORED, Group, Record, Sample
 from buffers.groups.transaction import SampleEvent, Transaction
 from buffers.groups.workers import Workers
 
@@ -171,7 +171,7 @@ class SampleIntake:
 
         A version without a known digest passes: modes without weights have none, and a commit may still arrive.
         """
-        for version in {*head.digests, *(version for sample in head.samples for version, _ in sample.runs)}:
+        for version in {version for sample in head.samples for version, _ in sample.runs}.union(head.digests):
             known, digest = self.table.digests.get(version), head.digests.get(version, "")
             if known and digest not in known:
                 self.workers.bar(head.producer, version, self.tx.now + self.live.current.lease_timeout_s)
@@ -266,31 +266,29 @@ class GroupSamples:
 
     def _add_samples(self, group: Group, head: Samples, accepted: set[int]) -> int:
         """Add the accepted samples of a message to the group; the oldest version of their tokens."""
-        timestamp, record, rewards = self.tx.timestamp, len(group.records) - 1, head.rewards
-        token, producer = head.token, head.producer
+        timestamp, record, number = self.tx.timestamp, len(group.records) - 1, group.id
+        token, producer, rewards, samples = head.token, head.producer, head.rewards, group.samples
         oldest_of_all = math.inf
-        digests = {-1: ""}
+        shared, digests = -1, {}  # nearly all samples of a message have one version
         events = []
         for item in head.samples:
-            index, runs = item.index, item.runs
+            index, length, runs = item.index, item.length, item.runs
             if index not in accepted:
                 continue
-            if len(runs) == 1:  # nearly all samples of a message share one version
+            if len(runs) == 1:
                 oldest = newest = runs[0][0]
-                if oldest not in digests or len(digests) > 1:
-                    digests = {oldest: head.digests.get(oldest, "")}
+                if oldest != shared:
+                    shared, digests = oldest, {oldest: head.digests.get(oldest, "")}
             else:
                 oldest, newest = version_range(item)
-                digests = {version: head.digests.get(version, "") for version, _ in runs}
+                shared, digests = -1, {version: head.digests.get(version, "") for version, _ in runs}
             oldest_of_all = min(oldest_of_all, oldest)
             reward = rewards.get(index)
             parts = head.parts.get(index, {}) if head.parts and reward is not None else {}
-            group.samples[index] = Sample(token, item.length, oldest, record, item.finish, reward, parts, newest=newest)
-            if group.partial:
-                self.table.drop_partial(group, index)
-            events.append(
-                SampleEvent(timestamp, group.id, index, token, producer, item.length, runs, digests, reward, parts)
-            )
+            samples[index] = Sample(token, length, oldest, record, item.finish, reward, parts, newest=newest)
+            events.append(SampleEvent(timestamp, number, index, token, producer, length, runs, digests, reward, parts))
+        for index in accepted if group.partial else ():
+            self.table.drop_partial(group, index)
         self.tx.sample_events(events)
         return int(oldest_of_all)
 
@@ -301,13 +299,13 @@ class GroupSamples:
         self.table.drop_partial(group)
         if self.live.current.judges and group.source is None:
             group.source = ""  # no row was sent
-        group.state, group.holder, group.unscored = State.UNSCORED, "", self.tx.wall_time
+        group.state, group.holder, group.unscored = UNSCORED, "", self.tx.wall_time
         self.tx.event("unscored", g=group.id)
         return self.become_ready(group)
 
     def become_ready(self, group: Group) -> Verdict | None:
         """Make a group that is being edited READY if all rewards are in; its end if a filter rejects it."""
-        if group.state != State.UNSCORED or any(sample.reward is None for sample in group.samples.values()):
+        if group.state != UNSCORED or None in [sample.reward for sample in group.samples.values()]:
             return None
         self.table.prompts.note_rewards(group)
         verdict = self.budget.filter(group)
@@ -316,7 +314,7 @@ class GroupSamples:
         meta = self.table.meta
         meta.sequence += 1
         self.table.put("meta")
-        group.state, group.sequence, group.ready = State.READY, meta.sequence, self.tx.wall_time
+        group.state, group.sequence, group.ready = READY, meta.sequence, self.tx.wall_time
         self.tx.event("ready", g=group.id)
         return None
 

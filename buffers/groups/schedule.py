@@ -30,6 +30,7 @@ class Schedule:
     def __init__(self, table: GroupTable, live: LiveSettings) -> None:
         self.table = table
         self.live = live
+        self._has_work: tuple[int, dict[int, bool]] = (-1, {})  # generation, engine version -> result
 
     # ------------------------------------------------------------ sizes
 
@@ -98,14 +99,23 @@ class Schedule:
         lag = self.versions_behind(engine_version)
         if meta.emptied or engine_version < 0 or engine_version > meta.newest + 1 or lag > self.depth:
             return None
-        found = self._next_pending(engine_version, lag)
-        if found is not None:
+        if self.table.indexes.pending_order and (found := self._next_pending(engine_version, lag)) is not None:
             return found
         if self.table.indexes.competing >= self.unclaimed or not self.fits(engine_version, self.bound):
             return None
         if not self.deep_enough(self.outstanding, lag):
             return None
         return Group(meta.cursor, bound=self.bound, max_uses=settings.max_reuse)
+
+    def has_work(self, engine_version: int) -> bool:
+        """Whether there is a group for an engine at this version; found once while nothing changes."""
+        generation = self.table.tx.generation
+        if self._has_work[0] != generation:
+            self._has_work = (generation, {})
+        known = self._has_work[1]
+        if engine_version not in known:
+            known[engine_version] = self.next_group(engine_version) is not None
+        return known[engine_version]
 
     def _next_pending(self, engine_version: int, lag: int) -> Group | None:
         """The first group that waits for another attempt and may have it. Groups without samples differ by

@@ -96,6 +96,9 @@ class ScoringTarget(Protocol):
 
     def edit(self, item: Any) -> Edit: ...
 
+    def touch(self, item: Any) -> None:
+        """Write the row of an item whose indexes stay the same."""
+
     def list_unscored(self) -> Iterable[Any]:
         """The items that may wait for scores."""
 
@@ -103,7 +106,7 @@ class ScoringTarget(Protocol):
         """The service starts: decide on an item whose data source is unknown; whether it changed."""
 
     def record(self, item: Any, answer: Answer) -> None:
-        """A judge has answered (the item is being edited)."""
+        """A judge has answered; the row of the item is written after this."""
 
     def record_sum(self, item: Any, index: int) -> None:
         """A sample has its reward because the judges that it waited for are no longer asked."""
@@ -275,14 +278,16 @@ class Scoring:
         version = message.reward_version[:VERSION_CHARS]
         answer = Judgement(score.reward, dict(score.parts), version=version, answer=score.answer)
         answers = {**sample.judged, judge: answer}
-        verdict = None
-        with self.target.edit(item):
-            complete = take_answer(sample, self.target.judges_for(item), judge, answer)
-            record = keep() if keep is not None else None
-            given = Answer(score.index, score, answer, message, answers if complete else None, record)
+        complete = take_answer(sample, self.target.judges_for(item), judge, answer)
+        record = keep() if keep is not None else None
+        given = Answer(score.index, score, answer, message, answers if complete else None, record)
+        if None in [one.reward for one in item.samples.values()]:  # nothing that an index depends on changes
             self.target.record(item, given)
-            if complete:
-                verdict = self.target.accept_score(item)
+            self.target.touch(item)
+            return ""
+        with self.target.edit(item):
+            self.target.record(item, given)
+            verdict = self.target.accept_score(item)
         if verdict is not None:
             self.target.finish(item, verdict)
         return ""
@@ -343,6 +348,9 @@ class GroupScores:
 
     def edit(self, group: Group) -> Edit:
         return self.table.edit(group)
+
+    def touch(self, group: Group) -> None:
+        self.table.put(f"g{group.id}")
 
     def list_unscored(self) -> Iterable[Group]:
         return [group for group in self.table.groups.values() if group.state in (State.LEASED, State.UNSCORED)]

@@ -30,6 +30,7 @@ class Poll(msgspec.Struct):
 
     call: Call
     until: float
+    looked: bool = False  # it was asked once whether there is work
 
 
 def _read_fingerprint(config: Config) -> str:

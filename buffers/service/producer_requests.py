@@ -59,13 +59,25 @@ class ProducerRequests:
         self._held_out_limits = {guest: sample_limits(config, held_out, guest=guest) for guest in (False, True)}
 
     def look_at_polls(self) -> None:
-        """Answer the polls that have work, or whose time is over."""
+        """Answer the polls that have work, or whose time is over. Hundreds may wait, and every drain asks: a poll that
+        was looked at before is skipped while there is nothing for it.
+        """
+        ended, now, machine = self.context.ended, self.context.now, self.context.machine
+        works = not ended and machine.budget.fault is None
+        held_out = self.context.evaluations.table.meta.round is not None
+
+        def may_have_work(poll: Poll) -> bool:
+            return not poll.looked or held_out or machine.schedule.has_work(poll.call.message.engine_version)
+
+        if works and any(map(may_have_work, self.polls.values())):
+            machine.group_leases.note_waiting(
+                {name: poll.call.message.max_groups for name, poll in self.polls.items() if poll.looked}
+            )
         for name, poll in list(self.polls.items()):
             leases: tuple[wire.Lease, ...] = ()
-            ended = self.context.ended
-            if not ended and self.context.machine.budget.fault is None:
-                leases = self._lease(poll.call, poll.call.message.max_groups)
-            if leases or ended or self.context.now >= poll.until:
+            if works and may_have_work(poll):
+                leases, poll.looked = self._lease(poll.call, poll.call.message.max_groups), True
+            if leases or ended or now >= poll.until:
                 del self.polls[name]
                 self._answer(poll.call, leases, ended)
 

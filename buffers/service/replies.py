@@ -6,7 +6,7 @@ It reads the state machine and the segments and changes neither.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,8 +15,10 @@ from asyncrl.wire import (
     Batch,
     Buffer,
     GroupHead,
+    IntArray,
     Place,
     RewardItem,
+    SampleHead,
     decode_record,
     decode_samples,
     pack_arrays,
@@ -30,6 +32,8 @@ from buffers.groups.machine import GroupMachine
 from buffers.groups.records import Group, State
 from buffers.groups.scoring import ToScore
 from buffers.payloads.segments import Segments
+
+SHOWN = ("response", "mask")  # arrays that reward workers get, next to the prompt
 
 
 def batch_by_place(claimed: Claimed, table: GroupTable) -> Batch:
@@ -88,37 +92,47 @@ def reward_reply(
     work: list[RewardItem] = []
     payloads: list[Buffer] = []
     damaged: set[int] = set()
+    opened: dict[tuple[int, int], _Opened] = {}  # a record is decoded once for all its samples
     for item in items:
         group = groups[item.group]
         sample = group.samples[item.index]
+        place = item.group, sample.record
         try:
-            header, payload = segments.read(group.records[sample.record])
-            head = decode_samples(header)
-            row = head.row or _row_of(group, segments)
+            found = opened.get(place) or opened.setdefault(place, _open(group, sample.record, segments))
         except AsyncRLError:
             damaged.add(item.group)
             continue
-        arrays = unpack_arrays(head.fields, payload)
-        start = 0
-        rows: tuple[tuple[int, int], ...] = ()
-        images: tuple[str, ...] = ()
-        for part in head.samples:
-            if part.index == item.index:
-                rows, images = part.rows, tuple(digest for _, digest in part.images)
-                break
-            start += part.length
-        names = [name for name in ("response", "mask") if name in arrays]
-        fields, data = pack_arrays(
-            {"prompt": arrays["prompt"]} | {name: arrays[name][start : start + sample.length] for name in names}
-        )
-        task = (item.group, item.index, item.token, item.attempt, row, sample.finish, fields, item.judge, rows, images)
-        work.append(RewardItem(*task))
+        start, part = found.parts[item.index]
+        arrays = {name: array[start : start + sample.length] for name, array in found.arrays.items()}
+        fields, data = pack_arrays({"prompt": found.prompt} | arrays)
+        images = tuple([digest for _, digest in part.images])
+        task = (item.group, item.index, item.token, item.attempt, found.row, sample.finish, fields, item.judge)
+        work.append(RewardItem(*task, part.rows, images))
         payloads.append(data)
     return tuple(work), payloads, sorted(damaged)
 
 
-def _row_of(group: Any, segments: Segments) -> str:
-    return _find_row(segments.read(record)[0] for record in group.records)
+class _Opened(NamedTuple):
+    """A record of samples: what reward workers see of it. `parts`: index -> place of the first token, and the head."""
+
+    row: str
+    prompt: IntArray
+    arrays: dict[str, Any]  # of all its tokens
+    parts: dict[int, tuple[int, SampleHead]]
+
+
+def _open(group: Any, record: int, segments: Segments) -> _Opened:
+    header, payload = segments.read(group.records[record])
+    head = decode_samples(header)
+    row = head.row or _find_row([segments.read(other)[0] for other in group.records])
+    arrays = unpack_arrays(head.fields, payload)
+    parts, start = {}, 0
+    for part in head.samples:
+        parts[part.index] = start, part
+        start += part.length
+    prompt = arrays.pop("prompt")
+    shown = {name: array for name, array in arrays.items() if name in SHOWN}
+    return _Opened(row, prompt, shown, parts)
 
 
 def _find_row(headers: Iterable[Buffer]) -> str:

@@ -28,9 +28,14 @@ class RewardRequests:
 
     def look_at_polls(self) -> None:
         """Answer the polls that have work, or whose time is over."""
+        ended, now = self.context.ended, self.context.now
+        queues = self.context.machine.scoring.queue, self.context.evaluations.scoring.queue
         for name, poll in list(self.polls.items()):
-            items, ended = self._lease(poll.call), self.context.ended
-            if items or ended or self.context.now >= poll.until:
+            items: list[ToScore] = []
+            judge = poll.call.message.judge
+            if not poll.looked or any(queue.count_waiting(judge) for queue in queues):
+                items, poll.looked = self._lease(poll.call), True
+            if items or ended or now >= poll.until:
                 del self.polls[name]
                 self._answer(poll.call, items, ended)
 
@@ -83,10 +88,12 @@ class RewardRequests:
         """`Scores` of training groups and of held-out prompts, which may come in one message."""
         message: wire.Scores = call.message
         self._check_judge(message)
-        reply = self.context.machine.scores(_select(message, held_out=False), now=self.context.now)
-        held_out = _select(message, held_out=True)
-        if held_out.scores or held_out.failures:
-            accepted, refused = self.context.evaluations.scoring.take(held_out)
+        groups = [*[one.group for one in message.scores], *[one.group for one in message.failures]]
+        mixed = any(map(is_evaluation, groups))
+        trained = _select(message, held_out=False) if mixed else message
+        reply = self.context.machine.scores(trained, now=self.context.now)
+        if mixed:
+            accepted, refused = self.context.evaluations.scoring.take(_select(message, held_out=True))
             reply = wire.ScoresReply(reply.accepted + accepted, {**reply.refused, **refused})
         if len(message.scores) >= len(message.failures):
             self.context.peers.note_good("reward", message.worker)

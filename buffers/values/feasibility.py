@@ -30,7 +30,7 @@ class Plan(msgspec.Struct, frozen=True):
     def capacity(self, v: int, u: int) -> int:
         """Groups that the steps which start from the versions v .. u hold together; 0 for u < v."""
         if len(self.changes) == 1:  # nearly always
-            return self.changes[0][1] * max(0, u - v + 1)
+            return self.changes[0][1] * (u - v + 1) if u >= v else 0
         ends = [first for first, _ in self.changes[1:]] + [u + 2]
         starts = [v + 1, *(first for first, _ in self.changes[1:])]
         return sum(

@@ -386,8 +386,8 @@ class JudgesAnswerTwice(Scoring):
 class KeptFromThoseWithout(FairShare):
     """Groups reserved for others are kept from producers that hold nothing, too."""
 
-    def room(self, worker: Worker, most: int, engine_version: int) -> float:
-        room = super().room(worker, most, engine_version)
+    def room(self, worker: Worker, engine_version: int) -> float:
+        room = super().room(worker, engine_version)
         ready = self.schedule.count_ready(engine_version)
         lacks = missing_groups(self.standings(), ready=ready)
         return room if math.isinf(room) else ready - sum(lacks.values()) + lacks.get(worker.name, 0)

@@ -49,9 +49,9 @@ class ServiceLab:
     def groups(self) -> Any:
         return self.service.machine
 
-    def ask(self, message: Any, *, request: int) -> Asked:
+    def ask(self, message: Any, payload: bytes = b"", *, request: int) -> Asked:
         asked = Asked()
-        frames = wire.encode(message, request=request)
+        frames = wire.encode(message, (payload,) if payload else (), request=request)
         self.service.handle([Call(asked, b"peer", wire.decode(frames))])  # type: ignore[arg-type]
         return asked
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from service_lab import ServiceLab
 
@@ -142,3 +143,61 @@ def test_parts_of_rewards_are_a_limited_number_of_names(lab: ServiceLab, monkeyp
         {"part0": 0.0, "x": 0.0}
     )
     assert len(lab.groups.budget.part_names) == 3
+
+
+def test_requests_that_wait_are_looked_at_when_there_is_something_for_them(
+    lab: ServiceLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One producer holds all four groups that may be in flight; seven wait. A change without room asks for no look."""
+    names = [f"p{number}" for number in range(8)]
+    for name in names:
+        lab.hello("producer", name)
+    held = lab.lease("p0", 1, groups=4).answer.leases
+    assert len(held) == 4
+    waiting = [lab.lease(name, 1, wait_s=20.0) for name in names[1:]]
+    looks: list[str] = []
+    lease = lab.groups.group_leases.lease
+    monkeypatch.setattr(
+        lab.groups.group_leases, "lease", lambda producer, **more: (looks.append(producer), lease(producer, **more))[1]
+    )
+    lab.ask(wire.Tune('{"late_timeout_s": 7.0}', "me"), request=1)
+    assert lab.groups.settings.late_timeout_s == 7.0 and looks == []
+    returned = tuple((one.group, one.token) for one in held[:2])
+    lab.ask(wire.LeaseReturn("p0", returned, "stop"), request=2)
+    answered = [asked.answer for asked in waiting if asked.answers]
+    assert sorted(number for answer in answered for number in granted(answer)) == sorted(
+        number for number, _ in returned
+    )
+    assert looks == ["p1", "p2"]
+    lab.tick(1.0)
+    for _ in range(25):
+        lab.tick(0.9)
+    assert all(asked.answer for asked in waiting) and looks == ["p1", "p2"]
+
+
+def submit(lab: ServiceLab, lease: wire.Lease) -> None:
+    """Both samples of a group, without rewards."""
+    arrays = {"prompt": np.ones(2, np.int32), "response": np.ones(6, np.int32), "logprobs": -np.ones(6, np.float32)}
+    fields, payload = wire.pack_arrays(arrays)
+    heads = tuple(wire.SampleHead(index, 3, "stop", ((0, 3),)) for index in range(2))
+    message = wire.Samples("p", lease.group, lease.token, heads, {0: "d0"}, fields, "", 2)
+    assert lab.ask(message, payload, request=9).answer.accepted == (0, 1)
+
+
+def test_reward_requests_that_wait_are_looked_at_when_a_sample_waits(
+    lab: ServiceLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("r0", "r1", "r2"):
+        lab.hello("reward", name)
+    waiting = [lab.ask(wire.RewardRequest(name, 1, 20.0), request=1) for name in ("r0", "r1", "r2")]
+    looks: list[str] = []
+    lease = lab.groups.scoring.lease
+    monkeypatch.setattr(
+        lab.groups.scoring, "lease", lambda worker, **more: (looks.append(worker), lease(worker, **more))[1]
+    )
+    lab.hello("producer", "p")
+    [given] = lab.lease("p", 1).answer.leases
+    assert looks == []
+    submit(lab, given)
+    assert [len(asked.answer.items) for asked in waiting if asked.answers] == [1, 1]
+    assert looks == ["r0", "r1"]
