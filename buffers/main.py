@@ -1,7 +1,8 @@
 """The buffer's process: `python -m buffers.main --config RESOLVED.toml`.
 
 Started by the front door. Guarantees:
-1. one service per run folder (a lock) and per store (an epoch);
+1. one service per run folder (a lock) and per store (an epoch); with `network.standby` a lease in Redis replaces the
+   lock, and with `--standby` the process waits for it;
 2. a kill at any moment loses nothing that was answered; the next start continues from the store and the segments;
 3. SIGTERM or a `Stop` message ends it after every poll is answered and everything is written.
 Any failure that is not a peer's ends the process: state in memory that the store does not have must not be served.
@@ -18,15 +19,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import uvloop
 
 from asyncrl.config import BufferConfig, Config
 from asyncrl.evaluation.ids import is_evaluation
 from asyncrl.net.frames import keep_memory
 from asyncrl.net.keys import Keys
-from asyncrl.net.responder import Responder
+from asyncrl.net.responder import Call, Responder
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.history_chain import signing_key
 from asyncrl.runtime.liveness import Sign
@@ -41,6 +43,9 @@ from buffers.payloads.segments import Segments
 from buffers.service.event_log import KEY, History
 from buffers.service.service import BufferService
 from buffers.stores.base import Store
+
+if TYPE_CHECKING:
+    from buffers.stores.lease import Lease
 
 TICK_S = 0.2
 
@@ -118,6 +123,7 @@ def open_service(config: Config, store: Store, keys: Keys | None = None) -> Buff
         cache_bytes=buffer.cache_bytes,
         fsync=buffer.fsync,
         live=[*records, *pieces],
+        apart=bool(config.network.standby),
     )
     history = History(
         run_dir.history,
@@ -165,9 +171,15 @@ def _lose_payloads(machine: GroupMachine, evaluations: Evaluations, damaged: set
 
 
 async def serve(
-    config: Config, service: BufferService, responder: Responder, stop: Stop, failed: list[BaseException]
+    config: Config,
+    service: BufferService,
+    responder: Responder,
+    stop: Stop,
+    *,
+    failed: list[BaseException],
+    confirm: Callable[[], None],
 ) -> None:
-    """Tick until the stop; the answering happens in callbacks."""
+    """Tick until the stop; the answering happens in callbacks. `confirm` raises if this process may not serve."""
     loop = asyncio.get_running_loop()
     syncing: asyncio.Future[Any] | None = None
     second = time.monotonic()
@@ -176,6 +188,7 @@ async def serve(
         await asyncio.sleep(TICK_S)
         service.context.bad_frames = responder.counters["bad_frames"]
         sign.beat(every_s=config.log.heartbeat_s)
+        confirm()
         service.tick()
         if time.monotonic() - second >= 1.0:
             second = time.monotonic()
@@ -196,7 +209,7 @@ def _sync(service: BufferService) -> None:
     service.history.sync()
 
 
-async def main_loop(args: RoleArgs, config: Config, stop: Stop) -> None:
+async def main_loop(args: RoleArgs, config: Config, stop: Stop, lease: Lease | None) -> None:
     keys = run_keys(config, make=True) if config.network.key_file else run_key(args, config)
     failed: list[BaseException] = []
 
@@ -206,10 +219,17 @@ async def main_loop(args: RoleArgs, config: Config, stop: Stop) -> None:
     asyncio.get_running_loop().set_exception_handler(on_failure)
     store = open_store(config, stop.is_set)
     service = open_service(config, store, keys)
+    confirm = _show_service(lease, service)
     network = config.network
+
+    def handle(calls: list[Call]) -> None:
+        if not failed:
+            confirm()
+            service.handle(calls)
+
     responder = Responder(
-        endpoint(config, "buffer"),
-        lambda calls: None if failed else service.handle(calls),
+        lease.me.address if lease else endpoint(config, "buffer"),
+        handle,
         keys=keys,
         max_bytes=network.max_message_bytes,
         insecure=network.insecure_no_auth,
@@ -222,27 +242,61 @@ async def main_loop(args: RoleArgs, config: Config, stop: Stop) -> None:
         flush=True,
     )
     try:
-        await serve(config, service, responder, stop, failed)
+        await serve(config, service, responder, stop, failed=failed, confirm=confirm)
         if failed:
             raise failed[0]
+        ended = service.stop_reason or ("the run is complete" if service.machine.table.meta.done else "")
         service.close(stop.reason or "stop")
+        if lease is not None:
+            lease.leave(ended=ended)
     finally:
         responder.close()
         if failed:
             store.close()
 
 
+def _show_service(lease: Lease | None, service: BufferService) -> Callable[[], None]:
+    """Tell a stand-by about this service; returns the check whether it may still serve."""
+    if lease is None:
+        return lambda: None
+    lease.epoch = service.machine.service_epoch
+    lease.me = msgspec.structs.replace(lease.me, nonce=service.segments.location()[1])
+    return lease.confirm
+
+
+def _win_lease(args: RoleArgs, config: Config, stop: Stop) -> Lease | None:
+    """The lease of the run, renewed from now on; None if this process has nothing to do."""
+    from buffers.service.takeover import StandBy, open_lease, take_lease
+
+    lease = open_lease(config, stop, standby=args.standby)
+    won = StandBy(config, lease).wait(stop) if args.standby else take_lease(lease, stop, process_gone=process_gone)
+    if won:
+        lease.keep()
+    return lease if won else None
+
+
 def body(args: RoleArgs, config: Config, stop: Stop) -> None:
-    """The role: hold the run's lock and serve."""
+    """The role: hold the run's lock, or its lease, and serve."""
+    if config.network.standby:
+        if (lease := _win_lease(args, config, stop)) is not None:
+            try:
+                _serve_run(args, config, stop, lease)
+            finally:
+                lease.leave()
+        return
     lock = RunDir(config.run_dir).lock("buffer")
+    try:
+        _serve_run(args, config, stop, None)
+    finally:
+        lock.close()
+
+
+def _serve_run(args: RoleArgs, config: Config, stop: Stop, lease: Lease | None) -> None:
     # The state is a large tree without cycles: walking it for garbage took 7 % of the service's time.
     keep_memory()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
-    try:
-        uvloop.run(main_loop(args, config, stop))
-    finally:
-        lock.close()
+    uvloop.run(main_loop(args, config, stop, lease))
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote, urlparse
 
@@ -35,6 +36,17 @@ def bind_problem(address: str) -> tuple[str, str] | None:
                 return "net.port_in_use", "another process listens there"
             return "config.network", f"cannot listen there: {error.strerror}"
     return None
+
+
+def find_free(addresses: Sequence[str]) -> tuple[str, str]:
+    """The first address at which this process can listen (else empty), and why not at those before it."""
+    reasons: list[str] = []
+    for address in addresses:
+        problem = bind_problem(address)
+        if problem is None:
+            return address, "; ".join(reasons)
+        reasons.append(f"{address}: {problem[1]}")
+    return "", "; ".join(reasons)
 
 
 def redis_problem(url: str) -> str:

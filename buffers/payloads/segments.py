@@ -6,7 +6,9 @@ the `guests`; they are read and released here, too. Guarantees:
 2. a new file begins at `segment_bytes`; a file is removed when its last needed record was released;
 3. `read` verifies the checksum: damaged bytes raise `store.corrupt` and are never handed out;
 4. on open, records that the index does not know are cut off the last file, and the cut is reported;
-5. fsync as configured: always = on every flush, everysec = by `sync`, never. Space is allocated ahead, and a freed
+5. with `apart` (a run with a stand-by) a service writes to no file of a service before it, and begins far above their
+   numbers: what one that is fenced still writes from its memory reaches no record of this one;
+6. fsync as configured: always = on every flush, everysec = by `sync`, never. Space is allocated ahead, and a freed
    file is overwritten instead of a new one being created (measured: a third of the CPU of appending). The segment
    number in a record distinguishes it from the earlier content of the file.
 """
@@ -37,6 +39,7 @@ from buffers.payloads.record_format import (
 )
 
 IOV_LIMIT = 512
+APART = 1 << 16  # numbers that a service keeps clear of: more files than one drain fills
 
 
 class Segments:
@@ -50,6 +53,7 @@ class Segments:
         cache_bytes: int,
         fsync: str = "everysec",
         live: Iterable[Record] = (),
+        apart: bool = False,
     ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
@@ -78,6 +82,9 @@ class Segments:
         # Above every number that a record names, also one whose file is gone: two files would share a count.
         named = [record.segment for record in records if not is_guest(record.segment)]
         self._number = max([*self._numbers(), *named], default=0) + 1
+        if apart:
+            self._number += -self._number % APART
+        self._reused_from = self._number if apart else 0
         self._offset = self._written = 0  # with and without what is queued
         self._file = self._create(self._number)
 
@@ -309,7 +316,8 @@ class Segments:
         reader = self._readers.pop(number, None)
         if reader is not None:
             os.close(reader)
-        if len(self._spares) >= max(1, SPARE_BYTES // self._segment_bytes) or not self._path(number).exists():
+        enough = len(self._spares) >= max(1, SPARE_BYTES // self._segment_bytes)
+        if enough or number < self._reused_from or not self._path(number).exists():
             self._path(number).unlink(missing_ok=True)
             return
         self._spares.append(self._path(number).with_suffix(".spare"))
