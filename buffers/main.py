@@ -246,7 +246,7 @@ async def main_loop(args: RoleArgs, config: Config, stop: Stop, lease: Lease | N
         if failed:
             raise failed[0]
         ended = service.stop_reason or ("the run is complete" if service.machine.table.meta.done else "")
-        service.close(stop.reason or "stop")
+        service.close(stop.reason or "stop", hands_over=lease is not None and not ended)
         if lease is not None:
             lease.leave(ended=ended)
     finally:

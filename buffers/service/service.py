@@ -207,13 +207,16 @@ class BufferService:
         workers = self.machine.workers.known.items()
         self.segments.guests.keep_only({name for (_, name), worker in workers if now - worker.seen <= limit})
 
-    def close(self, reason: str = "stop") -> None:
-        """Answer every poll, write the remaining changes, close."""
-        self.context.stop_reason = self.context.stop_reason or reason
+    def close(self, reason: str = "stop", *, hands_over: bool = False) -> None:
+        """Answer every poll, write the remaining changes, close. `hands_over`: another service goes on and is asked
+        what is not answered here.
+        """
         failpoint("buffer.at_close")
         self.machine.begin(self._clock())
-        self._look_at_polls(clock=True)
-        self.learner.close()
+        if not hands_over:
+            self.context.stop_reason = self.context.stop_reason or reason
+            self._look_at_polls(clock=True)
+            self.learner.close()
         self.flush()
         self.session.write_metrics()
         self.history.close()

@@ -2,7 +2,7 @@
 
 Guarantees:
 1. of all buffers of a run only the holder of the lease serves (`buffers.stores.lease`);
-2. a stand-by begins when the lease is given back or lapses, at the latest `LEASE_S` + `LOOK_S` after the last renewal;
+2. a stand-by begins when the lease was given back or has lapsed, about `LEASE_S + FREE_S` after the last renewal;
 3. it serves a run that another buffer has begun, never an empty one. It refuses a run folder that is not the one in
    which the other buffer writes: it could not read the payloads;
 4. a buffer that is no stand-by replaces its own dead predecessor at once, and refuses to start next to a living one
@@ -26,8 +26,9 @@ from buffers.stores.lease import LEASE_S, Holder, Lease
 from buffers.stores.redis_client import RedisClient
 
 LOOK_S = 0.5
+FREE_S = 2.0  # the lease stays free for this long: after an outage of Redis its holder renews it first
 STRANGE_S = 10.0  # a shared file system may show a new file late
-CALL_S = 2.0  # of one call to Redis: shorter than the lease
+CALL_S = 1.0  # of one call to Redis: RENEW_S and a lost call together are at most FREE_S
 
 
 def own_address(config: Config, *, standby: bool) -> str:
@@ -49,15 +50,21 @@ def open_lease(config: Config, stop: Stop, *, standby: bool) -> Lease:
     return Lease(client, run=run_id(config), address=own_address(config, standby=standby))
 
 
-def take_lease(lease: Lease, stop: Stop, *, process_gone: Callable[[int, str], bool]) -> bool:
+def take_lease(
+    lease: Lease,
+    stop: Stop,
+    *,
+    process_gone: Callable[[int, str], bool],
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
     """Take the lease for a buffer that is no stand-by; False if it was stopped. Raises `service.duplicate`."""
-    deadline, replaces = time.monotonic() + LEASE_S + 2 * LOOK_S, ""
+    deadline, replaces = clock() + LEASE_S + 2 * LOOK_S, ""
     while not stop.is_set():
         holder = lease.take(replaces=replaces)
         if holder is None:
             return True
         replaces = holder.token if holder.ended or process_gone(holder.pid, holder.host) else ""
-        if not replaces and time.monotonic() > deadline:
+        if not replaces and clock() > deadline:
             remedy = "stop it first, or start this one as its stand-by: asyncrl launch buffer --standby"
             raise error_for("service.duplicate", f"the buffer of this run serves: {holder}", remedy=remedy)
         stop.wait(0.0 if replaces else LOOK_S)
@@ -73,6 +80,7 @@ class StandBy:
         self._run = run_id(config)
         self._folder = RunDir(config.run_dir).segments
         self._strange_since: float | None = None
+        self._free_since: float | None = None
         self._reported = ""
         self._sign = Sign(RunDir(config.run_dir).alive, role="buffer", name=f"standby-{lease.me.host}")
         self._every_s = config.log.heartbeat_s
@@ -94,6 +102,7 @@ class StandBy:
         holder = self._lease.holder()
         if holder is None:
             return self._take()
+        self._free_since = None
         if holder.ended:
             print(f"buffer: no stand-by is needed: {holder.ended}", flush=True)
             return False
@@ -107,7 +116,8 @@ class StandBy:
             return None
         if self._strange_since is not None:
             raise self._other_folder()
-        if self._lease.take() is not None:
+        self._free_since = self._clock() if self._free_since is None else self._free_since
+        if self._clock() - self._free_since < FREE_S or self._lease.take() is not None:
             return None
         print("buffer: the lease is free, this stand-by takes over", flush=True)
         return True

@@ -27,7 +27,7 @@ from buffers.stores.keys import head_key, lease_key
 from buffers.stores.redis_client import TRANSIENT, RedisClient
 
 LEASE_S = 5.0
-RENEW_S = 1.0
+RENEW_S = 1.0  # between two renewals, without the call itself
 ENDED_S = 60.0  # how long the end of a run is announced
 
 
@@ -50,13 +50,12 @@ class Term:
     Redis counts from a later one.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, lease_s: float = LEASE_S) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._lease_s = lease_s
         self._until = float("-inf")
 
     def renewed(self, asked_at: float) -> None:
-        self._until = max(self._until, asked_at + self._lease_s)
+        self._until = max(self._until, asked_at + LEASE_S)
 
     def is_over(self) -> bool:
         return self._clock() >= self._until
@@ -65,13 +64,16 @@ class Term:
 class Lease:
     """One process's side of the lease. `keep` renews it in a thread; the other methods are for the main thread."""
 
-    def __init__(self, client: RedisClient, *, run: str, address: str) -> None:
+    def __init__(
+        self, client: RedisClient, *, run: str, address: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.me = Holder(secrets.token_hex(8), os.getpid(), socket.gethostname(), address)
         self.epoch = 0
         self._client = client
         self._keys = [lease_key(run), head_key(run)]
         self._take, self._renew = client.script("take_lease"), client.script("renew_lease")
-        self._term = Term()
+        self._clock = clock
+        self._term = Term(clock)
         self._lost: Fenced | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
@@ -87,7 +89,7 @@ class Lease:
 
     def take(self, *, replaces: str = "") -> Holder | None:
         """Take the lease if it is free, or held under the token `replaces`; else its holder."""
-        asked_at = time.monotonic()
+        asked_at = self._clock()
         words = [self.me.token, int(LEASE_S * 1000), replaces, *_fields(self.me)]
         answer = self._client.patiently(lambda: self._take(self._keys[:1], words))
         if answer:
@@ -116,7 +118,7 @@ class Lease:
         self.me = msgspec.structs.replace(self.me, ended=ended)
         if self._lost is None:
             with suppress(redis.exceptions.RedisError):  # it lapses by itself
-                self._ask(ENDED_S if ended else 0.001)
+                self._ask(ENDED_S if ended else 0.0)
         self._client.redis.close()
 
     def _keep(self) -> None:
@@ -129,7 +131,7 @@ class Lease:
                 return
 
     def _renew_once(self) -> None:
-        asked_at = time.monotonic()
+        asked_at = self._clock()
         if self._ask(LEASE_S) == b"fenced":
             what = f"another buffer has the lease of this run ({self._client.where})"
             self._lost = Fenced("fenced", what, where=self.me.address)

@@ -44,7 +44,9 @@ class RedisClient:
         self._stop = stop
         self._server = server
         try:
-            self.redis: redis.Redis = redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=3.0)
+            self.redis: redis.Redis = redis.Redis.from_url(
+                url, socket_timeout=timeout_s, socket_connect_timeout=min(3.0, timeout_s)
+            )
         except ValueError as error:
             raise ConfigError("config.type", f"buffer.redis_url: {error}", where="buffer.redis_url") from None
 

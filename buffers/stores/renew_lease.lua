@@ -1,7 +1,7 @@
 -- Renew the lease of a run, if no other process has it and no newer service writes.
 -- KEYS[1]  lease hash;  KEYS[2]  head hash (field epoch)
 -- ARGV[1]  token of the holder
--- ARGV[2]  milliseconds until the lease expires
+-- ARGV[2]  milliseconds until the lease expires; 0: it is given back
 -- ARGV[3]  epoch of the service ('0': it has none yet)
 -- ARGV[4 ..]  field, value of what the holder says of itself
 -- Returns  'ok' or 'fenced'

@@ -1,9 +1,8 @@
-"""The host of the buffer dies, or the buffer is stopped and comes back: a stand-by serves on, with 0 lost or doubled."""
+"""The buffer's host dies, or its buffer is stopped and comes back: a stand-by serves on; nothing is lost or doubled."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from plant import Plant, Role
 from proxy import free_port
+from user_redis import UserRedis
 
 from asyncrl.errors import EXIT_FENCED
 
@@ -21,27 +21,9 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(300), pytest.mark.long]
 ENV = {"TOY_TOKEN_S": "0.01", "MINI_STEP_S": "0.05"}
 
 
-class SharedRedis:
-    """A Redis server of the user's own."""
-
-    def __init__(self, folder: Path, host: str) -> None:
-        program = shutil.which("redis-server") or shutil.which("valkey-server")
-        if program is None:
-            (pytest.fail if os.environ.get("CI") else pytest.skip)("no redis-server or valkey-server on the PATH")
-        folder.mkdir()
-        port = free_port()
-        self.url = f"redis://{host}:{port}"
-        words = ["--bind", host, "--port", str(port), "--dir", str(folder), "--appendonly", "yes", "--save", ""]
-        self.process = subprocess.Popen([program, *words, "--protected-mode", "no"], stdout=subprocess.DEVNULL)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(60)
-
-
 @pytest.fixture
-def shared(tmp_path: Path) -> Iterator[SharedRedis]:
-    server = SharedRedis(tmp_path / "redis", "127.0.0.1")
+def shared(tmp_path: Path) -> Iterator[UserRedis]:
+    server = UserRedis(tmp_path / "redis")
     yield server
     server.close()
 
@@ -125,7 +107,7 @@ def await_takeover(plant: Plant, since: float) -> str:
 
 def test_the_host_dies(tmp_path: Path, host: Host, figure: Any) -> None:
     """The first buffer's host vanishes with its disk, and no connection is closed."""
-    redis = SharedRedis(tmp_path / "redis", host.here)
+    redis = UserRedis(tmp_path / "redis", host.here)
     extra = (f"network.buffer=tcp://{host.address}:5555", "network.insecure_no_auth=true")
     try:
         with plant_with_standby(tmp_path, redis.url, *extra, second=host.here) as plant:
@@ -142,18 +124,31 @@ def test_the_host_dies(tmp_path: Path, host: Host, figure: Any) -> None:
         redis.close()
 
 
-def test_stopped_taken_over_and_fenced(tmp_path: Path, shared: SharedRedis, figure: Any) -> None:
-    """SIGSTOP, as a partition or a suspended host: the first buffer is fenced when it goes on."""
+def test_stopped_fenced_and_relieved(tmp_path: Path, shared: UserRedis, figure: Any) -> None:
+    """SIGSTOP, as a partition or a suspended host: the first buffer is fenced when it goes on. Started again as the
+    stand-by, it takes over from a buffer that is asked to stop; the end of the run ends the next stand-by.
+    """
     with plant_with_standby(tmp_path, shared.url) as plant:
-        plant.roles["standby"].command = ["-m", "asyncrl", "launch", "buffer", str(plant.run.config), "--standby"]
+        first, second = plant.roles["buffer"], plant.roles["standby"]
+        second.command = ["-m", "asyncrl", "launch", "buffer", str(plant.run.config), "--standby"]
         begin_with_standby(plant)
-        since, first = time.monotonic(), plant.roles["buffer"]
+        since = time.monotonic()
         plant.kill("buffer", signal.SIGSTOP)
         figure(await_takeover(plant, since))
         plant.kill("buffer", signal.SIGCONT)
         assert first.process is not None and first.process.wait(60) == EXIT_FENCED, plant.tail()
         assert "error[fenced]" in plant.said("buffer")
+        first.words = ["--standby"]
+        plant.begin("buffer")
+        plant.wait("the stand-by", lambda: "stand-by for pid" in plant.said("buffer"))
+        assert plant.stop_role("standby") == 0
         before = plant.committed()
-        plant.wait("progress without the first", lambda: plant.committed() > before + 3)
+        plant.wait("progress", lambda: plant.committed() > before + 3)
         plant.finish()
         plant.assert_accounted()
+        second.command = []
+        plant.begin("standby")
+        plant.wait("the stand-by", lambda: "stand-by for pid" in plant.said("standby"))
+        assert plant.stop_role("buffer") == 0
+        plant.wait("the end of the stand-by", lambda: second.codes[-1:] == [0])
+        assert "no stand-by is needed: the run is complete" in plant.said("standby")
