@@ -96,8 +96,12 @@ def _last_epoch(run_dir: RunDir) -> int:
         return 0
 
 
-def open_service(config: Config, store: Store, keys: Keys | None = None) -> BufferService:
-    """Read the state back and bring payloads, index and history to agreement. `keys` sign the history if it is set."""
+def open_service(
+    config: Config, store: Store, keys: Keys | None = None, *, confirm: Callable[[], None] = lambda: None
+) -> BufferService:
+    """Read the state back and bring payloads, index and history to agreement. `keys` sign the history if it is set;
+    `confirm` raises if another service has taken over meanwhile.
+    """
     now = time.monotonic()
     opened = store.open(floor=max(int(time.time()), _last_epoch(RunDir(config.run_dir)) + 1))
     write_atomic(RunDir(config.run_dir).service, b"%d" % opened.epoch)
@@ -117,6 +121,7 @@ def open_service(config: Config, store: Store, keys: Keys | None = None) -> Buff
     pieces = {record for group in groups.values() for found in group.partial.values() for record in found.pieces}
     buffer = config.buffer
     run_dir = RunDir(config.run_dir)
+    confirm()
     segments = Segments(
         run_dir.segments,
         segment_bytes=buffer.segment_bytes,
@@ -218,7 +223,7 @@ async def main_loop(args: RoleArgs, config: Config, stop: Stop, lease: Lease | N
 
     asyncio.get_running_loop().set_exception_handler(on_failure)
     store = open_store(config, stop.is_set)
-    service = open_service(config, store, keys)
+    service = open_service(config, store, keys, confirm=lease.confirm if lease else lambda: None)
     confirm = _show_service(lease, service)
     network = config.network
 

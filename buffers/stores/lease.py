@@ -117,7 +117,7 @@ class Lease:
             self._thread.join(2 * LEASE_S)
         self.me = msgspec.structs.replace(self.me, ended=ended)
         if self._lost is None:
-            with suppress(redis.exceptions.RedisError):  # it lapses by itself
+            with suppress(redis.exceptions.RedisError, *TRANSIENT):  # it lapses by itself
                 self._ask(ENDED_S if ended else 0.0)
         self._client.redis.close()
 

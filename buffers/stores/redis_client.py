@@ -2,7 +2,8 @@
 
 Guarantees:
 1. a call is repeated with backoff for `max_outage_s`, then it raises `store.unreachable`; it must be idempotent;
-2. the password of a URL is never printed.
+2. the password of a URL is never printed;
+3. at a URL of Sentinels or of a cluster a call during a failover waits for the new master.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from redis.cluster import ClusterNode, RedisCluster
+from redis.sentinel import Sentinel
 
-from asyncrl.config.redis_url import hide_password
+from asyncrl.config.redis_url import hide_password, url_password, url_user
 from asyncrl.errors import ConfigError, Unavailable
+from asyncrl.net.redis_hosts import parse_hosts
 from buffers.stores.private_server import PrivateServer
 
 TRANSIENT = (
@@ -23,8 +27,25 @@ TRANSIENT = (
     redis.exceptions.TimeoutError,
     redis.exceptions.BusyLoadingError,
     redis.exceptions.ReadOnlyError,
+    redis.exceptions.ClusterError,
+    redis.exceptions.RedisClusterException,
 )
 _FOLDER = Path(__file__).parent
+
+
+def connect(url: str, *, timeout_s: float) -> Any:
+    """A client of the server at the URL, of the master that Sentinels name, or of a cluster. Raises ValueError."""
+    limits: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": min(3.0, timeout_s)}
+    several = parse_hosts(url)
+    if several is None:
+        return redis.Redis.from_url(url, **limits)  # bounded: socket_timeout
+    tls: dict[str, Any] = {"ssl": True} if several.tls else {}
+    user: dict[str, Any] = {"username": url_user(url) or None, "password": url_password(url) or None}
+    if several.kind == "cluster":
+        nodes = [ClusterNode(*host) for host in several.hosts]  # type: ignore[no-untyped-call]
+        return RedisCluster(startup_nodes=nodes, require_full_coverage=False, **limits, **tls, **user)
+    sentinels: Any = Sentinel(several.hosts, sentinel_kwargs={**limits, **tls})  # type: ignore[no-untyped-call]
+    return sentinels.master_for(several.name, db=several.db, **limits, **tls, **user)
 
 
 class RedisClient:
@@ -44,15 +65,15 @@ class RedisClient:
         self._stop = stop
         self._server = server
         try:
-            self.redis: redis.Redis = redis.Redis.from_url(
-                url, socket_timeout=timeout_s, socket_connect_timeout=min(3.0, timeout_s)
-            )
+            # a cluster is asked for its nodes here
+            self.redis = self.patiently(lambda: connect(url, timeout_s=timeout_s), limit_s=min(10.0, max_outage_s))
         except ValueError as error:
             raise ConfigError("config.type", f"buffer.redis_url: {error}", where="buffer.redis_url") from None
 
     def script(self, name: str) -> Callable[..., Any]:
         """The script `NAME.lua` of this folder."""
-        return self.redis.register_script((_FOLDER / f"{name}.lua").read_bytes())
+        found: Callable[..., Any] = self.redis.register_script((_FOLDER / f"{name}.lua").read_bytes())
+        return found
 
     def patiently(self, ask: Callable[[], Any], *, limit_s: float = 0.0) -> Any:
         """Ask until it answers, with backoff, within the outage limit."""

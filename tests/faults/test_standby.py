@@ -13,19 +13,21 @@ from typing import Any
 import pytest
 from plant import Plant, Role
 from proxy import free_port
-from user_redis import UserRedis
+from user_redis import UserRedis, Watched
 
 from asyncrl.errors import EXIT_FENCED
+from asyncrl.runtime.host_facts import process_state
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(300), pytest.mark.long]
+REST = ("buffer.before_segments", "buffer.rotate", "buffer.before_apply", "buffer.before_answer")
 ENV = {"TOY_TOKEN_S": "0.01", "MINI_STEP_S": "0.05"}
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Iterator[UserRedis]:
-    server = UserRedis(tmp_path / "redis")
-    yield server
-    server.close()
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    servers = Watched(tmp_path / "redis")
+    yield servers
+    servers.close()
 
 
 class Host:
@@ -90,13 +92,6 @@ def said_by_standby(plant: Plant) -> str:
     return "".join(path.read_text() for path in plant.run.logs.glob("standby*.log"))
 
 
-def begin_with_standby(plant: Plant) -> None:
-    plant.start()
-    plant.wait("some commits", lambda: plant.committed() > 5)
-    plant.wait("the stand-by", lambda: "stand-by for pid" in said_by_standby(plant))
-    plant.roles["buffer"].wanted = False
-
-
 def await_takeover(plant: Plant, since: float) -> str:
     """Seconds until the stand-by serves, and until the learner has made four steps more."""
     plant.wait("the takeover", lambda: "ready at" in said_by_standby(plant))
@@ -114,7 +109,10 @@ def test_the_host_dies(tmp_path: Path, host: Host, figure: Any) -> None:
             plant.roles["buffer"].inside = host.words
             for role in plant.roles.values():
                 role.link = None  # straight to the addresses of the configuration
-            begin_with_standby(plant)
+            plant.start()
+            plant.wait("some commits", lambda: plant.committed() > 5)
+            plant.wait("the stand-by", lambda: "stand-by for pid" in said_by_standby(plant))
+            plant.roles["buffer"].wanted = False
             since = time.monotonic()
             host.die(plant.roles["buffer"].pid)
             figure(await_takeover(plant, since))
@@ -124,17 +122,21 @@ def test_the_host_dies(tmp_path: Path, host: Host, figure: Any) -> None:
         redis.close()
 
 
-def test_stopped_fenced_and_relieved(tmp_path: Path, shared: UserRedis, figure: Any) -> None:
-    """SIGSTOP, as a partition or a suspended host: the first buffer is fenced when it goes on. Started again as the
-    stand-by, it takes over from a buffer that is asked to stop; the end of the run ends the next stand-by.
+@pytest.mark.chaos_cases(*REST)
+@pytest.mark.parametrize("place", ["buffer.after_apply", *REST])
+def test_stopped_fenced_and_relieved(tmp_path: Path, watched: Watched, figure: Any, place: str) -> None:
+    """SIGSTOP within a drain, as a partition or a suspended host: the first buffer is fenced when it goes on. Started
+    again as the stand-by, it takes over from a buffer that is asked to stop. Then the master of Redis dies, Sentinels
+    name another one, and the same buffer goes on. The end of the run ends the next stand-by.
     """
-    with plant_with_standby(tmp_path, shared.url) as plant:
+    with plant_with_standby(tmp_path, watched.url) as plant:
         first, second = plant.roles["buffer"], plant.roles["standby"]
         second.command = ["-m", "asyncrl", "launch", "buffer", str(plant.run.config), "--standby"]
-        begin_with_standby(plant)
-        since = time.monotonic()
-        plant.kill("buffer", signal.SIGSTOP)
-        figure(await_takeover(plant, since))
+        first.env = {"ASYNCRL_FAILPOINT": f"{place}:stop:{1 if place == 'buffer.rotate' else 200}"}
+        plant.start()
+        first.wanted = False
+        plant.wait("the stop", lambda: process_state(first.pid) == "T")
+        figure(await_takeover(plant, time.monotonic()))
         plant.kill("buffer", signal.SIGCONT)
         assert first.process is not None and first.process.wait(60) == EXIT_FENCED, plant.tail()
         assert "error[fenced]" in plant.said("buffer")
@@ -144,6 +146,11 @@ def test_stopped_fenced_and_relieved(tmp_path: Path, shared: UserRedis, figure: 
         assert plant.stop_role("standby") == 0
         before = plant.committed()
         plant.wait("progress", lambda: plant.committed() > before + 3)
+        watched.master.process.kill()
+        pid, since, before = first.pid, time.monotonic(), plant.committed()
+        plant.wait("progress at the other master", lambda: plant.committed() > before + 20)
+        figure(f"21 commits after {time.monotonic() - since:.1f} s, in which the master of Redis was replaced")
+        assert first.pid == pid and watched.replica.client.role()[0] == b"master"
         plant.finish()
         plant.assert_accounted()
         second.command = []
