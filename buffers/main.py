@@ -21,14 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import uvloop
 
 from asyncrl.config import BufferConfig, Config
 from asyncrl.evaluation.ids import is_evaluation
 from asyncrl.net.frames import keep_memory
 from asyncrl.net.keys import Keys
-from asyncrl.net.responder import Call, Responder
+from asyncrl.net.responder import Responder
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.history_chain import signing_key
 from asyncrl.runtime.liveness import Sign
@@ -156,6 +155,7 @@ def open_service(
         segments=segments,
         history=history,
         process_gone=process_gone,
+        confirm=confirm,
         evaluations=evaluations,
     )
     service.flush()
@@ -180,11 +180,9 @@ async def serve(
     service: BufferService,
     responder: Responder,
     stop: Stop,
-    *,
     failed: list[BaseException],
-    confirm: Callable[[], None],
 ) -> None:
-    """Tick until the stop; the answering happens in callbacks. `confirm` raises if this process may not serve."""
+    """Tick until the stop; the answering happens in callbacks."""
     loop = asyncio.get_running_loop()
     syncing: asyncio.Future[Any] | None = None
     second = time.monotonic()
@@ -193,7 +191,6 @@ async def serve(
         await asyncio.sleep(TICK_S)
         service.context.bad_frames = responder.counters["bad_frames"]
         sign.beat(every_s=config.log.heartbeat_s)
-        confirm()
         service.tick()
         if time.monotonic() - second >= 1.0:
             second = time.monotonic()
@@ -224,17 +221,12 @@ async def main_loop(args: RoleArgs, config: Config, stop: Stop, lease: Lease | N
     asyncio.get_running_loop().set_exception_handler(on_failure)
     store = open_store(config, stop.is_set)
     service = open_service(config, store, keys, confirm=lease.confirm if lease else lambda: None)
-    confirm = _show_service(lease, service)
+    if lease is not None:
+        lease.announce(epoch=service.machine.service_epoch, nonce=service.segments.location()[1])
     network = config.network
-
-    def handle(calls: list[Call]) -> None:
-        if not failed:
-            confirm()
-            service.handle(calls)
-
     responder = Responder(
         lease.me.address if lease else endpoint(config, "buffer"),
-        handle,
+        lambda calls: None if failed else service.handle(calls),
         keys=keys,
         max_bytes=network.max_message_bytes,
         insecure=network.insecure_no_auth,
@@ -247,7 +239,7 @@ async def main_loop(args: RoleArgs, config: Config, stop: Stop, lease: Lease | N
         flush=True,
     )
     try:
-        await serve(config, service, responder, stop, failed=failed, confirm=confirm)
+        await serve(config, service, responder, stop, failed)
         if failed:
             raise failed[0]
         ended = service.stop_reason or ("the run is complete" if service.machine.table.meta.done else "")
@@ -258,15 +250,6 @@ async def main_loop(args: RoleArgs, config: Config, stop: Stop, lease: Lease | N
         responder.close()
         if failed:
             store.close()
-
-
-def _show_service(lease: Lease | None, service: BufferService) -> Callable[[], None]:
-    """Tell a stand-by about this service; returns the check whether it may still serve."""
-    if lease is None:
-        return lambda: None
-    lease.epoch = service.machine.service_epoch
-    lease.me = msgspec.structs.replace(lease.me, nonce=service.segments.location()[1])
-    return lease.confirm
 
 
 def _win_lease(args: RoleArgs, config: Config, stop: Stop) -> Lease | None:

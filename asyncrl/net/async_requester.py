@@ -35,7 +35,7 @@ class _Asked(msgspec.Struct):
     patience_s: float
     due: float = 0.0
     refusals: int = 0  # answers that call a frame damaged
-    waits: bool = False  # it left on a connection
+    sent_out: bool = False  # there was a connection for it
     silences: int = 0  # times that its answer was overdue
     sent: float = 0.0  # time of the first send
 
@@ -93,15 +93,12 @@ class AsyncRequester:
         )
 
     def _send(self, asked: _Asked) -> None:
-        asked.waits = self._pump.send(asked.frames)
-        patience = asked.patience_s if asked.waits else RETRY_S
-        asked.due = min(asked.deadline, self._loop.time() + patience)
-        if self._timer is None or self._timer.when() > asked.due:
-            self._arm(asked.due)
+        self._expect(asked, sent=self._pump.send(asked.frames))
 
-    def _send_later(self, asked: _Asked) -> None:
-        asked.waits = False
-        asked.due = min(asked.deadline, self._loop.time() + RETRY_S)
+    def _expect(self, asked: _Asked, *, sent: bool) -> None:
+        """Look for the answer when its patience is over, or send it soon if that was not possible."""
+        asked.sent_out = sent
+        asked.due = min(asked.deadline, self._loop.time() + (asked.patience_s if sent else RETRY_S))
         if self._timer is None or self._timer.when() > asked.due:
             self._arm(asked.due)
 
@@ -118,8 +115,8 @@ class AsyncRequester:
             if now >= asked.deadline and not asked.answer.done():
                 asked.answer.set_result(None)
             elif now >= asked.due and not asked.answer.done():
-                asked.silences += asked.waits
-                if asked.waits and asked.silences % MUTE == 0 and self._heard < asked.sent:
+                asked.silences += asked.sent_out
+                if asked.sent_out and asked.silences % MUTE == 0 and self._heard < asked.sent:
                     reconnect(self._socket, self.address)
                 self._send(asked)
         due = [asked.due for asked in self._waiting.values() if not asked.answer.done()]
@@ -132,7 +129,7 @@ class AsyncRequester:
         replaced = prefer_newest(self._socket, self.address, events[-1])
         for asked in list(self._waiting.values()) if self._connected > 1 else ():
             if not asked.answer.done():
-                self._send_later(asked) if replaced else self._send(asked)
+                self._expect(asked, sent=False) if replaced else self._send(asked)
 
     def _take(self, batch: list[list[Buffer]]) -> None:
         for frames in batch:

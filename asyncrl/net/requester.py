@@ -85,8 +85,8 @@ class Requester:
             deadline = started + timeout_s
             refusals = silences = 0
             while (now := time.monotonic()) < deadline:
-                waits = send_frames(self._socket, frames)
-                until = min(deadline, now + (wait_s + self._resend_s if waits else RETRY_S))
+                sent = send_frames(self._socket, frames)
+                until = min(deadline, now + (wait_s + self._resend_s if sent else RETRY_S))
                 answer = self._await(number, until, due=started + wait_s)
                 if answer is not None:
                     refusals += is_damaged(answer)
@@ -96,7 +96,7 @@ class Requester:
                     return raise_refused(answer)
                 if self._give_up(started + wait_s):
                     break
-                if waits and time.monotonic() >= until:
+                if sent and time.monotonic() >= until:
                     silences += 1
                     if silences % MUTE == 0:
                         reconnect(self._socket, self.address)

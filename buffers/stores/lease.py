@@ -101,6 +101,10 @@ class Lease:
         """Renew the lease in a thread until `leave`."""
         self._thread.start()
 
+    def announce(self, *, epoch: int, nonce: str) -> None:
+        """Say which epoch and folder of payloads this process serves with."""
+        self.epoch, self.me = epoch, msgspec.structs.replace(self.me, nonce=nonce)
+
     def confirm(self) -> None:
         """Raise `fenced` if this process may not serve any more. Asks Redis only if the last renewal is too old."""
         if self._lost is not None:
