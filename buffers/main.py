@@ -1,7 +1,8 @@
 """The buffer's process: `python -m buffers.main --config RESOLVED.toml`.
 
 Started by the front door. Guarantees:
-1. one service per run folder (a lock) and per store (an epoch);
+1. one service per run folder (a lock) and per store (an epoch); with `network.standby` a lease in Redis replaces the
+   lock, and with `--standby` the process waits for it;
 2. a kill at any moment loses nothing that was answered; the next start continues from the store and the segments;
 3. SIGTERM or a `Stop` message ends it after every poll is answered and everything is written.
 Any failure that is not a peer's ends the process: state in memory that the store does not have must not be served.
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -41,6 +42,9 @@ from buffers.payloads.segments import Segments
 from buffers.service.event_log import KEY, History
 from buffers.service.service import BufferService
 from buffers.stores.base import Store
+
+if TYPE_CHECKING:
+    from buffers.stores.lease import Lease
 
 TICK_S = 0.2
 
@@ -91,8 +95,12 @@ def _last_epoch(run_dir: RunDir) -> int:
         return 0
 
 
-def open_service(config: Config, store: Store, keys: Keys | None = None) -> BufferService:
-    """Read the state back and bring payloads, index and history to agreement. `keys` sign the history if it is set."""
+def open_service(
+    config: Config, store: Store, keys: Keys | None = None, *, confirm: Callable[[], None] = lambda: None
+) -> BufferService:
+    """Read the state back and bring payloads, index and history to agreement. `keys` sign the history if it is set;
+    `confirm` raises if another service has taken over meanwhile.
+    """
     now = time.monotonic()
     opened = store.open(floor=max(int(time.time()), _last_epoch(RunDir(config.run_dir)) + 1))
     write_atomic(RunDir(config.run_dir).service, b"%d" % opened.epoch)
@@ -112,12 +120,14 @@ def open_service(config: Config, store: Store, keys: Keys | None = None) -> Buff
     pieces = {record for group in groups.values() for found in group.partial.values() for record in found.pieces}
     buffer = config.buffer
     run_dir = RunDir(config.run_dir)
+    confirm()
     segments = Segments(
         run_dir.segments,
         segment_bytes=buffer.segment_bytes,
         cache_bytes=buffer.cache_bytes,
         fsync=buffer.fsync,
         live=[*records, *pieces],
+        apart=bool(config.network.standby),
     )
     history = History(
         run_dir.history,
@@ -145,6 +155,7 @@ def open_service(config: Config, store: Store, keys: Keys | None = None) -> Buff
         segments=segments,
         history=history,
         process_gone=process_gone,
+        confirm=confirm,
         evaluations=evaluations,
     )
     service.flush()
@@ -165,7 +176,11 @@ def _lose_payloads(machine: GroupMachine, evaluations: Evaluations, damaged: set
 
 
 async def serve(
-    config: Config, service: BufferService, responder: Responder, stop: Stop, failed: list[BaseException]
+    config: Config,
+    service: BufferService,
+    responder: Responder,
+    stop: Stop,
+    failed: list[BaseException],
 ) -> None:
     """Tick until the stop; the answering happens in callbacks."""
     loop = asyncio.get_running_loop()
@@ -196,7 +211,7 @@ def _sync(service: BufferService) -> None:
     service.history.sync()
 
 
-async def main_loop(args: RoleArgs, config: Config, stop: Stop) -> None:
+async def main_loop(args: RoleArgs, config: Config, stop: Stop, lease: Lease | None) -> None:
     keys = run_keys(config, make=True) if config.network.key_file else run_key(args, config)
     failed: list[BaseException] = []
 
@@ -205,10 +220,12 @@ async def main_loop(args: RoleArgs, config: Config, stop: Stop) -> None:
 
     asyncio.get_running_loop().set_exception_handler(on_failure)
     store = open_store(config, stop.is_set)
-    service = open_service(config, store, keys)
+    service = open_service(config, store, keys, confirm=lease.confirm if lease else lambda: None)
+    if lease is not None:
+        lease.announce(epoch=service.machine.service_epoch, nonce=service.segments.location()[1])
     network = config.network
     responder = Responder(
-        endpoint(config, "buffer"),
+        lease.me.address if lease else endpoint(config, "buffer"),
         lambda calls: None if failed else service.handle(calls),
         keys=keys,
         max_bytes=network.max_message_bytes,
@@ -225,24 +242,49 @@ async def main_loop(args: RoleArgs, config: Config, stop: Stop) -> None:
         await serve(config, service, responder, stop, failed)
         if failed:
             raise failed[0]
-        service.close(stop.reason or "stop")
+        ended = service.stop_reason or ("the run is complete" if service.machine.table.meta.done else "")
+        service.close(stop.reason or "stop", hands_over=lease is not None and not ended)
+        if lease is not None:
+            lease.leave(ended=ended)
     finally:
         responder.close()
         if failed:
             store.close()
 
 
+def _win_lease(args: RoleArgs, config: Config, stop: Stop) -> Lease | None:
+    """The lease of the run, renewed from now on; None if this process has nothing to do."""
+    from buffers.service.takeover import StandBy, open_lease, take_lease
+
+    lease = open_lease(config, stop, standby=args.standby)
+    won = StandBy(config, lease).wait(stop) if args.standby else take_lease(lease, stop, process_gone=process_gone)
+    if won:
+        lease.keep()
+    return lease if won else None
+
+
 def body(args: RoleArgs, config: Config, stop: Stop) -> None:
-    """The role: hold the run's lock and serve."""
+    """The role: hold the run's lock, or its lease, and serve."""
+    if config.network.standby:
+        if (lease := _win_lease(args, config, stop)) is not None:
+            try:
+                _serve_run(args, config, stop, lease)
+            finally:
+                lease.leave()
+        return
     lock = RunDir(config.run_dir).lock("buffer")
+    try:
+        _serve_run(args, config, stop, None)
+    finally:
+        lock.close()
+
+
+def _serve_run(args: RoleArgs, config: Config, stop: Stop, lease: Lease | None) -> None:
     # The state is a large tree without cycles: walking it for garbage took 7 % of the service's time.
     keep_memory()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
-    try:
-        uvloop.run(main_loop(args, config, stop))
-    finally:
-        lock.close()
+    uvloop.run(main_loop(args, config, stop, lease))
 
 
 def main() -> None:

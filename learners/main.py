@@ -93,7 +93,7 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     """Connect to the buffer and weight sync, and start the heartbeat thread."""
     from asyncrl.config.mode import streams
     from asyncrl.runtime.model_folder import model_fingerprint
-    from asyncrl.runtime.run_dir import endpoint, sibling_address
+    from asyncrl.runtime.run_dir import buffer_address, endpoint, sibling_address
     from buffers.client.learner import LearnerClient
     from learners.heartbeat import Heart, Patience
     from learners.rank_zero import Services
@@ -102,18 +102,18 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     keys = run_key(args, config)
     fingerprint = model_fingerprint(config.model.path, dtype=config.model.dtype)
     network = config.network
-    buffer_address = args.connect or endpoint(config, "buffer")
+    reached_at = buffer_address(config, args.connect)
 
     class WatchedClient(LearnerClient):
         """A client that warns if the buffer is silent, and gives up once this process should end."""
 
         def __init__(self, timeout_s: float, on_silence: Any) -> None:
             super().__init__(
-                buffer_address, name=args.name, keys=keys, max_bytes=network.max_message_bytes, timeout_s=timeout_s
+                reached_at, name=args.name, keys=keys, max_bytes=network.max_message_bytes, timeout_s=timeout_s
             )
             self._requester.on_silence = self._beats.on_silence = on_silence
 
-    silence = Patience(f"buffer {buffer_address}", limit_s=network.request_timeout_s, stop=stop)
+    silence = Patience(f"buffer {reached_at}", limit_s=network.request_timeout_s, stop=stop)
     buffer: Any = WatchedClient(network.request_timeout_s, silence)
     leaving = threading.Event()
     pulse = WatchedClient(HEARTBEAT_TIMEOUT_S, lambda _: stop.is_set() or leaving.is_set())

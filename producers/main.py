@@ -98,7 +98,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evalu
     kind = "evaluator" if evaluates else "producer"
     refuse(config, model_json(config.model.path), role="producer")
     keys = role.worker_key(args, config, "producer")
-    address, limit_s = args.connect or rundir.endpoint(config, "buffer"), config.network.request_timeout_s
+    address, limit_s = rundir.buffer_address(config, args.connect), config.network.request_timeout_s
     patience = Patience(f"buffer {address}", limit_s=limit_s, stop=stop)
     client = ProducerClient(
         address, name=args.name, keys=keys, max_bytes=config.network.max_message_bytes, timeout_s=limit_s

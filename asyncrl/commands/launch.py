@@ -20,6 +20,7 @@ examples:
   asyncrl launch all base.toml more.toml          (more.toml wins)
   asyncrl launch all my.toml --dry-run            (nothing starts)
   asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key producer.key  (on another host)
+  asyncrl launch buffer my.toml --standby          (on a second host: takes over if the first one dies)
   asyncrl launch rewards my.toml --judge slow      (more workers of one judge)
   asyncrl launch all my.toml --backend slurm --render jobs                         (writes the jobs of a cluster)
 
@@ -46,6 +47,9 @@ def _add_launch(commands: Commands) -> None:
     add_configs(one)
     one.add_argument("--connect", default="", metavar="URL", help="join the run whose buffer listens there")
     one.add_argument("--key", default="", metavar="FILE", help="key file of that run")
+    one.add_argument(
+        "--standby", action="store_true", help="target buffer: wait here, and take over when the serving one is gone"
+    )
     one.add_argument("--judge", default="", metavar="NAME", help="target rewards: only workers of this judge")
     one.add_argument(
         "--insecure-no-auth",
@@ -95,14 +99,18 @@ def _add_demo(commands: Commands) -> None:
 def _launch(args: argparse.Namespace) -> int:
     import os
 
+    from asyncrl.errors import ConfigError
     from asyncrl.launcher.launch import LaunchOptions, exit_code, launch
 
+    if args.standby and args.target != "buffer":
+        raise ConfigError("usage", f"--standby goes with the target buffer, not {args.target}", where="--standby")
     options = LaunchOptions(
         target=args.target,
         overrides=tuple(args.overrides),
         connect=args.connect,
         key=args.key,
         takeover=args.takeover,
+        standby=args.standby,
         verbose=args.verbose,
         plain=args.plain,
         judge=args.judge,
@@ -116,8 +124,6 @@ def _launch(args: argparse.Namespace) -> int:
 
         return dry_run(args.configs, options, as_json=args.json)
     if args.json:
-        from asyncrl.errors import ConfigError
-
         raise ConfigError("usage", "--json is of --dry-run", where="launch")
     os.umask(0o077)
     if args.render or args.backend:

@@ -31,6 +31,11 @@ def url_password(url: str) -> str:
     return "" if found == HIDDEN else found
 
 
+def url_user(url: str) -> str:
+    """The user in a URL; empty if it names none."""
+    return unquote(urlsplit(url).username or "")
+
+
 def hide_password(url: str) -> str:
     """The URL for logs and files."""
     return _set_password(url, HIDDEN) if url_password(url) else url

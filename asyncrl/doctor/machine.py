@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from asyncrl.runtime.device import device_nodes
+from asyncrl.runtime.host_facts import filesystem
 
 OK, WARN, MISSING, WRONG = "ok", "warn", "missing", "wrong"
 GIB = 1 << 30
@@ -122,17 +123,6 @@ def disk(folder: Path | None = None, mounts: Path = Path("/proc/mounts")) -> Fou
     if took > SLOW_SYNC_S:
         return Found(WARN, shown, 'a slow disk: buffer.fsync = "never" keeps everything but a loss of power safe')
     return Found(OK, shown)
-
-
-def filesystem(folder: Path, mounts: Path) -> str:
-    """The kind of the file system that holds the folder."""
-    try:
-        entries = [line.split()[1:3] for line in mounts.read_text().splitlines()]
-    except (OSError, IndexError):
-        return "unknown"
-    path = str(folder.resolve())
-    holding = [(place, kind) for place, kind in entries if path == place or path.startswith(place.rstrip("/") + "/")]
-    return max(holding, key=lambda entry: len(entry[0]))[1] if holding else "unknown"
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> Found:

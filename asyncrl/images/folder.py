@@ -20,10 +20,11 @@ from asyncrl.images.digests import image_digest, is_digest
 
 
 class ImageFolder:
-    """The folder need not exist before the first `put`."""
+    """The folder need not exist before the first `put`. `durable`: what `put` stored survives a loss of power."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
         self.path = path
+        self._durable = durable
 
     def _file(self, digest: str) -> Path:
         if not is_digest(digest):
@@ -45,6 +46,9 @@ class ImageFolder:
         try:
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(data)
+                if self._durable:
+                    file.flush()
+                    os.fsync(file.fileno())
             os.replace(temporary, path)
         except OSError:
             with suppress(OSError):

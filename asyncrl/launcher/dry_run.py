@@ -30,7 +30,11 @@ def dry_run(paths: Sequence[Path], options: LaunchOptions, *, as_json: bool = Fa
     run = RunDir(config.run_dir)
     homed = settle_interpreter(config) if ENGINES & {*roles} else config
     joining = Joining(
-        connect=options.connect, key=options.key, worker_keys=worker_keys(config, roles), takeover=options.takeover
+        connect=options.connect,
+        key=options.key,
+        worker_keys=worker_keys(config, roles),
+        takeover=options.takeover,
+        standby=options.standby,
     )
     plans = plan(
         homed, roles, config_path=run.config, joining=joining, python_path=python_path(), devices=devices.find_devices()

@@ -25,7 +25,7 @@ from asyncrl.metrics import JsonTail, read_lines
 from asyncrl.monitor.text import QUEUE_STATES
 from asyncrl.runtime.host_facts import descendants, process_state, send
 from asyncrl.runtime.liveness import STOPPED
-from asyncrl.runtime.run_dir import RunDir, endpoint, run_keys
+from asyncrl.runtime.run_dir import RunDir, buffer_address, run_keys
 
 LOOK_S = 0.5
 NEARLY = 0.9  # share of the limit after which the learner's own code 70 counts as the same hang
@@ -36,7 +36,7 @@ def ask_buffer(config: Config) -> dict[str, Any]:
     """The buffer's status, or `{"error": ...}`."""
     from asyncrl.monitor.control import service_status  # sockets and NumPy: only a run that hangs needs them
 
-    return service_status(endpoint(config, "buffer"), run_keys(config))
+    return service_status(buffer_address(config), run_keys(config))
 
 
 class HangWatch:

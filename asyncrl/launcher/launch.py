@@ -60,6 +60,7 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     connect: str = ""
     key: str = ""
     takeover: bool = False
+    standby: bool = False  # target buffer: wait until the serving one is gone
     verbose: bool = False
     plain: bool = False
     report: bool = True
@@ -97,8 +98,8 @@ def checked_files(
         overrides.append(f"network.key_file={msgspec.json.encode(options.key).decode()}")
     if options.insecure_no_auth:
         overrides.append("network.insecure_no_auth=true")
-    joining = bool(options.connect)
-    config, checked = checks.check_files(paths, overrides, options.target, joining=joining, fetch=fetch)
+    asked = {"joining": bool(options.connect), "standby": options.standby, "fetch": fetch}
+    config, checked = checks.check_files(paths, overrides, options.target, **asked)
     if checked.errors or config is None:
         raise ConfigErrors(checked.errors)
     return config, checked
@@ -132,7 +133,7 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
     locks, tag = _locks(run, options)
     try:
         if "buffer" in roles:
-            run_keys(config, make=True)
+            run_keys(config, make=not options.standby)
             redis_secret.keep(config.buffer.redis_url, run.store)
         path = settle_config(run, config, options, tag=tag)
         joining = Joining(
@@ -140,6 +141,7 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
             key=options.key,
             worker_keys=worker_keys(config, roles),
             takeover=options.takeover,
+            standby=options.standby,
             tag=tag,
             judges=judges,
             node_rank=options.node_rank,
@@ -225,6 +227,8 @@ def _locks(run: RunDir, options: LaunchOptions) -> tuple[list[IO[str]], str]:
     """Take the locks of this launcher; the tag for names of additional workers."""
     node = f"-{options.node_rank}" if options.node_rank else ""
     names = [f"launch-{role}{node}" for role in TARGETS[options.target]]
+    if options.standby:  # the host of the serving buffer holds the lock of the buffer
+        names = [f"launch-standby-{socket.gethostname()}"]
     held: list[IO[str]] = []
     try:
         for name in names:
@@ -237,23 +241,24 @@ def _locks(run: RunDir, options: LaunchOptions) -> tuple[list[IO[str]], str]:
         if options.target not in SHARED:
             raise
         return [], _tag(options)
-    return held, _tag(options) if options.connect else ""
+    return held, _tag(options) if options.connect or options.standby else ""
 
 
 def _tag(options: LaunchOptions) -> str:
     """A tag of this launcher. Launchers in containers have the same pid, so the host distinguishes them."""
-    host = f"{socket.gethostname().split('.')[0]}-" if options.connect else ""
+    host = f"{socket.gethostname().split('.')[0]}-" if options.connect or options.standby else ""
     return f"{host}{os.getpid():x}"
 
 
 def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: str) -> Path:
     """Write the resolved configuration for the children; return its path."""
     text = dump(config)
-    if options.target in OWNERS and not options.connect and (note := resume_note(run, config)):
+    owns = options.target in OWNERS and not options.connect and not options.standby
+    if owns and (note := resume_note(run, config)):
         _print(note)
     if run.config.exists() and run.config.read_text() == text:
         return run.config
-    if options.connect or (options.target not in OWNERS and run.config.exists()):
+    if not owns and (options.connect or run.config.exists()):
         path = run.logs / f"{options.target}{'-' + tag if tag else ''}.config.toml"
         write_atomic(path, text.encode())
         return path

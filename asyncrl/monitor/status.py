@@ -25,7 +25,7 @@ from asyncrl.monitor.text import QUEUE_STATES, clean, number
 from asyncrl.net.keys import Keys, read_keys
 from asyncrl.runtime.host_facts import process_state, reachable, send
 from asyncrl.runtime.liveness import STOPPED, read_signs
-from asyncrl.runtime.run_dir import RunDir, endpoint, format_json, launchers, read_object, run_keys
+from asyncrl.runtime.run_dir import RunDir, buffer_address, endpoint, format_json, launchers, read_object, run_keys
 
 SILENT_S = 10.0  # without a configuration
 STOP_POLL_S = 0.2
@@ -62,7 +62,7 @@ def run_status(run: RunDir, *, key: str = "") -> dict[str, Any]:
         "queue": queue[-1] if queue else {},
         "workers": _newest_beats(beats),
         "alive": _alive(run),
-        "buffer": service_status(endpoint(config, "buffer"), keys),
+        "buffer": service_status(buffer_address(config), keys),
         **({} if streams(config) else {"weightsync": service_status(endpoint(config, "weightsync"), keys)}),
     }
 
@@ -267,10 +267,11 @@ def _stop_services(run: RunDir) -> int:
 
 
 def _stop_service(name: str, config: Config) -> bool:
-    if not reachable(endpoint(config, name), timeout_s=ASK_TIMEOUT_S):
+    address = buffer_address(config) if name == "buffer" else endpoint(config, name)
+    if not reachable(address, timeout_s=ASK_TIMEOUT_S):
         return False
     try:
-        with closing(ServiceClient(endpoint(config, name), keys=run_keys(config), timeout_s=ASK_TIMEOUT_S)) as client:
+        with closing(ServiceClient(address, keys=run_keys(config), timeout_s=ASK_TIMEOUT_S)) as client:
             client.stop("asyncrl stop")
     except AsyncRLError:
         return False

@@ -27,7 +27,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
 from asyncrl.monitor.control import ServiceClient
 from asyncrl.net.keys import Keys, read_keys
 from asyncrl.runtime.host_facts import reachable
-from asyncrl.runtime.run_dir import RunDir, endpoint, run_keys
+from asyncrl.runtime.run_dir import RunDir, buffer_address, run_keys
 
 ASK_TIMEOUT_S = 10.0
 
@@ -96,7 +96,7 @@ def _place(folder: Path | None, connect: str, key: str) -> tuple[str, Keys | Non
     if folder is None:
         return connect, keys
     config = load(RunDir(folder).require().config)
-    return endpoint(config, "buffer"), keys or run_keys(config)
+    return buffer_address(config), keys or run_keys(config)
 
 
 def _ask(address: str, keys: Keys | None, changes: dict[str, Any], undo: int | None) -> Any:

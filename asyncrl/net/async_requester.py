@@ -18,6 +18,7 @@ from asyncrl.net.frames import (
     SocketContext,
     connect,
     is_damaged,
+    prefer_newest,
     raise_refused,
     reconnect,
 )
@@ -34,6 +35,7 @@ class _Asked(msgspec.Struct):
     patience_s: float
     due: float = 0.0
     refusals: int = 0  # answers that call a frame damaged
+    sent_out: bool = False  # there was a connection for it
     silences: int = 0  # times that its answer was overdue
     sent: float = 0.0  # time of the first send
 
@@ -91,8 +93,12 @@ class AsyncRequester:
         )
 
     def _send(self, asked: _Asked) -> None:
-        patience = asked.patience_s if self._pump.send(asked.frames) else RETRY_S
-        asked.due = min(asked.deadline, self._loop.time() + patience)
+        self._expect(asked, sent=self._pump.send(asked.frames))
+
+    def _expect(self, asked: _Asked, *, sent: bool) -> None:
+        """Look for the answer when its patience is over, or send it soon if that was not possible."""
+        asked.sent_out = sent
+        asked.due = min(asked.deadline, self._loop.time() + (asked.patience_s if sent else RETRY_S))
         if self._timer is None or self._timer.when() > asked.due:
             self._arm(asked.due)
 
@@ -109,8 +115,8 @@ class AsyncRequester:
             if now >= asked.deadline and not asked.answer.done():
                 asked.answer.set_result(None)
             elif now >= asked.due and not asked.answer.done():
-                asked.silences += 1
-                if asked.silences % MUTE == 0 and self._heard < asked.sent:
+                asked.silences += asked.sent_out
+                if asked.sent_out and asked.silences % MUTE == 0 and self._heard < asked.sent:
                     reconnect(self._socket, self.address)
                 self._send(asked)
         due = [asked.due for asked in self._waiting.values() if not asked.answer.done()]
@@ -118,11 +124,12 @@ class AsyncRequester:
             self._arm(min(due))
 
     def _resend_pending(self, events: list[list[Buffer]]) -> None:
-        """Resend: the service, or its successor, never got the pending requests, or could not answer them."""
+        """Send again: the service, or its successor, never got the pending requests, or could not answer them."""
         self._connected += len(events)
+        replaced = prefer_newest(self._socket, self.address, events[-1])
         for asked in list(self._waiting.values()) if self._connected > 1 else ():
             if not asked.answer.done():
-                self._send(asked)
+                self._expect(asked, sent=False) if replaced else self._send(asked)
 
     def _take(self, batch: list[list[Buffer]]) -> None:
         for frames in batch:

@@ -61,12 +61,18 @@ def set_limits(socket: zmq.Socket[bytes], max_bytes: int) -> None:
 def connect(
     context: zmq.Context[Any], address: str, keys: Keys | None, max_bytes: int
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """The socket, and a second one that receives a message for every established connection."""
+    """The socket, and a second one that receives a message for every established connection.
+
+    Of several addresses (`tcp://a:1,tcp://b:1`) one is served at a time: requests go only to established connections.
+    """
+    addresses = address.split(",")
+    several = len(addresses) > 1
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     set_limits(socket, max_bytes)
     socket.setsockopt(zmq.LINGER, 2000)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500 if several else 2000)
+    socket.setsockopt(zmq.IMMEDIATE, int(several))
     # an attempt without an answer (a partition, a stopped service) makes room for the next one
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 3000)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
@@ -76,7 +82,8 @@ def connect(
         socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
     connections = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)  # before the first connection exists
     try:
-        socket.connect(address)
+        for one in addresses:
+            socket.connect(one)
     except zmq.ZMQError as error:
         socket.disable_monitor()
         connections.close(0)
@@ -86,9 +93,25 @@ def connect(
 
 
 def reconnect(socket: zmq.Socket[bytes], address: str) -> None:
-    """Replace the connection; messages queued on it are lost."""
-    socket.disconnect(address)
-    socket.connect(address)
+    """Replace the connections; messages queued on them are lost."""
+    for one in address.split(","):
+        socket.disconnect(one)
+        socket.connect(one)
+
+
+def prefer_newest(socket: zmq.Socket[bytes], address: str, event: Sequence[Buffer]) -> bool:
+    """Of several addresses the one connected last is served: replace the connections to the others, and return True.
+
+    Those of a host that died without a word would stay open and get a share of the requests. The replacement takes
+    libzmq a moment (`RETRY_S`), in which it still sends on the old connection.
+    """
+    addresses = address.split(",")
+    others = [one for one in addresses if one != bytes(event[1]).decode(errors="replace")]
+    if len(others) == len(addresses) or not others:
+        return False
+    for one in others:
+        reconnect(socket, one)
+    return True
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> bool:

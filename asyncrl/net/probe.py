@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote, urlparse
+
+from asyncrl.net.redis_hosts import RedisHosts, parse_hosts
 
 CONNECT_TIMEOUT_S = 3.0
 
@@ -37,11 +40,24 @@ def bind_problem(address: str) -> tuple[str, str] | None:
     return None
 
 
+def find_free(addresses: Sequence[str]) -> tuple[str, str]:
+    """The first address at which this process can listen (else empty), and why not at those before it."""
+    reasons: list[str] = []
+    for address in addresses:
+        problem = bind_problem(address)
+        if problem is None:
+            return address, "; ".join(reasons)
+        reasons.append(f"{address}: {problem[1]}")
+    return "", "; ".join(reasons)
+
+
 def redis_problem(url: str) -> str:
     """Why Redis at `url` cannot be used; empty if it answers PING. The text holds no password."""
     parsed = urlparse(url)
+    if "+" in parsed.scheme:
+        return _hosts_problem(url)
     if parsed.scheme not in ("redis", "rediss", "unix"):
-        return f"scheme {parsed.scheme!r} is not redis, rediss or unix"
+        return f"scheme {parsed.scheme!r} is not redis, rediss, unix, redis+sentinel or redis+cluster"
     shown = parsed.path if parsed.scheme == "unix" else f"{parsed.hostname or 'localhost'}:{parsed.port or 6379}"
     try:
         with _redis_socket(parsed) as connection:
@@ -54,6 +70,35 @@ def redis_problem(url: str) -> str:
     except (OSError, ValueError) as error:
         return f"no Redis at {shown}: {error}"
     return "" if answer.startswith(b"+PONG") else f"Redis at {shown} answered {answer.decode(errors='replace')!r}"
+
+
+def _hosts_problem(url: str) -> str:
+    """Why none of several servers can be used; empty if a Sentinel names a master, or a node answers."""
+    try:
+        several = parse_hosts(url)
+    except ValueError as error:
+        return str(error)
+    assert several is not None
+    parsed, problems = urlparse(url), []
+    for host, port in several.hosts:
+        place = f"{host}:{port}"
+        if several.kind == "cluster":
+            user = f"{parsed.netloc.rpartition('@')[0]}@" if "@" in parsed.netloc else ""
+            problems.append(redis_problem(f"{parsed.scheme.partition('+')[0]}://{user}{place}"))
+        else:
+            problems.append(_sentinel_problem(place, several))
+        if not problems[-1]:
+            return ""
+    return "; ".join(problems)
+
+
+def _sentinel_problem(place: str, several: RedisHosts) -> str:
+    try:
+        with _redis_socket(urlparse(f"{'rediss' if several.tls else 'redis'}://{place}")) as connection:
+            answer = _ask(connection, "SENTINEL", "get-master-addr-by-name", several.name)
+    except OSError as error:
+        return f"no Sentinel at {place}: {error}"
+    return "" if answer.startswith(b"*2") else f"the Sentinel at {place} knows no master {several.name!r}"
 
 
 def _redis_socket(parsed: Any) -> socket.socket:

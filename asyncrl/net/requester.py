@@ -5,7 +5,8 @@ Guarantees of both requesters:
    idempotent, so this is safe, and the successor of a service that died gets the request. A connection without answers
    is replaced, because after a damaged length all later bytes are misread;
 2. every wait ends: at the deadline `net.unreachable` names the address and the time waited;
-3. an answer that calls the request damaged is accepted only at the third time: the damage may have happened in transit.
+3. an answer that calls the request damaged is accepted only at the third time: the damage may have happened in transit;
+4. of several addresses (`tcp://a:1,tcp://b:1`) a request reaches the one that is served, also when that changes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from asyncrl.net.frames import (
     SocketContext,
     connect,
     is_damaged,
+    prefer_newest,
     raise_refused,
     receive_frames,
     reconnect,
@@ -83,8 +85,9 @@ class Requester:
             deadline = started + timeout_s
             refusals = silences = 0
             while (now := time.monotonic()) < deadline:
-                patience = wait_s + self._resend_s if send_frames(self._socket, frames) else RETRY_S
-                answer = self._await(number, min(deadline, now + patience), due=started + wait_s)
+                sent = send_frames(self._socket, frames)
+                until = min(deadline, now + (wait_s + self._resend_s if sent else RETRY_S))
+                answer = self._await(number, until, due=started + wait_s)
                 if answer is not None:
                     refusals += is_damaged(answer)
                     if is_damaged(answer) and refusals < BELIEVED:
@@ -93,9 +96,10 @@ class Requester:
                     return raise_refused(answer)
                 if self._give_up(started + wait_s):
                     break
-                silences += 1
-                if silences % MUTE == 0:
-                    reconnect(self._socket, self.address)
+                if sent and time.monotonic() >= until:
+                    silences += 1
+                    if silences % MUTE == 0:
+                        reconnect(self._socket, self.address)
         waited = min(timeout_s, time.monotonic() - started)
         raise Unavailable(
             "net.unreachable", f"no answer to {type(message).__name__} within {waited:.3g} s", where=self.address
@@ -123,12 +127,14 @@ class Requester:
         return None
 
     def _has_reconnected(self) -> bool:
-        """Whether the connection was established again, not for the first time."""
+        """Whether a connection was established again, not for the first time."""
         before = self._connected
         with suppress(zmq.Again):
             while True:
-                receive_frames(self._connections)
+                event = receive_frames(self._connections)
                 self._connected += 1
+                if prefer_newest(self._socket, self.address, event) and before:
+                    time.sleep(RETRY_S)
         return self._connected > max(before, 1)
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ from asyncrl.preflight.files import check_data, check_folders, check_keys, check
 from asyncrl.preflight.hub import Settled, settle_hub
 from asyncrl.preflight.machine import Machine, check_ports, check_store, check_trackers, find_missing, look_at_machine
 from asyncrl.preflight.memory import RoleMemory, estimate, format_bytes
+from asyncrl.preflight.standby import check_address, check_folder
 from asyncrl.preflight.start import ask_roles
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan import interpreters as engine_env
@@ -70,12 +71,14 @@ def check(
     places: Places | None = None,
     machine: Machine | None = None,
     play: bool = False,
+    standby: bool = False,
     doubtful: Collection[str] = (),
     pending: Collection[str] = (),
 ) -> Checked:
     """All checks that are possible before the start. `joining`: the services and their store are on other hosts;
-    `play`: also play the first row; `doubtful`: settings whose values are unknown, because of a mistake: parts of
-    roles, which would get their defaults, are not tried then; `pending`: settings whose files are still on the hub.
+    `play`: also play the first row; `standby`: the buffer is a stand-by; `doubtful`: settings whose values are unknown,
+    because of a mistake: parts of roles, which would get their defaults, are not tried then; `pending`: settings whose
+    files are still on the hub.
     """
     errors: list[AsyncRLError] = []
     findings = derive_findings(config, roles)
@@ -87,10 +90,10 @@ def check(
         findings += [Finding("engine", has, python)] if has else []
     with ThreadPoolExecutor(1) as pool:  # the parts of roles are tried while the other checks run
         tried = None if doubtful else pool.submit(ask_roles, config, roles, python=python, play=play)
-        for wanted_by, look in list_checks(roles):
+        for wanted_by, look in list_checks(roles, standby=standby):
             if wanted_by & set(roles):
                 errors += look(config)
-        errors += check_keys(config, joining=joining or "buffer" not in roles)
+        errors += check_keys(config, joining=joining or standby or "buffer" not in roles)
         here = machine or look_at_machine(config.run_dir)
         errors += check_requests(config, roles, here)
         if tried is None:
@@ -117,7 +120,9 @@ def check(
     )
 
 
-def list_checks(roles: Sequence[str]) -> list[tuple[set[str], Callable[[Config], Iterable[AsyncRLError]]]]:
+def list_checks(
+    roles: Sequence[str], *, standby: bool = False
+) -> list[tuple[set[str], Callable[[Config], Iterable[AsyncRLError]]]]:
     """The roles that want a check, and the check."""
     return [
         ({*ENGINES, "learner"}, check_model),
@@ -127,8 +132,9 @@ def list_checks(roles: Sequence[str]) -> list[tuple[set[str], Callable[[Config],
         ({*ENGINES, "learner"}, lambda config: check_torch(config, roles)),
         ({"buffer"}, check_store),
         ({"buffer"}, check_filters),
+        ({"buffer"}, check_folder),
         ({"buffer", "learner"}, check_folders),
-        ({"buffer", "weightsync"}, lambda config: check_ports(config, roles)),
+        ({"buffer", "weightsync"}, check_address if standby else lambda config: check_ports(config, roles)),
         ({"learner"}, check_algorithm),
         ({"learner"}, check_trackers),
     ]
@@ -182,6 +188,7 @@ def check_files(
     joining: bool = False,
     play: bool = False,
     fetch: bool = False,
+    standby: bool = False,
 ) -> tuple[Config | None, Checked]:
     """Read and check the files; returns the mistakes of both. The configuration is None if the mistakes leave nothing
     to check. `fetch`: if there are none, get models and data from the hub, and check those too.
@@ -199,7 +206,7 @@ def check_files(
     def check_settled(settled: Settled) -> Checked:
         found = check(
             settled.config, roles, joining=joining, places=loaded.places, play=play, doubtful=loaded.doubtful,
-            pending=settled.pending,
+            pending=settled.pending, standby=standby,
         )  # fmt: skip
         own = [locate_error(error, loaded.places) for error in settled.errors]
         more = [*own, *independent_errors(found.errors, loaded.doubtful)]

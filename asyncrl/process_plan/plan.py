@@ -93,6 +93,7 @@ class Joining:
     key: str = ""
     worker_keys: Mapping[str, str] = field(default_factory=dict)  # producer, reward -> its key; else `key`
     takeover: bool = False
+    standby: bool = False  # the buffer waits until the serving one is gone
     node_rank: int = 0  # number of this host in a gang of several
     head: str = ""  # host:port of the gang's first host
     tag: str = ""  # makes names unique if another launcher works for the run
@@ -129,7 +130,7 @@ def plan(
                     env=environment(role_threads(role, config), python_path) | interfaces(config) | own,
                     restarts=role_restarts(role, config, judge=judge),
                     gang=is_gang(role, config),
-                    ready=endpoint(config, role) if role in SERVICES else "",
+                    ready=endpoint(config, role) if role in SERVICES and not how.standby else "",
                     judge=judge,
                     inherits=inherited_names(role, config, judge=judge),
                     imports=heavy_imports(role, config) if interpreter == python else (),
@@ -204,7 +205,7 @@ def _members(role: str, config: Config, how: Joining) -> list[tuple[str, str]]:
         count = config.producers.count if role == "producer" else config.evaluation.evaluator_count
         return [(f"{role}{middle}-{number}", "") for number in range(count)]
     if role != "reward":
-        return [(role, "")]
+        return [(f"standby{middle}" if how.standby else role, "")]
     return [
         (f"{_kind(judge)}{middle}{'-' * bool(judge.name)}{judge.name}-{number}", judge.name)
         for judge in list_judges(config)
@@ -298,8 +299,8 @@ def _command(
     key = how.worker_keys.get(role, how.key)
     if key:
         words += ["--key", key]
-    if role == "learner" and how.takeover:
-        words.append("--takeover")
+    words += ["--takeover"] if role == "learner" and how.takeover else []
+    words += ["--standby"] if role == "buffer" and how.standby else []
     if not is_gang(role, config):
         return tuple(words)
     gang = [python, "-m", *_meeting(config, how), "--max-restarts", "0"]

@@ -100,7 +100,9 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def reachable(address: str, *, timeout_s: float = 0.2) -> bool:
-    """True if a process listens at an `ipc://` or `tcp://` address."""
+    """True if a process listens at an `ipc://` or `tcp://` address, or at one of several with commas between them."""
+    if "," in address:
+        return any(reachable(one, timeout_s=timeout_s) for one in address.split(","))
     if address.startswith("ipc://"):
         family, target = socket.AF_UNIX, address.removeprefix("ipc://")
         return _connects(family, target, timeout_s)
@@ -125,6 +127,17 @@ def free_host_bytes() -> int:
         return int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
     except (OSError, IndexError):
         return 1 << 62
+
+
+def filesystem(folder: Path, mounts: Path) -> str:
+    """The kind of the file system that holds the folder."""
+    try:
+        entries = [line.split()[1:3] for line in mounts.read_text().splitlines()]
+    except (OSError, IndexError):
+        return "unknown"
+    path = str(folder.resolve())
+    holding = [(place, kind) for place, kind in entries if path == place or path.startswith(place.rstrip("/") + "/")]
+    return max(holding, key=lambda entry: len(entry[0]))[1] if holding else "unknown"
 
 
 def kernel_id() -> str:

@@ -62,6 +62,7 @@ class RoleArgs(argparse.Namespace):
     connect: str  # buffer address; empty: from the configuration
     key: str
     takeover: bool
+    standby: bool  # of a buffer
     judge: str  # judge of a reward worker; empty: the default one
 
 
@@ -73,6 +74,7 @@ def arguments(role: str, argv: Sequence[str] | None) -> RoleArgs:
     parser.add_argument("--connect", default="", help="address of the buffer")
     parser.add_argument("--key", default="", help="key file")
     parser.add_argument("--takeover", action="store_true", help="fence a learner that is still registered")
+    parser.add_argument("--standby", action="store_true", help="a buffer: wait until the serving one is gone")
     parser.add_argument("--judge", default="", help="of a reward worker: the judge that it scores for")
     return parser.parse_args(argv, namespace=RoleArgs())
 

@@ -121,13 +121,19 @@ def endpoint(config: Config, service: str) -> str:
     return ipc_address(RunDir(config.run_dir).sockets, service) if address == "auto" else address
 
 
+def buffer_address(config: Config, connect: str = "") -> str:
+    """Where clients reach the buffer: `connect`, or its own address, and that of its stand-by after a comma."""
+    known = [*(connect or endpoint(config, "buffer")).split(","), config.network.standby]
+    return ",".join(dict.fromkeys(filter(None, known)))
+
+
 def sibling_address(address: str, connect: str) -> str:
     """The address of a service for a remote process that reached the other service at `connect`.
 
     >>> sibling_address("tcp://0.0.0.0:5556", "tcp://10.0.0.7:5555")
     'tcp://10.0.0.7:5556'
     """
-    listens, reached = urlparse(address), urlparse(connect)
+    listens, reached = urlparse(address), urlparse(connect.partition(",")[0])
     if listens.scheme != "tcp" or listens.hostname not in WILDCARDS or reached.scheme != "tcp" or not reached.hostname:
         return address
     host = f"[{reached.hostname}]" if ":" in reached.hostname else reached.hostname

@@ -6,7 +6,9 @@ the `guests`; they are read and released here, too. Guarantees:
 2. a new file begins at `segment_bytes`; a file is removed when its last needed record was released;
 3. `read` verifies the checksum: damaged bytes raise `store.corrupt` and are never handed out;
 4. on open, records that the index does not know are cut off the last file, and the cut is reported;
-5. fsync as configured: always = on every flush, everysec = by `sync`, never. Space is allocated ahead, and a freed
+5. with `apart` (a run with a stand-by) a service begins at the next multiple of `APART`, writes to no file of a service
+   before it and removes none of one after it: what one that is fenced still does reaches no record of this one;
+6. fsync as configured: always = on every flush, everysec = by `sync`, never. Space is allocated ahead, and a freed
    file is overwritten instead of a new one being created (measured: a third of the CPU of appending). The segment
    number in a record distinguishes it from the earlier content of the file.
 """
@@ -37,6 +39,12 @@ from buffers.payloads.record_format import (
 )
 
 IOV_LIMIT = 512
+APART = 1 << 16  # numbers that a service keeps clear of: more files than one drain fills
+
+
+def round_up(number: int) -> int:
+    """The next multiple of `APART`."""
+    return number + -number % APART
 
 
 class Segments:
@@ -50,6 +58,7 @@ class Segments:
         cache_bytes: int,
         fsync: str = "everysec",
         live: Iterable[Record] = (),
+        apart: bool = False,
     ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
@@ -73,11 +82,15 @@ class Segments:
         self.report: list[str] = []
         self.damaged: list[Record] = []
         records = list(live)
-        self._recover([record for record in records if not is_guest(record.segment)])
+        named = [record.segment for record in records if not is_guest(record.segment)]
+        after = round_up(max(named, default=0) + 1) if apart else GUEST  # where a service after this one may write
+        self._recover([record for record in records if not is_guest(record.segment)], self._numbers(below=after))
         self._recover_guests([record for record in records if is_guest(record.segment)])
         # Above every number that a record names, also one whose file is gone: two files would share a count.
-        named = [record.segment for record in records if not is_guest(record.segment)]
         self._number = max([*self._numbers(), *named], default=0) + 1
+        if apart:
+            self._number = round_up(self._number)
+        self._reused_from = self._number if apart else 0
         self._offset = self._written = 0  # with and without what is queued
         self._file = self._create(self._number)
 
@@ -86,9 +99,9 @@ class Segments:
     def _path(self, number: int) -> Path:
         return segment_path(self._folder, number)
 
-    def _numbers(self) -> list[int]:
+    def _numbers(self, *, below: int = GUEST) -> list[int]:
         numbers = (int(path.stem) for path in self._folder.glob("*.seg") if path.stem.isdigit())
-        return sorted(number for number in numbers if not is_guest(number))
+        return sorted(number for number in numbers if number < below)
 
     def _create(self, number: int) -> int:
         if self._spares:
@@ -96,9 +109,8 @@ class Segments:
         self._allocated = 0
         return os.open(self._path(number), os.O_RDWR | os.O_CREAT, 0o600)
 
-    def _recover(self, live: list[Record]) -> None:
+    def _recover(self, live: list[Record], numbers: list[int]) -> None:
         """Files without live records go; what lies behind the last live record of the last file is cut."""
-        numbers = self._numbers()
         sizes = {number: self._path(number).stat().st_size for number in numbers}
         for record in live:
             self._live[record.segment] += 1  # a damaged one too: it is released like any other
@@ -309,7 +321,8 @@ class Segments:
         reader = self._readers.pop(number, None)
         if reader is not None:
             os.close(reader)
-        if len(self._spares) >= max(1, SPARE_BYTES // self._segment_bytes) or not self._path(number).exists():
+        enough = len(self._spares) >= max(1, SPARE_BYTES // self._segment_bytes)
+        if enough or number < self._reused_from or not self._path(number).exists():
             self._path(number).unlink(missing_ok=True)
             return
         self._spares.append(self._path(number).with_suffix(".spare"))

@@ -9,6 +9,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ class EvaluationFiles:
 
     def __init__(self, config: Config) -> None:
         self._run = RunDir(config.run_dir)
+        self._durable = config.buffer.fsync == "always"
         self._log: MetricsLog | None = None
         self._written: set[int] | None = None  # rounds that are in the metrics
 
@@ -37,6 +39,8 @@ class EvaluationFiles:
             self._run.evaluations.mkdir(mode=0o700, exist_ok=True)
             with (self._run.evaluations / f"step-{step}.jsonl").open("ab", buffering=0) as file:
                 write_all(file.fileno(), b"\n".join([*lines, b""]))
+                if self._durable:
+                    os.fdatasync(file.fileno())
 
     def write_ended(self, ended: Sequence[dict[str, Any]]) -> None:
         """Append the lines of metrics that are not there yet."""

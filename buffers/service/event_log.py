@@ -6,7 +6,9 @@ the file. Guarantees:
    are appended from the row. Lines after those of the row say that the store was restored to an earlier state;
 2. lines are written whole; a last line cut by a loss of power is completed or removed on open;
 3. a loss of power costs what it costs the store: nothing with `always`, about a second with `everysec`;
-4. every drain is sealed (`asyncrl.runtime.history_chain`). The row holds the sealed lines; a new service continues the
+4. the writer knows the place of each line: a service that was stopped before it wrote the lines of its row, and goes on
+   after its successor has, writes the same bytes to the same place;
+5. every drain is sealed (`asyncrl.runtime.history_chain`). The row holds the sealed lines; a new service continues the
    chain after the last whole line of the file, whatever wrote it.
 """
 
@@ -40,7 +42,7 @@ class History:
     def __init__(self, path: Path, *, last: bytes = b"", fsync: str = "everysec", key: bytes = b"") -> None:
         self._fsync = fsync
         self._chain = Chain(key)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         self.found = os.fstat(self._file).st_size > 0  # written by services before this one
         self.went_back = False  # the store was restored to an earlier state: later transitions stand here
         self._complete(last)
@@ -63,12 +65,13 @@ class History:
         if torn:
             os.ftruncate(self._file, size - torn)
             tail = tail[:-torn]
+        self._end = size - torn
         if not last or tail.endswith(last):
             return
         self.went_back = self._holds(last)
         if not self.went_back:
             # After a torn line some lines of the row may be there already: append only what is missing.
-            write_all(self._file, last[_count_present(tail, last) :])
+            self._append(last[_count_present(tail, last) :])
 
     def _holds(self, lines: bytes) -> bool:
         """Whether the lines stand further up: the store came back as it was earlier, and must not repeat itself."""
@@ -94,9 +97,14 @@ class History:
 
     def write(self, lines: bytes) -> None:
         if lines:
-            write_all(self._file, lines)
+            self._append(lines)
             if self._fsync == "always":
                 os.fdatasync(self._file)
+
+    def _append(self, lines: bytes) -> None:
+        os.lseek(self._file, self._end, os.SEEK_SET)
+        write_all(self._file, lines)
+        self._end += len(lines)
 
     def sync(self) -> None:
         """Called every second from a thread."""
@@ -119,7 +127,7 @@ def _count_present(tail: bytes, lines: bytes) -> int:
 
 
 def write_all(file: int, data: bytes) -> None:
-    """Append the data; the kernel may write it in parts. Raises `disk.full` or `store.refused`: the service then ends
+    """Write the data; the kernel may write it in parts. Raises `disk.full` or `store.refused`: the service then ends
     and starts again."""
     rest = memoryview(data)
     try:

@@ -26,7 +26,8 @@ class ImageRequests:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self._folder = ImageFolder(RunDir(context.config.run_dir).images)
+        durable = context.config.buffer.fsync == "always"
+        self._folder = ImageFolder(RunDir(context.config.run_dir).images, durable=durable)
 
     def store(self, call: Call) -> None:
         """A `StoreImages`."""

@@ -40,7 +40,7 @@ STANDSTILL_S = 5.0  # a shorter standstill is not reported
 
 
 class BufferService:
-    """`clock` gives monotonic seconds; the simulator passes its own."""
+    """`clock` gives monotonic seconds; the simulator passes its own. `confirm` raises if another service took over."""
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class BufferService:
         history: History,
         process_gone: Callable[[int, str], bool],
         clock: Callable[[], float] = time.monotonic,
+        confirm: Callable[[], None] = lambda: None,
         evaluations: Evaluations | None = None,
     ) -> None:
         self.machine = machine
@@ -59,6 +60,7 @@ class BufferService:
         self.store = store
         self.segments = segments
         self.history = history
+        self._confirm = confirm
         self._clock = AwakeClock(clock, self._stood_still)
         self._evaluation_files = EvaluationFiles(config)
         self.context = Context(
@@ -116,6 +118,7 @@ class BufferService:
 
     def handle(self, calls: Sequence[Call]) -> None:
         """The requests of one drain: one transaction."""
+        self._confirm()
         self.machine.begin(self._clock())
         for call in calls:
             handler = self._handlers.get(type(call.message))
@@ -133,6 +136,7 @@ class BufferService:
 
     def tick(self) -> None:
         """Every 0.2 s: take the leases of silent workers, answer polls whose time is over."""
+        self._confirm()
         now = self._clock()
         self.machine.tick(now)
         self.evaluations.tick()
@@ -152,7 +156,9 @@ class BufferService:
         if rows:
             self._apply(rows, lines)
         self.context.lengths.take(changes.events)
-        self._evaluation_files.write_ended(ended)
+        if ended:
+            self._confirm()  # a successor has written them by now
+            self._evaluation_files.write_ended(ended)
         self.context.send_answers()
         if changes.freed:
             failpoint("buffer.before_release")
@@ -207,13 +213,16 @@ class BufferService:
         workers = self.machine.workers.known.items()
         self.segments.guests.keep_only({name for (_, name), worker in workers if now - worker.seen <= limit})
 
-    def close(self, reason: str = "stop") -> None:
-        """Answer every poll, write the remaining changes, close."""
-        self.context.stop_reason = self.context.stop_reason or reason
+    def close(self, reason: str = "stop", *, hands_over: bool = False) -> None:
+        """Answer every poll, write the remaining changes, close. `hands_over`: another service goes on and is asked
+        what is not answered here.
+        """
         failpoint("buffer.at_close")
         self.machine.begin(self._clock())
-        self._look_at_polls(clock=True)
-        self.learner.close()
+        if not hands_over:
+            self.context.stop_reason = self.context.stop_reason or reason
+            self._look_at_polls(clock=True)
+            self.learner.close()
         self.flush()
         self.session.write_metrics()
         self.history.close()

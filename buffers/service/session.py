@@ -59,7 +59,8 @@ class Session:
             machine.hello(hello.role, hello.name, pid=hello.pid, host=hello.host, now=context.now)
             context.evaluations.hello(hello.role, hello.name)
         files: tuple[str, str, int, int] = ("", "", 0, 0)
-        if hello.role in ("producer", "reward"):  # on this host they share files with the service
+        # On this host they share files with the service. With a stand-by all bytes are written by one process.
+        if hello.role in ("producer", "reward") and not context.config.network.standby:
             buffer = context.config.buffer
             files = (*context.segments.location(), min(buffer.segment_bytes, GUEST_BYTES), buffer.place_bytes)
         endpoints = {"weightsync": endpoint(context.config, "weightsync")}

@@ -243,7 +243,7 @@ async def wait_for_stop(stop: role.Stop) -> None:
 
 async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     """Connect, load the functions, score, and kill the child at the end."""
-    address, limit_s = args.connect or rundir.endpoint(config, "buffer"), config.network.request_timeout_s
+    address, limit_s = rundir.buffer_address(config, args.connect), config.network.request_timeout_s
     patience = Patience(f"buffer {address}", limit_s=limit_s, stop=stop)
     judge = require_judge(config, args.judge)
     client = RewardClient(

@@ -137,7 +137,7 @@ def test_private_server_answers_its_store_alone(server: PrivateServer, tmp_path:
     store = RedisStore(server.url, run="r")
     store.open(floor=1)
     write(store, a=b"1", b=None)
-    mine = store._redis
+    mine = store._client.redis
     assert mine.ping() and mine.hgetall(store._keys[1]) == {b"a": b"1"}
     for refused in (
         mine.flushall,
@@ -211,8 +211,8 @@ def test_an_emptied_or_rolled_back_server_is_noticed(server: PrivateServer, tmp_
     head = store._keys[0]
     for spoil in (
         admin_of(server, tmp_path).flushall,
-        lambda: store._redis.hset(head, "seq", 1),
-        lambda: store._redis.hset(head, "epoch", 7),
+        lambda: store._client.redis.hset(head, "seq", 1),
+        lambda: store._client.redis.hset(head, "epoch", 7),
     ):
         spoil()
         with pytest.raises(StoreLost):

@@ -24,7 +24,7 @@ from asyncrl.config import Config
 from asyncrl.errors import StateLost, Unavailable
 from asyncrl.runtime import role
 from asyncrl.runtime.model_folder import model_fingerprint
-from asyncrl.runtime.run_dir import RunDir, endpoint, write_atomic
+from asyncrl.runtime.run_dir import RunDir, buffer_address, endpoint, write_atomic
 from asyncrl.wire.batch_arrays import ClaimedBatch
 from buffers.client.learner import LearnerClient
 from learners.heartbeat import Heart
@@ -167,7 +167,7 @@ class MiniLearner:
 def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     limit_s = config.network.request_timeout_s
     fingerprint = model_fingerprint(config.model.path, dtype=config.model.dtype)
-    address = args.connect or endpoint(config, "buffer")
+    address = buffer_address(config, args.connect)
     buffer = LearnerClient(address, name=args.name, timeout_s=limit_s)
     pulse = LearnerClient(address, name=args.name, timeout_s=4.0)
     buffer.hello(fingerprint)

@@ -34,7 +34,7 @@ from asyncrl.audit.prove import audit_run
 from asyncrl.config import Config, dump, parse
 from asyncrl.monitor.control import ServiceClient
 from asyncrl.net.addresses import ipc_address
-from asyncrl.runtime.run_dir import RunDir
+from asyncrl.runtime.run_dir import RunDir, buffer_address
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -75,6 +75,7 @@ function = "toy_rewards:score"
 """
 MODULES = {
     "buffer": "buffers.main",
+    "standby": "buffers.main",
     "weightsync": "weightsync.main",
     "producer": "producers.main",
     "reward": "producers.rewards.main",
@@ -90,6 +91,8 @@ class Role:
         self.link = link
         self.env: dict[str, str] = {}  # of the next process
         self.words: list[str] = []
+        self.inside: list[str] = []  # words before its command
+        self.command: list[str] = []  # instead of that of the role
         self.always: list[str] = []  # words of every process
         self.process: subprocess.Popen[bytes] | None = None
         self.codes: list[int] = []
@@ -175,7 +178,7 @@ class Plant:
             words += ["--connect", role.link.address]
         with (self.run.logs / f"{role.name}.log").open("ab") as log:
             role.process = warm.popen(
-                [sys.executable, *program, *words, *role.always, *role.words],
+                [*role.inside, sys.executable, *(role.command or [*program, *words, *role.always, *role.words])],
                 cwd=ROOT,
                 stdout=log,
                 env={**self.env, **role.env},
@@ -271,7 +274,7 @@ class Plant:
     # ------------------------------------------------------------ looking
 
     def status(self, timeout_s: float = 20) -> dict[str, Any]:
-        observer = ServiceClient(f"tcp://127.0.0.1:{self.port}", timeout_s=timeout_s)
+        observer = ServiceClient(buffer_address(self.config), timeout_s=timeout_s)
         try:
             return observer.status()
         finally:

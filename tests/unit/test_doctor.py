@@ -17,6 +17,7 @@ from asyncrl.cli import main
 from asyncrl.doctor import machine, run, software
 from asyncrl.doctor.machine import MISSING, OK, WARN, WRONG, Found
 from asyncrl.doctor.probe_process import PROBES
+from asyncrl.runtime.host_facts import filesystem
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL_DAY = 600.0
@@ -308,7 +309,7 @@ def test_disk(tmp_path: Path) -> None:
     mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\n")
     found = machine.disk(tmp_path, mounts)
     assert found.state == WARN and "(nfs4)" in found.says and "local disk" in found.remedy
-    assert machine.filesystem(Path("/usr"), mounts) == "ext4"
+    assert filesystem(Path("/usr"), mounts) == "ext4"
     assert machine.disk(tmp_path / "none", mounts).state == WRONG
 
 

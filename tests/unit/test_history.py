@@ -53,3 +53,17 @@ def test_a_short_write_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.Monke
     history.write(b"first line\nsecond line\n")
     history.close()
     assert path.read_bytes() == b"in the row\nfirst line\nsecond line\n"
+
+
+def test_a_service_that_was_stopped_writes_nothing_new(tmp_path: Path) -> None:
+    """Its lines are in the store; another service has written them, and its own after them."""
+    path = tmp_path / "history.jsonl"
+    stopped = History(path)
+    stopped.write(OLD)
+    other = History(path, last=NEW)
+    other.write(b'{"n":5}\n')
+    stopped.write(NEW)
+    stopped.close()
+    other.write(b'{"n":6}\n')
+    other.close()
+    assert path.read_bytes() == OLD + NEW + b'{"n":5}\n{"n":6}\n'

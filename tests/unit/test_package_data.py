@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import presets
-from buffers.stores.redis import _FOLDER
+from buffers.stores.redis_client import _FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE_DATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]

@@ -157,3 +157,26 @@ def test_damaged_records_that_are_released_cost_no_other_file(tmp_path: Path) ->
     last = make(tmp_path, live=[*records[:2], *fresh])
     assert not last.damaged
     last.close()
+
+
+def test_a_fenced_service_reaches_no_record_of_its_successor(tmp_path: Path) -> None:
+    """It was stopped, and writes and rotates once more from its memory, after a stand-by has begun in its folder."""
+    fenced = make(tmp_path, apart=True)
+    before = [put(fenced, number, 1500) for number in range(3)]
+    fenced.flush()
+    live = make(tmp_path, apart=True, live=before)
+    assert not live.damaged
+    records = [put(live, number, 1500) for number in range(10, 12)]
+    live.flush()
+    live.release(before)
+    for number in range(20, 26):
+        put(fenced, number, 1500)
+    fenced.flush()
+    records += [put(live, number, 1500) for number in range(12, 18)]
+    live.flush()
+    for number, record in enumerate(records, start=10):
+        assert got(live, record) == (f"h{number}".encode(), bytes([number]) * 1500)
+    live.close()
+    again = make(tmp_path, apart=True, live=records)
+    assert not again.damaged
+    again.close()

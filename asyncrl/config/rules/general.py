@@ -33,7 +33,7 @@ def problems(config: Config) -> Iterator[Conflict]:
     yield from _choice_problems(config)
     yield from _reward_problems(config)
     yield from _length_problems(config)
-    for name in ("buffer", "weightsync"):
+    for name in ("buffer", "standby", "weightsync"):
         yield from _address_problems(config, name)
 
 
@@ -134,7 +134,7 @@ def _length_problems(config: Config) -> Iterator[Conflict]:
 
 def _address_problems(config: Config, name: str) -> Iterator[Conflict]:
     address = getattr(config.network, name)
-    if address == "auto":
+    if address == ("" if name == "standby" else "auto"):
         return
     parsed, key = urlparse(address), f"network.{name}"
     if parsed.scheme not in ("tcp", "ipc"):

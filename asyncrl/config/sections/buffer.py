@@ -24,7 +24,7 @@ class BufferConfig(Section, frozen=True):
     max_reissue: Count = 3  # further attempts at a prompt after a lost lease or a late drop
     lease_timeout_s: Seconds = 30.0  # a producer that is silent for this long loses its leases
     store: Literal["auto", "sqlite", "redis"] = "sqlite"  # auto: redis if a URL or a server is found, else sqlite
-    redis_url: str = ""  # empty with store = redis: start a private server; dumps never show a password
+    redis_url: str = ""  # redis, rediss, unix, redis+sentinel, redis+cluster; empty: a private server
     redis_max_outage_s: Seconds = 60.0  # after this time the buffer ends with exit code 69
     fsync: Literal["never", "everysec", "always"] = "everysec"  # what a power failure may lose; a crash loses nothing
     segment_bytes: Positive = 256 << 20  # size of one payload file

@@ -20,6 +20,7 @@ class NetworkConfig(Section, frozen=True):
     """`[network]`: where services listen."""
 
     buffer: str = "auto"  # auto: ipc in the run folder; else tcp://host:port
+    standby: str = ""  # tcp://host:port where a second buffer takes over; see docs/standby.md
     weightsync: str = "auto"  # like buffer
     key_file: str = ""  # CURVE keys; required beyond loopback; created if missing
     insecure_no_auth: bool = False  # listen beyond loopback without keys
