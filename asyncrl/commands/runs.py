@@ -48,6 +48,7 @@ def _add_trace(commands: Commands) -> None:
     what.add_argument("group", metavar="GROUP", nargs="?", type=int, help="number of the group")
     what.add_argument("--step", type=int, metavar="N", help="instead: the groups of a step")
     what.add_argument("--dead", action="store_true", help="instead: quarantined groups and dead letters")
+    what.add_argument("--latency", action="store_true", help="instead: seconds of all trained groups by stage")
     what.add_argument(
         "--perfetto",
         type=Path,
@@ -133,6 +134,10 @@ def _trace(args: argparse.Namespace) -> int:
         from asyncrl.trace.perfetto import perfetto_command
 
         return perfetto_command(args.folder, args.perfetto)
+    if args.latency:
+        from asyncrl.trace.latency import latency_command
+
+        return latency_command(args.folder, as_json=args.json)
     from asyncrl.trace.render import trace_command
 
     return trace_command(args.folder, group=args.group, step=args.step, dead=args.dead, as_json=args.json)

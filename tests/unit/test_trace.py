@@ -135,3 +135,40 @@ def test_images_of_a_prompt_are_named(tmp_path: Path) -> None:
     story = told(made(tmp_path / "run", good_history()), 2)
     story.prompt, story.images = {"images": ["a" * 64]}, ("image 30x20 aaaaaaaa",)
     assert "images    image 30x20 aaaaaaaa" in story_text(story)
+
+
+def test_the_stages_of_all_trained_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Group 0 lost a lease after 3 s; group 1 is trained again by a restarted learner; group 2 is not trained yet."""
+
+    def at(second: float, name: str, **more: object) -> dict[str, object]:
+        return {"t": START + second, "e": name, **more}
+
+    events = [
+        *(at(0, "issue", g=group) for group in (0, 1, 2)),
+        *(at(0, "lease", g=group) for group in (0, 1, 2)),
+        at(3, "lease", g=0),
+        at(4, "sample", g=1),
+        at(5, "sample", g=0),
+        at(6, "sample", g=0),
+        at(6.5, "ready", g=1),
+        at(7, "ready", g=0),
+        at(8, "claim", groups=[0, 1]),
+        at(10, "commit", groups=[0, 1]),
+        at(20, "issue", g=1),
+        at(20, "claim", groups=[1]),
+        at(30, "commit", groups=[1]),
+    ]
+    run = write_run(tmp_path / "run")
+    run.history.write_text("\n".join(json.dumps(event) for event in events) + "\n{damaged\n")
+    assert main(["trace", str(run.root), "--latency", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["groups"] == 2
+    longest = {stage["name"]: stage["longest"] for stage in found["stages"]}
+    assert longest == {"lost leases": 3, "generation": 4, "rewards": 2.5, "queue": 1.5, "training": 2, "total": 10}
+    shares = {stage["name"]: stage["share"] for stage in found["stages"]}
+    assert shares["total"] == 1 and shares["lost leases"] == 3 / 20 and shares["training"] == 4 / 20
+    assert found["stages"][1]["p50"] == 3 and found["stages"][1]["p90"] == 4
+    assert main(["trace", str(run.root), "--latency"]) == 0
+    assert capsys.readouterr().out.startswith("2 trained groups, seconds:\n")
+    run.history.write_text("")
+    assert main(["trace", str(run.root), "--latency"]) == 0 and "no group was trained" in capsys.readouterr().out
