@@ -9,6 +9,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections.abc import Iterable
@@ -75,7 +76,7 @@ def measure(lines: Iterable[bytes]) -> tuple[int, list[Stage]]:
             place = _PLACES[event.e]
             mine[place:] = [event.t] * (len(mine) - place)
             if event.e == "commit":
-                for stage, (before, after) in zip(seconds, zip(mine, mine[1:], strict=False), strict=False):
+                for stage, (before, after) in zip(seconds, itertools.pairwise(mine), strict=False):
                     stage.append(after - before)
                 seconds[-1].append(mine[-1] - mine[0])
                 done.add(group)

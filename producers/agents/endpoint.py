@@ -1,7 +1,8 @@
 """The endpoint of a producer for agents: loopback only, one key per session.
 
 Needs the extra `http` (aiohttp). Routes: those of the interfaces (`ANSWERS`), `POST /v1/messages/count_tokens`,
-`GET /v1/models`, `GET /v1/responses/{id}`, `POST /v1/reward`; and the same below `/s/KEY/v1`, for agents that cannot set a key. Guarantees:
+`GET /v1/models`, `GET /v1/responses/{id}`, `POST /v1/reward`; and the same below `/s/KEY/v1`, for agents that cannot
+set a key. Guarantees:
 1. it listens on 127.0.0.1; a request without the key of a running session gets 401, and a connection without one with
    such a key is closed after `SILENT_S`, earlier if there are more than `MOST_CONNECTIONS`;
 2. an agent that disconnects ends its turn, and so does the end of its session: the sample has nothing of it;
