@@ -91,8 +91,8 @@ _BY_GROUP, _BY_STEP = ("lease", "sample", "ready"), ("claim", "commit")
 
 def _stage(name: str, held: array[float], whole: float) -> Stage:
     ordered = sorted(held) or [0.0]
-    found = [ordered[max(0, math.ceil(share * len(ordered)) - 1)] for share in SHARES]
-    return Stage(name, *found, ordered[-1], sum(held) / whole)
+    p50, p90, p99 = (ordered[max(0, math.ceil(share * len(ordered)) - 1)] for share in SHARES)
+    return Stage(name, p50, p90, p99, ordered[-1], sum(held) / whole)
 
 
 def latency_text(groups: int, stages: list[Stage]) -> str:
