@@ -62,6 +62,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "warm-up of 16 steps": ("learner.optim.warmup_steps=16",),
 }
 WHOLE_BOUNDS = (0, 2, 8, 16)
+EARLIER = "deeper bounds"  # runs in which `pipeline_depth = "auto"` began at two (ADR 28), and from other start weights
 #: Back-ends and layouts of the learner that are compared with one process.
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "one process": (),
@@ -243,6 +244,8 @@ def table(_: argparse.Namespace) -> None:
         lines += ["### Averages of the weights, on samples of an exact age", "", *average_rows(runs["averages"]), ""]
     if "bounds" in runs:
         lines += ["### Whole runs", "", *bound_rows(runs["bounds"]), ""]
+    if EARLIER in runs:
+        lines += ["### Whole runs with the earlier rule of the depth", "", *bound_rows(runs[EARLIER]), ""]
     if "presets" in runs:
         lines += ["### Presets", "", *preset_rows(runs["presets"]), ""]
     if "layouts" in runs:
