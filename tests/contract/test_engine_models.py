@@ -160,11 +160,9 @@ def test_caches_serve_where_slots_give_wrong_log_probs(monkeypatch: pytest.Monke
     assert built.kind == CACHES and "differ" in built.why
 
 
-def _late_mask(self: Any, visible: int, positions: torch.Tensor | None) -> torch.Tensor:
-    places = self._places[:visible]
-    if positions is None:
-        return (places <= places[:, None])[None, None]
-    return (places < positions[:, None].clamp(min=1))[:, None, None]  # blind to the newest token
+def _late_mask(_self: Any, places: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Steps are blind to their newest token; prefills are right."""
+    return places <= positions if positions.shape[2] > 1 else places < positions.clamp(min=1)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "llama4_text"])

@@ -466,6 +466,7 @@ def test_second_launcher_is_refused_and_stop_ends_the_first(stand_ins: Path) -> 
 @pytest.mark.timeout(300)
 def test_failed_role_is_named_with_its_last_lines(stand_ins: Path) -> None:
     (stand_ins / "producers" / "main.py").write_text("raise SystemExit('error[config.model] this model is odd')\n")
+    (stand_ins / "learners" / "main.py").write_text(ROLE.format(role="learner", seconds=240))  # the producer ends it
     done = asyncrl("launch", "all", "c.toml", "--set", "producers.restarts=1", cwd=stand_ins)
     assert done.returncode == 1
     assert "error[role.failed] producer-0" in done.stderr and "this model is odd" in done.stderr

@@ -182,13 +182,13 @@ def test_codes_and_last_words(tmp_path: Path, modules: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["killed", "stopped"])
 def test_a_lost_server_harms_no_role(tmp_path: Path, modules: Path, harm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked, "ANSWER_TIMEOUT_S", 1.0)
     server = started(ForkServer([role(modules, "sleeper")], tmp_path / "server.log"))
     first = Child(role(modules, "sleeper"), tmp_path / "first.log")
     second = Child(role(modules, "sleeper", name="producer-1"), tmp_path / "second.log")
     try:
         first.start(server)
         assert server._process is not None
+        monkeypatch.setattr(forked, "ANSWER_TIMEOUT_S", 1.0)
         os.kill(server._process.pid, signal.SIGKILL if harm == "killed" else signal.SIGSTOP)
         second.start(server)
         wait_for_text(tmp_path / "first.log", "forked")
