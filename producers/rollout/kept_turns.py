@@ -179,8 +179,8 @@ class _KeepingEngine:
         except GeneratorExit:  # an agent left, or its stop string came: no whole turn
             self._trail.stop_keeping(request.indices[0])
             raise
-        if parts and parts[-1].finish:
-            self._is_lost = not await self._keep([join_deltas(parts)])
+        if parts and parts[-1].finish and not await self._keep([join_deltas(parts)]):
+            self._is_lost = True
 
 
 def _split_turns(one: BegunSample) -> list[KeptTurn]:

@@ -67,7 +67,8 @@ class Session:
             self.sent += pieces
             kept = {one.index: 0 if self.forgets else one.start + len(one.token_ids) for one in pieces}
             self.trail.take_reply(wire.PiecesReply(kept, {}))
-            return self.held
+            held, self.held = self.held, True  # another sample's answer may still say so
+            return held
 
         engine = self.trail.engine(self.engine, keep)
         return [item async for item in environment.play(engine, request, row) if isinstance(item, Finished)]
