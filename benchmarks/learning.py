@@ -39,6 +39,8 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import exact_age  # noqa: E402, RUF100
 
+from asyncrl.demo.demo import task_settings  # noqa: E402, RUF100
+
 RESULTS = ROOT / "benchmarks" / "results" / "learning.json"
 PAGE = ROOT / "docs" / "learning.md"
 AGES = (0, 1, 2, 4, 8, 16)
@@ -96,10 +98,9 @@ def run_whole(task: str, settings: tuple[str, ...], *, steps: int, seed: int) ->
     folder = ROOT / "runs" / f"learning-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
     base = (
-        f"run.dir={folder}", f"run.seed={seed}", f"learner.steps={steps}", f"model.path=runs/models/{task}",
-        f"data.path=runs/data/{task}.jsonl", "log.tensorboard=false", "log.archive=false",
-        "evaluation.every=0", "evaluation.at_start=false", "evaluation.at_end=false",
-        "learner.checkpoint_every=1000", f'reward=[{{function="asyncrl.demo.tasks:{task}_reward"}}]',
+        *task_settings(task), f"run.dir={folder}", f"run.seed={seed}", f"learner.steps={steps}",
+        "log.tensorboard=false", "log.archive=false", "evaluation.every=0", "evaluation.at_start=false",
+        "evaluation.at_end=false", "learner.checkpoint_every=1000",
     )  # fmt: skip
     options = [word for setting in (*base, *settings) for word in ("--set", setting)]
     command = [sys.executable, "-m", "asyncrl", "launch", "all", "configs/quickstart.toml", *options]

@@ -29,9 +29,14 @@ from asyncrl.report.data import RunData, load_run
 from asyncrl.runtime.run_dir import RunDir
 
 #: What the mean reward of the last five steps must gain over the first five.
-GAINS = {"running_sum": 0.25, "add": 0.15, "shapes": 0.25}
+GAINS = {"running_sum": 0.25, "add": 0.15, "long_sum": 0.15, "shapes": 0.25}
 TASKS = tuple(GAINS)
-STEPS = {"running_sum": 40, "add": 60, "shapes": 60}  # of the demonstration; a longer run may exceed WALL_S
+STEPS = {
+    "running_sum": 40,
+    "add": 60,
+    "long_sum": 40,
+    "shapes": 60,
+}  # more may exceed WALL_S
 ROWS = 4096
 HELD_OUT_ROWS = 64
 MODEL_TIMEOUT_S = 3600.0
@@ -120,6 +125,8 @@ def task_settings(task: str) -> list[str]:
     ]
     if task == "add":
         settings += ["sampling.max_new_tokens=6", "data.max_prompt_tokens=8"]
+    if task == "long_sum":
+        settings.append("sampling.max_new_tokens=296")
     if task == "shapes":  # the tokens of a picture count
         settings += ["sampling.max_new_tokens=8", "data.max_prompt_tokens=40"]
 

@@ -1,4 +1,4 @@
-"""The two demonstration tasks, `add` and `running_sum`: prompts, noisy teachers and rewards.
+"""The demonstration's tasks of arithmetic: prompts, noisy teachers and rewards.
 
 Pure Python and cheap to import. Everything is a function of ``(task, split, seed, index)``, so two processes
 that share nothing draw the same rows.
@@ -11,6 +11,9 @@ that share nothing draw the same rows.
     sum modulo 10 after the colon, and closes with ``#`` and the total modulo 10. An answer of ``n`` terms takes
     ``4 n + 3`` tokens, the end-of-sequence token included; ``n`` follows a capped Pareto law, so lengths are
     strongly long-tailed (median 15 tokens, mean about 27, 90th percentile 67, maximum 107).
+`long_sum`
+    The same prompts with 18 to 26 terms, and every addition written out: ``a7:0+7=07-7b5:7+5=12-2#2``. An answer
+    takes ``11 n + 3`` tokens: 201 to 289.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-TASKS: tuple[str, ...] = ("add", "running_sum")
+TASKS: tuple[str, ...] = ("add", "running_sum", "long_sum")
 SPLITS: tuple[str, ...] = ("train", "heldout")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DIGITS = "0123456789"
@@ -31,6 +34,7 @@ MAX_TERMS = len(LETTERS)
 PARETO_SCALE = 2.0
 PARETO_SHAPE = 1.1
 MAX_OPERAND = 99
+MIN_LONG_TERMS = 18
 
 
 def _check(task: str, split: str = "train") -> None:
@@ -46,24 +50,28 @@ def row_random(task: str, *, seed: int, index: int, split: str = "train") -> ran
     return random.Random(f"asyncrl.recipes.tasks/{task}/{split}/{seed}/{index}")
 
 
-def pareto_terms(rng: random.Random) -> int:
-    """A number of terms (2..26) from the capped Pareto law with shape 1.1."""
+def draw_terms(task: str, rng: random.Random) -> int:
+    """A number of terms by the task's own law: 18..26, each as likely; for `running_sum` the capped Pareto law with
+    shape 1.1 (2..26).
+    """
+    if task == "long_sum":
+        return rng.randint(MIN_LONG_TERMS, MAX_TERMS)
     uniform = 1.0 - rng.random()
     return min(MAX_TERMS, int(PARETO_SCALE * uniform ** (-1.0 / PARETO_SHAPE)))
 
 
 def draw_operands(task: str, rng: random.Random, *, terms: int | None = None) -> tuple[int, ...]:
-    """The operands of a prompt: for `add` two numbers in 0..99, for `running_sum` `terms` digits in 0..9 (None: as many
-    as the task's own law draws). Raises ValueError for an unknown task, or `terms` out of range.
+    """The operands of a prompt: for `add` two numbers in 0..99, for the others `terms` digits in 0..9 (None: as many as
+    the task's own law draws). Raises ValueError for an unknown task, or `terms` out of range.
     """
     _check(task)
     if task == "add":
         if terms not in (None, 2):
             raise ValueError(f"task add has 2 terms, got {terms}")
         return rng.randint(0, MAX_OPERAND), rng.randint(0, MAX_OPERAND)
-    count = pareto_terms(rng) if terms is None else terms
+    count = draw_terms(task, rng) if terms is None else terms
     if not 1 <= count <= MAX_TERMS:
-        raise ValueError(f"task running_sum has 1..{MAX_TERMS} terms, got {count}")
+        raise ValueError(f"task {task} has 1..{MAX_TERMS} terms, got {count}")
     return tuple(rng.randint(0, 9) for _ in range(count))
 
 
@@ -73,7 +81,7 @@ def operands(task: str, *, seed: int, index: int, split: str = "train") -> tuple
 
 
 def prompt_text(task: str, values: Sequence[int], *, first: int = 0) -> str:
-    """Operands as a prompt: ``12+07=`` or ``a3b5c2=``. `first`: index of the first letter (`running_sum` only); the
+    """Operands as a prompt: ``12+07=`` or ``a3b5c2=``. `first`: index of the first letter (not for `add`); the
     task's own prompts start at ``a``, a warm start may use later ones. Raises ValueError if the letters do not suffice.
     """
     _check(task)
@@ -89,7 +97,7 @@ def _pair_letters(values: Sequence[int], first: int) -> Iterable[tuple[str, int]
 
 
 def ground_truth(task: str, values: Sequence[int]) -> str:
-    """What a correct answer must state: the sum (`add`) or the sum modulo 10 (`running_sum`)."""
+    """What a correct answer must state: the sum (`add`) or the sum modulo 10 (the others)."""
     _check(task)
     return str(sum(values)) if task == "add" else str(sum(values) % 10)
 
@@ -102,7 +110,7 @@ def expected_answer(task: str, values: Sequence[int]) -> str:
 def demonstration(task: str, values: Sequence[int], *, noise: float, rng: random.Random, first: int = 0) -> str:
     """The answer of a teacher that makes mistakes, without an end-of-sequence mark; its format is always right.
 
-    `noise` (0..1) is the probability, per digit of the sum (`add`) or per running sum (`running_sum`), that a digit
+    `noise` (0..1) is the probability, per digit of the sum (`add`) or per running sum (the others), that a digit
     drawn uniformly from 0..9 is written instead; a wrong running sum is carried on. `first`: as in `prompt_text`.
     Raises ValueError for an unknown task, another `noise`, or not enough letters.
     """
@@ -114,8 +122,9 @@ def demonstration(task: str, values: Sequence[int], *, noise: float, rng: random
     total = "0"
     steps = []
     for letter, value in _pair_letters(values, first):
-        total = _noisy_digit((int(total) + value) % 10, noise, rng)
-        steps.append(f"{letter}{value}:{total}")
+        before, total = total, _noisy_digit((int(total) + value) % 10, noise, rng)
+        written = "" if task == "running_sum" else f"{before}+{value}={int(before) + value:02d}-"
+        steps.append(f"{letter}{value}:{written}{total}")
     return "".join(steps) + f"#{total}"
 
 
@@ -126,7 +135,7 @@ def _noisy_digit(digit: int, noise: float, rng: random.Random) -> str:
 def max_answer_tokens(task: str) -> int:
     """Length in tokens of the longest correct answer, end-of-sequence token included."""
     _check(task)
-    return 4 if task == "add" else 4 * MAX_TERMS + 3
+    return 4 if task == "add" else (4 if task == "running_sum" else 11) * MAX_TERMS + 3
 
 
 def add_reward(
@@ -142,6 +151,9 @@ def running_sum_reward(
     """1.0 if the answer has exactly one ``#`` and what follows it is the total modulo 10, else 0.0."""
     _, mark, stated = solution_str.partition("#")
     return float(bool(mark) and stated.strip() == str(ground_truth))
+
+
+long_sum_reward = running_sum_reward
 
 
 def prompt_rows(task: str, size: int, seed: int, *, split: str = "train") -> list[dict[str, Any]]:

@@ -45,7 +45,7 @@ class Stage:
         tokens: approximate tokens per batch, prompts included (tasks of text).
         width: tokens per packed line (tasks of text).
         terms: smallest and largest number of terms, drawn log-uniformly; None: the task's own distribution.
-        any_letter: start `running_sum` rows at a random letter, so that every letter also occurs in short rows.
+        any_letter: start rows at a random letter, so that every letter also occurs in short rows.
         warmup: see `sft`.
         decay: see `sft`.
         optimizer: see `sft`.
@@ -74,6 +74,13 @@ WARM_START_STAGES: Mapping[str, tuple[Stage, ...]] = {
             steps=180, lr=3e-3, noise=0.0, tokens=1280, width=160, terms=(2, tasks.MAX_TERMS), any_letter=True, warmup=5
         ),
         Stage(steps=60, lr=5e-4, noise=0.34, tokens=1536, width=160, warmup=5),
+    ),
+    "long_sum": (
+        Stage(steps=150, lr=3e-3, noise=0.0, tokens=1536, width=160, terms=(2, 4), decay=0.2),
+        Stage(
+            steps=180, lr=3e-3, noise=0.0, tokens=3072, width=352, terms=(2, tasks.MAX_TERMS), any_letter=True, warmup=5
+        ),
+        Stage(steps=60, lr=5e-4, noise=0.05, tokens=3072, width=352, warmup=5),
     ),
 }
 """Stages per task, in order."""
@@ -109,7 +116,7 @@ def _draw_terms(task: str, stage: Stage, rng: random.Random) -> int:
     if task == "add":
         return 2
     if stage.terms is None:
-        return tasks.pareto_terms(rng)
+        return tasks.draw_terms(task, rng)
     low, high = stage.terms
     return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
 
@@ -149,7 +156,7 @@ def make_warm_start(
     folder at a time. It takes about a minute on one core; weights are reproducible with one torch thread.
 
     Args:
-        task: `add` or `running_sum`.
+        task: one of `tasks.TASKS`.
         out_dir: folder to write to; created if missing.
         seed: seed of weights and demonstrations.
         stages: stages to train; None: those of the task in `WARM_START_STAGES`.
@@ -278,12 +285,12 @@ def sampled_accuracy(
     Args:
         model: a causal language model with `generate`; left in training mode.
         tokenizer: its tokenizer, padding on the left.
-        task: `add` or `running_sum`.
+        task: one of `tasks.TASKS`.
         size: number of held-out prompts, positive.
         seed: seed of the prompts and of the samples.
         rows_per_batch: prompts decoded together.
     """
-    reward = tasks.add_reward if task == "add" else tasks.running_sum_reward
+    reward = getattr(tasks, f"{task}_reward")
     rows = sorted(tasks.prompt_rows(task, size, seed, split="heldout"), key=lambda row: len(row["prompt"]))
     total = 0.0
     model.eval()

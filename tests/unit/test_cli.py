@@ -214,7 +214,7 @@ def test_a_run_that_has_begun_says_where_it_goes_on_and_keeps_the_size_of_its_gr
 
 
 def test_demo_settings_give_a_whole_configuration() -> None:
-    for task in ("running_sum", "add", "shapes"):
+    for task in ("running_sum", "add", "long_sum", "shapes"):
         made = load(quickstart(), task_settings(task))
         assert made.run.dir == f"runs/demo-{task}" and made.reward[0].function.endswith(f"{task}_reward")
     with pytest.raises(ConfigError):

@@ -56,11 +56,12 @@ def test_texts_are_as_documented() -> None:
     assert tasks.prompt_text("running_sum", (3, 5, 2)) == "a3b5c2="
     assert tasks.prompt_text("running_sum", (3, 5), first=24) == "y3z5="
     assert tasks.expected_answer("running_sum", (3, 5, 2)) == "a3:3b5:8c2:0#0"
+    assert tasks.expected_answer("long_sum", (7, 5)) == "a7:0+7=07-7b5:7+5=12-2#2"
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_the_expected_answer_is_rewarded_and_fits(task: str) -> None:
-    reward = tasks.add_reward if task == "add" else tasks.running_sum_reward
+    reward = getattr(tasks, f"{task}_reward")
     for index in range(300):
         values = tasks.operands(task, seed=1, index=index)
         answer = tasks.expected_answer(task, values)
@@ -72,7 +73,7 @@ def test_the_expected_answer_is_rewarded_and_fits(task: str) -> None:
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_a_noisy_teacher_errs_about_as_often_as_told(task: str) -> None:
     rng = random.Random(0)
-    reward = tasks.add_reward if task == "add" else tasks.running_sum_reward
+    reward = getattr(tasks, f"{task}_reward")
     right = 0.0
     for _ in range(2000):
         values = tasks.draw_operands(task, rng, terms=2)
@@ -128,6 +129,11 @@ def test_running_sum_answers_are_long_tailed() -> None:
     assert 11 <= p50 <= 19
     assert lengths[0] >= 11
     assert lengths[-1] == tasks.max_answer_tokens("running_sum") == 107
+
+
+def test_answers_of_long_sum_have_hundreds_of_tokens() -> None:
+    lengths = [len(tasks.expected_answer("long_sum", tasks.operands("long_sum", seed=0, index=i))) for i in range(400)]
+    assert min(lengths) + 1 == 201 and max(lengths) + 1 == tasks.max_answer_tokens("long_sum") == 289
 
 
 def test_bad_arguments_are_refused() -> None:
