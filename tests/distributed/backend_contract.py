@@ -169,6 +169,7 @@ def run_all(
     results |= {name: through_a_trial(model, gang, extra, also) for name, extra in WHOLE.items() if name in wanted}
     if "megatron" not in layout:
         results["start"] = start(model, gang, layout)
+        results["whole_gradients"] = whole_gradients(model, gang, layout)
         results["mixed"] = mixed_sequences(model, gang, layout)
     results["half"] = half_precision(model, gang, layout)
     results["forward"] = forward(model, gang, layout)
@@ -294,6 +295,34 @@ def half_precision(model: Path, gang: Gang, layout: str) -> dict[str, Any]:
     metrics = train_step(cut(14, 1, config, gang), backend=backend, gang=gang, config=config.learner, step=1).metrics
     exported = {name: data.nbytes for name, data in backend.iter_hf_weights()}
     return {"metrics": metrics, "bytes": exported, "specs": backend.weight_specs()}
+
+
+def whole_gradients(model: Path, gang: Gang, layout: str) -> list[int]:
+    """Elements of whole gradients that this rank holds at the loss of each micro-batch of a step."""
+    config = make_config(model, extra=f"{layout};learner.micro_batch_tokens=40")
+    backend: Any = make_backend(config, gang)
+    inner, found = update.loss_for, list[int]()
+
+    def held() -> int:
+        groups = [group for unit in backend._units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        shards = [one for group in groups for one in group.fsdp_params]
+        whole = [one.unsharded_accumulated_grad for one in shards]
+        whole += [one._unsharded_param.grad for one in shards if hasattr(one, "_unsharded_param")]
+        return sum(grad.numel() for grad in whole if grad is not None)
+
+    def watched(algorithm: Any) -> Any:
+        def loss(inputs: Any) -> Any:
+            found.append(held())
+            return inner(algorithm)(inputs)
+
+        return loss
+
+    update.loss_for = watched  # type: ignore[assignment]
+    try:
+        train_step(cut(14, 1, config, gang), backend=backend, gang=gang, config=config.learner, step=1)
+    finally:
+        update.loss_for = inner
+    return found
 
 
 #: Settings that look at the whole batch: forward passes first, then statistics on rank 0, then the step.

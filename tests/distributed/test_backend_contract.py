@@ -112,6 +112,12 @@ def test_start_weights_read_in_parts_are_those_read_whole(results_of: Any, layou
 
 
 @pytest.mark.parametrize("layout", [one for one in LAYOUTS if "megatron" not in one[1]], ids=lambda one: one[1])
+def test_no_rank_holds_whole_gradients_between_micro_batches(results_of: Any, layout: tuple[int, str]) -> None:
+    held = results_of(*layout)[0]["whole_gradients"]
+    assert len(held) > 1 and not any(held)
+
+
+@pytest.mark.parametrize("layout", [one for one in LAYOUTS if "megatron" not in one[1]], ids=lambda one: one[1])
 def test_every_rank_refuses_packed_rows_whose_sequences_see_each_other(
     results_of: Any, layout: tuple[int, str]
 ) -> None:

@@ -1,7 +1,8 @@
 """A sharded module with its own optimizer: gradients, clipping, updates and state.
 
 Guarantees:
-1. gradients add up over micro-batches and are reduced over ranks once, with the last micro-batch;
+1. gradients add up over micro-batches. On several ranks each micro-batch's are reduced at once, layer by layer, so a
+   rank never holds those of the whole model; copies (HSDP) are summed once, with the last micro-batch;
 2. a non-finite gradient changes nothing;
 3. the gradient norm covers the whole model, whatever meshes its parts lie on;
 4. `state` names every tensor of the training state, before the first update as after it;
@@ -158,7 +159,10 @@ class Sharded:
         self._unsummed = True
         sums: dict[str, Tensor] = {}
         for number, piece in enumerate(micro):
-            self.root.set_requires_gradient_sync(number == len(micro) - 1)
+            last = number == len(micro) - 1
+            # One rank holds all gradients anyway, and without the reduction saves a copy of them.
+            self.root.set_requires_gradient_sync(last or self._ranks > 1)
+            self.root.set_requires_all_reduce(last)
             logprobs, entropy, tensors = forward(piece)
             value, parts = loss(logprobs, entropy, tensors, number)
             (value * (self._ranks * factor)).backward()  # type: ignore[no-untyped-call]
