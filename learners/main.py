@@ -26,16 +26,21 @@ from asyncrl.runtime.role import RoleArgs, Stop, run, run_key
 from asyncrl.runtime.run_dir import RunDir
 
 HEARTBEAT_TIMEOUT_S = 4.0
+MAPPED_BYTES = 1 << 20  # tensors of this size go back to the system when they are freed
 
 
 def body(args: RoleArgs, config: Config, stop: Stop) -> None:
     """Report signs of life from the end of the heavy imports on, and train."""
     import torch
 
+    from asyncrl.net.frames import keep_memory
+
     rank = int(os.environ.get("RANK", "0"))
     name = f"{args.name}-rank{rank}" if rank else args.name
     sign = Sign(RunDir(config.run_dir).alive, role="learner", name=name)
     torch.set_num_threads(config.learner.threads)
+    # Else activations of a CPU's step leave holes in the heap: measured, a quarter more memory at the peak.
+    keep_memory(mapped_bytes=MAPPED_BYTES)
     with Ticker(sign, every_s=config.log.heartbeat_s, waits=lambda: "its model to load") as ticker:
         _train(args, config, stop, ticker)
 

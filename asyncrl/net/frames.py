@@ -27,8 +27,9 @@ _NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
-def keep_memory() -> None:
+def keep_memory(*, mapped_bytes: int = KEPT_BYTES // 8) -> None:
     """Let this process keep freed memory instead of returning every payload's pages at once (glibc; else no effect).
+    Blocks of `mapped_bytes` and more are returned when they are freed.
 
     Payloads of about 100 KB come and go at the top of the heap. Returning their pages and faulting them in again costs
     more than copying them (measured: a third of a producer's CPU time per group).
@@ -38,7 +39,7 @@ def keep_memory() -> None:
     except (OSError, AttributeError, TypeError):
         return
     mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
-    mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES // 8)
+    mallopt(_M_MMAP_THRESHOLD, mapped_bytes)
 
 
 class SocketContext(zmq.Context[zmq.Socket[bytes]]):

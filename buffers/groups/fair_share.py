@@ -10,6 +10,9 @@ Guarantees:
 A producer counts once it has asked for work, while it is heard from. Shares decide how many groups a request gets, not
 which, and nothing of them needs to survive a restart of the service.
 
+Of more than `FEW` producers the shares are kept for `KEPT_S`, because a pass over all of them at every request would
+cost a fleet most of the service's time: what others lack is then a little old, what the asker lacks is not.
+
 Example: 64 groups are ready; a and b hold nothing and can hold 64 each. The first request of a gets 32, its next one
 none, because b is expected; b gets the other 32.
 
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -32,6 +36,7 @@ from buffers.groups.workers import Worker, Workers
 
 RESERVED_S = 2.0
 FRESH_S = 5.0  # a producer heard from within this time may ask soon
+FEW, KEPT_S = 32, 0.05
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -42,6 +47,25 @@ class Standing(msgspec.Struct, frozen=True):
     expected: bool
 
 
+class Shares(NamedTuple):
+    """Shares of `total` held and ready groups among producers that can hold `capacity` together; `lacks`: what each
+    still lacks, if anything; `expected`: those of them that may ask soon, and `reserved` groups wait for them.
+    """
+
+    total: int
+    capacity: int
+    lacks: Mapping[str, int]
+    expected: list[str]
+    reserved: int
+
+    def room(self, name: str, one: Standing, *, ready: int) -> int:
+        """How many of the `ready` groups a request of this producer may get."""
+        lack = min(self.total * one.capacity // self.capacity, one.capacity) - one.held
+        own = max(lack, 1 if not one.held else 0)
+        reserved = self.reserved - (self.lacks.get(name, 0) if one.expected else 0)
+        return max(ready - reserved, min(ready, own))
+
+
 def missing_groups(producers: Mapping[str, Standing], *, ready: int) -> dict[str, int]:
     """How many groups each producer lacks of its share; a share is at most what the producer can hold."""
     total = ready + sum(one.held for one in producers.values())
@@ -50,13 +74,27 @@ def missing_groups(producers: Mapping[str, Standing], *, ready: int) -> dict[str
     return {name: number for name, number in lacks.items() if number > 0}
 
 
+def divide(producers: Mapping[str, Standing], *, ready: int) -> Shares:
+    """The shares of these producers."""
+    lacks = missing_groups(producers, ready=ready)
+    expected = sorted(name for name in lacks if producers[name].expected)
+    return Shares(
+        ready + sum(one.held for one in producers.values()),
+        max(1, sum(one.capacity for one in producers.values())),
+        lacks,
+        expected,
+        sum(lacks[name] for name in expected),
+    )
+
+
 def room_for(asker: str, producers: Mapping[str, Standing], *, ready: int) -> tuple[int, list[str]]:
     """How many of the `ready` groups the asker's request may get, and the producers that others are reserved for."""
-    lacks = missing_groups(producers, ready=ready)
-    others = [name for name in lacks if name != asker and producers[name].expected]
-    reserved = sum(lacks[name] for name in others)
-    own = max(lacks.get(asker, 0), 1 if not producers[asker].held else 0)
-    return max(ready - reserved, min(ready, own)), others
+    shares = divide(producers, ready=ready)
+    room = shares.room(asker, producers[asker], ready=ready)
+    return room, [name for name in shares.expected if name != asker]
+
+
+NOTHING: tuple[int, float, int, dict[str, Standing]] = (-1, math.nan, -1, {})
 
 
 class FairShare:
@@ -66,12 +104,15 @@ class FairShare:
         self.tx = tx
         self.schedule = schedule
         self.workers = workers
-        self._standing: tuple[int, float, dict[str, Standing]] = (-1, math.nan, {})  # generation, now, result
+        self._standing: tuple[int, float, int, dict[str, Standing]] = NOTHING  # generation, now, version, result
+        self._shares: tuple[float, Shares] | None = None  # of more than `FEW` producers, and the time of the standing
 
     def note_capacity(self, worker: Worker, capacity: int) -> None:
         """The producer can hold that many groups, by its last request."""
         if worker.capacity != capacity:
-            worker.capacity, self._standing = capacity, (-1, math.nan, {})
+            worker.capacity = capacity
+            if len(self._standing[3]) <= FEW or worker.name not in self._standing[3]:
+                self._standing = NOTHING
 
     def room(self, worker: Worker, engine_version: int) -> float:
         """How many groups a producer may be granted; inf if nothing is reserved for others."""
@@ -80,14 +121,25 @@ class FairShare:
         ready = self.schedule.count_ready(engine_version) if len(standing) > 1 and worker.name in standing else 0
         if not ready:
             return math.inf
-        room, others = room_for(worker.name, standing, ready=ready)
-        version = self.schedule.table.meta.version
-        for name in others:
-            other = self.workers.known["producer", name]
-            if other.reserved[0] != version:
-                other.reserved = (version, self.tx.now)
-        worker.others = ", ".join(sorted(others)[:4])
-        return room if others else math.inf
+        shares = self._divide(worker, standing, ready)
+        others = [name for name in shares.expected[:5] if name != worker.name]
+        worker.others = ", ".join(others[:4])
+        held = len(self.schedule.table.indexes.held.get(worker.name, ()))
+        mine = Standing(worker.capacity, held, standing[worker.name].expected)
+        return shares.room(worker.name, mine, ready=ready) if others else math.inf
+
+    def _divide(self, asker: Worker, standing: Mapping[str, Standing], ready: int) -> Shares:
+        """The shares, kept as long as the standing of many producers is; what is reserved for others is from now on."""
+        at = self._standing[1]
+        if len(standing) > FEW and self._shares is not None and self._shares[0] == at:
+            return self._shares[1]
+        shares, version = divide(standing, ready=ready), self.schedule.table.meta.version
+        self._shares = (at, shares)
+        for name in shares.expected:
+            worker = self.workers.known["producer", name]
+            if worker is not asker and worker.reserved[0] != version:
+                worker.reserved = (version, self.tx.now)
+        return shares
 
     def standings(self) -> dict[str, Standing]:
         """The living producers that have asked for work; computed once while nothing changes.
@@ -95,9 +147,10 @@ class FairShare:
         A producer is expected to ask if it was heard from and is not barred, for `RESERVED_S` from the time groups are
         first reserved for it at a committed version.
         """
-        now = self.tx.now
-        if self._standing[:2] != (self.tx.generation, now):
-            table = self.schedule.table
+        now, table = self.tx.now, self.schedule.table
+        generation, at, version, found = self._standing
+        kept = len(found) > FEW and version == table.meta.version and 0 <= now - at < KEPT_S
+        if not kept and (generation, at) != (self.tx.generation, now):
             limit, version = min(self.schedule.live.current.lease_timeout_s, FRESH_S), table.meta.version
             found = {}
             for (role, name), worker in self.workers.known.items():
@@ -107,5 +160,5 @@ class FairShare:
                     if held or fresh:
                         expected = fresh and not over and name not in self.workers.barred
                         found[name] = Standing(worker.capacity, held, expected)
-            self._standing = (self.tx.generation, now, found)
-        return self._standing[2]
+            self._standing = (self.tx.generation, now, version, found)
+        return found

@@ -9,7 +9,7 @@ from groups_run import Run
 
 import buffers.groups.fair_share
 from asyncrl.wire import LeaseReturn
-from buffers.groups.fair_share import RESERVED_S, Standing, room_for
+from buffers.groups.fair_share import FEW, KEPT_S, RESERVED_S, Standing, divide, room_for
 from buffers.groups.schedule import Schedule
 
 
@@ -94,6 +94,35 @@ def test_those_that_are_gone_or_wrong_are_kept_nothing() -> None:
     run.g.give_back(LeaseReturn("p2", (), "stop"), now=run.now)
     run.now += 6.0  # p3 has been silent for so long
     assert len(run.lease(0, 64, "p0")) == 8
+
+
+def test_a_fleet_shares_as_few_do_and_is_looked_at_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = FEW + 8
+    run = Shared(many, batch_groups=4 * many, total_groups=40 * many)
+    passes: list[float] = []
+    monkeypatch.setattr(
+        buffers.groups.fair_share, "divide", lambda *given, **more: passes.append(run.now) or divide(*given, **more)
+    )
+    run.now += 1.0
+    for name in run.names:
+        assert len(run.lease(0, 64, name)) == 4
+        run.now += KEPT_S / many / 2
+    assert len(passes) == 1 and run.held() == [4] * many
+    run.finish(*run.g.table.indexes.held["p0"])
+    run.now += KEPT_S
+    assert run.lease(0, 64, "p0") == [] and run.lease(0, 64, "p1") == []  # nothing is ready: all of the batch is out
+
+
+def test_of_a_fleet_the_one_that_comes_late_gets_its_share() -> None:
+    many = FEW + 8
+    run = Shared(many, batch_groups=4 * many, total_groups=40 * many)
+    run.now += 1.0
+    for name in run.names[:-1]:
+        for most in (64, 60, 60):  # each asks again while the last one is on its way
+            run.lease(0, most, name)
+            run.now += 0.001
+    assert run.held() == [4] * (many - 1) + [0]
+    assert len(run.lease(0, 64, run.names[-1])) == 4
 
 
 def test_a_look_at_many_that_wait_judges_each_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import platform
 import socket
 import stat
 import subprocess
@@ -412,3 +413,33 @@ def test_the_heartbeats_of_a_service_tell_its_client_that_the_line_is_dead(monke
         requester.close()
         service.close()
         line.close()
+
+
+HOLES = """
+import sys
+import numpy as np
+from asyncrl.net.frames import keep_memory
+
+def resident_mb():
+    return int(open("/proc/self/statm").read().split()[1]) * 4 // 1024
+
+if len(sys.argv) > 1:
+    keep_memory(mapped_bytes=1 << 20)
+np.ones(24 << 20, np.uint8)  # glibc now takes smaller blocks from the heap
+blocks, small = [], []
+for _ in range(40):
+    blocks.append(np.ones(4 << 20, np.uint8))
+    small.append(np.ones(1000))
+before = resident_mb()
+blocks.clear()
+print(before - resident_mb())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+def test_large_blocks_go_back_to_the_system_from_between_small_ones() -> None:
+    """160 MiB of 4 MiB blocks; the learner's tensors are such."""
+    ways = [
+        subprocess.run([sys.executable, "-c", HOLES, *more], capture_output=True, check=True) for more in ([], ["x"])
+    ]
+    assert int(ways[0].stdout) < 40 and int(ways[1].stdout) > 150
