@@ -1,11 +1,14 @@
-"""What grows with the prompts that were issued: the state machine and its SQLite store, half of all groups dropped.
+"""What grows with the prompts that were issued: the state machine and its SQLite store, half of all groups dropped. And
+what grows with the producers: a lease request.
 
-Run: `python benchmarks/bench_growth.py [--issued 10000 100000 1000000]` (the largest takes about ten minutes). Each
+Run: `python benchmarks/bench_growth.py [--issued 10000 100000 1000000]` (the largest takes about ten minutes; a list
+without numbers measures the producers alone). Each
 size is a process of its own. It leases, finishes, claims and commits batches of 64 groups; a filter drops every second
 group at random, and every 5 steps are a checkpoint. Up to the size it measures, as means over 32 points:
 the check of each second (`check_table`; how many ids it looks at) and the ledger of a checkpoint, in CPU time, fastest
 of five, and the ledger's bytes (an id of a later prompt has more digits). At the size: resident
 memory, the rows of the store, and a restart (rows read and checked, the learner registered).
+Producers return a group of one sample and ask for one, in turn: CPU time of the state machine per request.
 Writes benchmarks/results/growth.json.
 """
 
@@ -27,6 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -36,6 +41,7 @@ from buffers.groups.records import Ledger, Settings, State, ledger_of
 from buffers.stores.sqlite import SqliteStore
 
 BATCH, CHECKPOINT_STEPS = 64, 5
+ROUNDS, REQUESTS_S = 8, 1000
 POINTS, APART = 32, 256  # eight chunks of the archive in all, at every phase of chunks and checkpoints
 SETTINGS = Settings(group_size=1, batch_groups=BATCH, max_staleness=4, depth=2, total_groups=1 << 40)
 
@@ -154,9 +160,29 @@ def measure(issued: int, queue: Any) -> None:
         queue.put(found | restart(copy, saved, run.ledger.to_json()))
 
 
+def fleet(producers: int) -> dict[str, float]:
+    """Microseconds of CPU time for a lease request, once every producer has asked."""
+    machine = GroupMachine(msgspec.structs.replace(SETTINGS, batch_groups=4 * producers), epoch=1)
+    epoch, now, step, took = register(machine, 0, Ledger(), 0.0), 0.0, 0, 0.0
+    held: dict[int, list[int]] = {}
+    for request in range(1, (1 + ROUNDS) * producers + 1):
+        now += 1 / REQUESTS_S
+        for group in held.get(request % producers, ()):
+            finish_group(machine, group, now=now, reward=0.5)
+        started = time.process_time()
+        got = machine.lease(f"p{request % producers}", engine_version=step, max_groups=1, request=request, now=now)
+        took += (time.process_time() - started) * (request > producers)
+        held[request % producers] = [lease.group for lease in got]
+        machine.take()
+        while machine.claim(epoch=epoch, step=step + 1, version=step, now=now) is not None:
+            step += 1
+            machine.commit(epoch=epoch, step=step, version=step, digest="", now=now)
+    return {"producers": producers, "lease_us": round(took / ROUNDS / producers * 1e6, 1)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--issued", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--issued", type=int, nargs="*", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/growth.json")
     args = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
@@ -168,8 +194,12 @@ def main() -> None:
         rows.append({name: round(value, 3) for name, value in queue.get().items()})
         process.join()
         print(json.dumps(rows[-1]), flush=True)
-    machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
-    args.out.write_text(json.dumps({"machine": machine, "sizes": rows}, indent=1) + "\n")
+    found = json.loads(args.out.read_text()) if args.out.exists() else {}
+    found["machine"] = {"cpus": os.cpu_count(), "python": platform.python_version()}
+    found |= {"sizes": rows} if rows else {}
+    found["fleets"] = [fleet(producers) for producers in (10, 100, 400)]
+    print(json.dumps(found["fleets"]))
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
