@@ -103,6 +103,34 @@ class Chat(Protocol):
     async def call(self, turn: Turn) -> list[Message]:
         """Run the tool calls of a turn within their limits; one message per call, errors included."""
 
+    @property
+    def policy(self) -> str:
+        """Name of the trained policy in a run of several (`[policies]`); else empty."""
+
+    def other(self, name: str) -> OtherChat:
+        """A new conversation with another policy of the run. Its turns are not trained; the sample records them."""
+
+
+class OtherChat(Protocol):
+    """A conversation with another policy of the run: its newest published weights, under its own settings."""
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far. Read-only."""
+
+    @property
+    def room(self) -> int:
+        """Number of tokens that the conversation may still grow by."""
+
+    async def say(self, observation: Observation = None, *, max_new_tokens: int = 0) -> Turn:
+        """Show something, then let the other policy speak (0: up to the room that is left)."""
+
+    def show(self, observation: Observation) -> None:
+        """Add text that the other policy sees before its next turn."""
+
+    def restart(self, prompt: str | Sequence[Message]) -> None:
+        """Forget the conversation and begin another one."""
+
 
 class Environment(Protocol):
     """An environment with steps. `close` is optional."""

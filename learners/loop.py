@@ -344,10 +344,10 @@ class Learner:
             self._services.checkpointed(state.step, state.ledger)
         failpoint("learner.after_checkpointed")
 
-    def _await_evaluation(self) -> None:
-        """Wait for the evaluation of the last step. All ranks take part, so none looks hung."""
+    def _await_others(self) -> None:
+        """Wait for the evaluation of the last step, and other policies. All ranks take part, so none looks hung."""
         while True:
-            waits = b"1" if self._services is not None and self._services.awaits_evaluation() else b""
+            waits = b"1" if self._services is not None and self._services.awaits_others() else b""
             if not self._gang.share(waits if self._services is not None else None):
                 break
             self._direct.stage_if_wanted(self._config.learner.steps)
@@ -358,7 +358,7 @@ class Learner:
     def _finish(self, step: int, reason: str) -> None:
         """Export the final weights and write the result if the run is complete; say goodbye to the buffer."""
         if not reason:
-            self._await_evaluation()
+            self._await_others()
             failpoint("learner.at_export")
             self._turns.begin()
             self._backend.export_hf(self._run.export)

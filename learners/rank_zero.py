@@ -41,6 +41,7 @@ from learners.batch.assembly import image_problem, unusable
 from learners.evaluations import LastEvaluations
 from learners.heartbeat import Heart
 from learners.ledger_account import Account, EpochMark
+from learners.other_policies import describe_unfinished
 from learners.step_records import StepRecords
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 POLL_S = 2.0
 CHECKS = 4  # groups that are checked in parallel
+POLL_OTHERS_S = 0.5
 REPORT_EVERY_S = 10.0
 
 Weights = Iterable[tuple[str, npt.NDArray[np.uint8]]]
@@ -168,12 +170,16 @@ class Services:
                 self.trouble = error
         return self.trouble is None
 
-    def awaits_evaluation(self) -> bool:
-        """At the end of the run: whether an evaluation is in progress. Returns within a second."""
+    def awaits_others(self) -> bool:
+        """At the end of the run: whether an evaluation is in progress, or another policy still trains. Returns within
+        a second.
+        """
         try:
             waits = "" if self._stop.is_set() or self.trouble is not None else self._evaluations.describe_pending()
         except (StateLost, Unavailable) as error:
             self.trouble, waits = error, ""
+        if not waits and self._config.run.other_policies and not self._stop.wait(POLL_OTHERS_S):
+            waits = describe_unfinished(self._config)
         self.set_waiting(waits)
         return bool(waits)
 

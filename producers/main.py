@@ -29,6 +29,7 @@ from asyncrl.runtime.model_folder import model_json
 from buffers.client.producer import ProducerClient
 from producers.data.evaluation_prompts import HeldOutPrompts
 from producers.engines.turns import TurnTaking
+from producers.other_policies import OtherPolicies
 from producers.support.retry import Patience
 from producers.worker import GIVE_BACK_S, Producer
 from weightsync.receiver.receiver import Receiver
@@ -79,6 +80,16 @@ def make_parts(
     return producer, receiver
 
 
+async def run_worker(producer: Producer, others: OtherPolicies, limit_s: float) -> None:
+    """Work, once the other policies have weights."""
+
+    def say(missing: str) -> None:
+        producer.waiting_for = missing
+
+    producer.environments.meet(await others.wait_ready(limit_s, say))
+    await producer.run()
+
+
 def refuse_unable(config: Config, able: EngineCapabilities) -> None:
     """Raise `config.conflict` if an engine of any package cannot do what is asked for: record the experts of a token,
     or keep second weights for evaluations.
@@ -109,6 +120,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evalu
         turn = DeviceTurn(rundir.RunDir(config.run_dir).root, together=True, limit_s=config.run.hang_timeout_s)
         engine = TurnTaking(engine, turn)
     held_out = HeldOutPrompts(config)
+    others = OtherPolicies(config, name=args.name)
     leave = asyncio.Event()
     reason = "stopping"
     producer: Producer | None = None
@@ -126,8 +138,9 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evalu
         tasks = [
             asyncio.create_task(work)
             for work in (
-                producer.run(),
+                run_worker(producer, others, config.run.hang_timeout_s),
                 receiver.run(leave),
+                others.run(leave),
                 producer.heartbeats(),
                 wait_for_stop(stop, producer),
                 producer.signs(Sign(rundir.RunDir(config.run_dir).alive, role=kind, name=args.name)),
@@ -143,8 +156,8 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evalu
             raise
         print(f"left without a word: {error.message}; its leases expire", flush=True)
     finally:
-        leave.set()  # ends the receiver
-        for task in tasks[:1] + tasks[2:]:
+        leave.set()  # ends the receivers
+        for task in tasks[:1] + tasks[3:]:
             task.cancel()
         if producer is not None:
             await producer.give_back(reason)
@@ -152,6 +165,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evalu
         if tasks:
             await asyncio.wait(tasks, timeout=GIVE_BACK_S)
         await engine.close(grace_s=GIVE_BACK_S)
+        await others.close(grace_s=GIVE_BACK_S)
         client.close()
 
 

@@ -195,10 +195,16 @@ def _known_of_parent(root: Path, parent: str, step: int, witnesses: Witnesses) -
 
 
 def audit_command(root: Path, *, as_json: bool) -> int:
-    """`asyncrl audit`: 0 without violations, else 1."""
+    """`asyncrl audit`: 0 without violations, else 1. The folder of several policies: each of them."""
     from asyncrl.errors import ConfigError
-    from asyncrl.runtime.run_dir import format_json
+    from asyncrl.runtime.run_dir import format_json, policy_runs
 
+    if runs := policy_runs(root):
+        each = {run.name: audit_run(run) for run in runs}
+        ok = all(found.ok for found in each.values())
+        text = "\n\n".join(f"policy {name}\n{render(found)}" for name, found in each.items())
+        print(format_json({"ok": ok, "policies": each}) if as_json else text)
+        return 0 if ok else 1
     if not (root / "history.jsonl").exists():
         raise ConfigError("run.missing", "no history.jsonl in it", where=str(root))
     found = audit_run(root)

@@ -19,6 +19,7 @@ examples:
   asyncrl launch all my.toml --set learner.steps=20
   asyncrl launch all base.toml more.toml          (more.toml wins)
   asyncrl launch all my.toml --dry-run            (nothing starts)
+  asyncrl launch all game.toml --policy first     (of several policies only this one)
   asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key producer.key  (on another host)
   asyncrl launch buffer my.toml --standby          (on a second host: takes over if the first one dies)
   asyncrl launch rewards my.toml --judge slow      (more workers of one judge)
@@ -99,6 +100,7 @@ def _add_demo(commands: Commands) -> None:
 def _launch(args: argparse.Namespace) -> int:
     import os
 
+    from asyncrl.config.policies import policy_names
     from asyncrl.errors import ConfigError
     from asyncrl.launcher.launch import LaunchOptions, exit_code, launch
 
@@ -128,6 +130,10 @@ def _launch(args: argparse.Namespace) -> int:
     os.umask(0o077)
     if args.render or args.backend:
         return _render(args)
+    if args.target == "all" and (names := policy_names(args.configs, args.overrides)):
+        from asyncrl.launcher.policies import launch_policies
+
+        return launch_policies(args.configs, options, names)
     return exit_code(launch(args.configs, options).outcome, options)
 
 

@@ -37,6 +37,14 @@ def add_configs(one: argparse.ArgumentParser) -> None:
         help="the run's configuration; of several files each wins over those before it",
     )
     add_set(one)
+    one.add_argument(
+        "--policy",
+        dest="overrides",
+        action="append",
+        metavar="NAME",
+        type=policy_override,
+        help="with several policies in the file: only this one",
+    )
 
 
 def add_set(one: argparse.ArgumentParser) -> None:
@@ -61,6 +69,11 @@ def add_set(one: argparse.ArgumentParser) -> None:
 def preset_override(name: str) -> str:
     """`--preset dapo` is `--set learner.algorithm.preset=dapo`."""
     return f"learner.algorithm.preset={name}"
+
+
+def policy_override(name: str) -> str:
+    """`--policy first` is `--set run.policy=first`."""
+    return f"run.policy={name}"
 
 
 def add_output(one: argparse.ArgumentParser) -> None:

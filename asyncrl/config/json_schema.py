@@ -18,6 +18,8 @@ import msgspec
 from asyncrl.config.sections.base import Section, names_in
 from asyncrl.config.suggestions import section_type
 
+POLICIES = "several policies, each a run of its own: for each name the settings that differ from the rest of the file"
+
 
 @functools.cache
 def field_meanings(kind: type) -> dict[str, str]:
@@ -96,6 +98,8 @@ def build_schema(kind: type[Section]) -> dict[str, Any]:
             if name in properties:
                 properties[name]["description"] = meaning
         made["$defs"][section.__name__]["title"] = (section.__doc__ or section.__name__).strip().splitlines()[0]
+    tables = {"type": "object", "additionalProperties": {"type": "object"}, "description": POLICIES}
+    made["$defs"][kind.__name__]["properties"]["policies"] = tables
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
 
 

@@ -20,13 +20,24 @@ from asyncrl.config import redis_url as redis_secret
 from asyncrl.config import suggestions as config_names
 from asyncrl.config.locations import Places
 from asyncrl.config.paths import settle_paths
-from asyncrl.config.rules import algorithm, capability, general, judge, learner, mode, services, standby, teacher
+from asyncrl.config.rules import (
+    algorithm,
+    capability,
+    general,
+    judge,
+    learner,
+    mode,
+    policies,
+    services,
+    standby,
+    teacher,
+)
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.config.sections.base import Section
 from asyncrl.config.tree import Config
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors
 
-RULES = (general, mode, capability, learner, algorithm, judge, teacher, services, standby)
+RULES = (general, mode, capability, learner, algorithm, judge, teacher, services, standby, policies)
 
 
 class Loaded(NamedTuple):

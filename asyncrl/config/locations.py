@@ -38,6 +38,10 @@ class Places:
         # A table that two files open has the place of the first one; its keys have those of their files.
         self._at |= {key: at for key, at in found.items() if key not in self._at or not _is_table(key, found)}
 
+    def prefer(self, prefix: str) -> None:
+        """Keys have the place of the key with this prefix, if there is one."""
+        self._at |= {key.removeprefix(prefix): at for key, at in self._at.items() if key.startswith(prefix)}
+
     def where(self, path: Sequence[str]) -> str:
         """The place of the key, or of the nearest table above it."""
         name = format_path(path)

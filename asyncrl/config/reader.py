@@ -22,6 +22,7 @@ import msgspec
 from asyncrl.config import presets
 from asyncrl.config import suggestions as config_names
 from asyncrl.config.locations import Places, format_path
+from asyncrl.config.policies import choose_policy
 from asyncrl.config.sections.base import Section, names_in
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 
@@ -48,7 +49,7 @@ class Read(NamedTuple):
 
 
 def read(kind: type[Section], sources: Sequence[Source], overrides: Sequence[str] = ()) -> Read:
-    """Merge the files from left to right, then the preset, then the overrides.
+    """Merge the files from left to right, then the chosen policy, the preset and the overrides.
 
     Raises:
         ConfigErrors: a file is not TOML, or the preset does not exist.
@@ -63,6 +64,7 @@ def read(kind: type[Section], sources: Sequence[Source], overrides: Sequence[str
         places.add(source.file, source.text)
     if errors:
         raise ConfigErrors(errors)
+    tree, overrides = choose_policy(tree, places, overrides)
     try:
         tree, places.preset = presets.apply_preset(tree, dict(map(_split, overrides)))
     except ConfigError as error:

@@ -79,8 +79,8 @@ class HangWatch:
         silent = now - self._since
         if silent <= limit * (NEARLY if learner_ended else 1.0):
             return ""
-        if not learner_ended and self._evaluates():
-            self._since = now  # an evaluation has its own time limit
+        if not learner_ended and self._ends():
+            self._since = now  # an evaluation has its own time limit, and so has another policy
             return ""
         return f"no step for {silent:.0f} s ({name} = {limit:g}). {self.diagnosis()}"
 
@@ -91,13 +91,13 @@ class HangWatch:
             return "run.start_timeout_s", run.start_timeout_s
         return "run.hang_timeout_s", run.hang_timeout_s
 
-    def _evaluates(self) -> bool:
-        """Whether the learner has done its last step and waits for a running evaluation."""
-        if not self._config.evaluation.enabled:
+    def _ends(self) -> bool:
+        """Whether the learner has done its last step and waits for a running evaluation, or for other policies."""
+        if not self._config.evaluation.enabled and not self._config.run.other_policies:
             return False
         status = self._ask(self._config)
-        running = (status.get("evaluation") or {}).get("running")
-        return bool(running) and int(status.get("version", 0)) >= self._config.learner.steps
+        waits = bool(self._config.run.other_policies) or (status.get("evaluation") or {}).get("running")
+        return bool(waits) and int(status.get("version", 0)) >= self._config.learner.steps
 
     def diagnosis(self) -> str:
         """One sentence about the processes that the run waits for."""

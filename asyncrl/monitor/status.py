@@ -25,7 +25,16 @@ from asyncrl.monitor.text import QUEUE_STATES, clean, number
 from asyncrl.net.keys import Keys, read_keys
 from asyncrl.runtime.host_facts import process_state, reachable, send
 from asyncrl.runtime.liveness import STOPPED, read_signs
-from asyncrl.runtime.run_dir import RunDir, buffer_address, endpoint, format_json, launchers, read_object, run_keys
+from asyncrl.runtime.run_dir import (
+    RunDir,
+    buffer_address,
+    endpoint,
+    format_json,
+    launchers,
+    policy_runs,
+    read_object,
+    run_keys,
+)
 
 SILENT_S = 10.0  # without a configuration
 STOP_POLL_S = 0.2
@@ -233,7 +242,8 @@ def _way(member: dict[str, Any]) -> str:
 
 def stop_command(folder: Path, *, timeout_s: float) -> int:
     """End the run; 0 after its end. Raises Unavailable if it does not end within the timeout."""
-    run = RunDir(folder).require()
+    several = policy_runs(folder)
+    run = RunDir(folder) if several else RunDir(folder).require()
     deadline = time.monotonic() + timeout_s
     here = launchers(run)
     for learner in (True, False):  # the others serve the learner while it writes its checkpoint
@@ -245,7 +255,7 @@ def stop_command(folder: Path, *, timeout_s: float) -> int:
     if here:
         print("stopped")
         return 0
-    return _stop_services(run)
+    return max(map(_stop_services, map(RunDir, several))) if several else _stop_services(run)
 
 
 def _await_end(run: RunDir, asked: list[tuple[str, int]], deadline: float, timeout_s: float) -> None:

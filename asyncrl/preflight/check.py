@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from asyncrl.config.capabilities import Role, find_folder_refusals, find_refusal
 from asyncrl.config.locations import Places, parse_dotted
 from asyncrl.config.mode import present_roles
 from asyncrl.config.paths import name_candidates
+from asyncrl.config.policies import KEY, policy_names
 from asyncrl.config.reader import independent_errors
 from asyncrl.errors import AsyncRLError, ConfigErrors, error_for
 from asyncrl.preflight.code import (
@@ -40,6 +41,7 @@ from asyncrl.preflight.files import check_data, check_folders, check_keys, check
 from asyncrl.preflight.hub import Settled, settle_hub
 from asyncrl.preflight.machine import Machine, check_ports, check_store, check_trackers, find_missing, look_at_machine
 from asyncrl.preflight.memory import RoleMemory, estimate, format_bytes
+from asyncrl.preflight.policies import load_others, merge_errors
 from asyncrl.preflight.standby import check_address, check_folder
 from asyncrl.preflight.start import ask_roles
 from asyncrl.process_plan import device_assignment as devices
@@ -74,11 +76,12 @@ def check(
     standby: bool = False,
     doubtful: Collection[str] = (),
     pending: Collection[str] = (),
+    others: Mapping[str, Config] | None = None,
 ) -> Checked:
     """All checks that are possible before the start. `joining`: the services and their store are on other hosts;
     `play`: also play the first row; `standby`: the buffer is a stand-by; `doubtful`: settings whose values are unknown,
     because of a mistake: parts of roles, which would get their defaults, are not tried then; `pending`: settings whose
-    files are still on the hub.
+    files are still on the hub; `others`: the configurations of other policies.
     """
     errors: list[AsyncRLError] = []
     findings = derive_findings(config, roles)
@@ -109,7 +112,9 @@ def check(
     findings += assigned
     notes += shared
     notes += data_notes(config) if "producer" in roles else ()
-    memory = estimate(config, model_json(config.model.path), roles, accelerator=bool(here.accelerator))
+    models = {name: (other, model_json(other.model.path)) for name, other in (others or {}).items()}
+    accelerator = bool(here.accelerator)
+    memory = estimate(config, model_json(config.model.path), roles, accelerator=accelerator, others=models)
     return Checked(
         [locate_error(error, places) for error in errors] if places else errors,
         findings,
@@ -203,10 +208,12 @@ def check_files(
         errors += [locate_error(one, loaded.places) for one in error.errors]
     roles = present_roles(TARGETS[target], config) if target == "all" else TARGETS[target]
 
+    others = load_others(paths, overrides, config)
+
     def check_settled(settled: Settled) -> Checked:
         found = check(
             settled.config, roles, joining=joining, places=loaded.places, play=play, doubtful=loaded.doubtful,
-            pending=settled.pending, standby=standby,
+            pending=settled.pending, standby=standby, others=others,
         )  # fmt: skip
         own = [locate_error(error, loaded.places) for error in settled.errors]
         more = [*own, *independent_errors(found.errors, loaded.doubtful)]
@@ -305,15 +312,36 @@ def error_json(error: AsyncRLError) -> dict[str, Any]:
 
 
 def check_command(paths: Sequence[Path], overrides: Sequence[str], *, as_json: bool = False) -> int:
-    """Print the result; return the exit code."""
+    """Print the result, for several policies one after the other; return the exit code."""
+    if names := policy_names(paths, overrides):
+        return _check_policies(paths, overrides, names, as_json=as_json)
     _, checked = check_files(paths, overrides, play=True)
     if as_json:
         print(json.dumps(result_tree(checked), indent=2))
         return checked.errors[0].exit_code if checked.errors else 0
     if text := render(checked):
         print(text)
-    if checked.errors:
+    return _conclude(paths, checked.errors)
+
+
+def _conclude(paths: Sequence[Path], errors: list[AsyncRLError]) -> int:
+    if errors:
         sys.stdout.flush()
-        raise ConfigErrors(checked.errors)
+        raise ConfigErrors(errors)
     print(f"{' + '.join(map(str, paths))}: no mistakes found")
     return 0
+
+
+def _check_policies(paths: Sequence[Path], overrides: Sequence[str], names: Sequence[str], *, as_json: bool) -> int:
+    """The same for each of several policies, and for what they share."""
+    found = {name: check_files(paths, [*overrides, f"{KEY}={name}"], play=True) for name in names}
+    configs = {name: config for name, (config, _) in found.items() if config is not None}
+    errors = merge_errors({name: checked.errors for name, (_, checked) in found.items()}, configs)
+    if as_json:
+        policies = {name: result_tree(checked) for name, (_, checked) in found.items()}
+        tree = {"ok": not errors, "errors": [error_json(error) for error in errors], "policies": policies}
+        print(json.dumps(tree, indent=2))
+        return errors[0].exit_code if errors else 0
+    for name, (_, checked) in found.items():
+        print(f"policy {name}\n{render(checked)}\n")
+    return _conclude(paths, errors)

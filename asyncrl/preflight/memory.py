@@ -56,8 +56,17 @@ class RoleMemory(msgspec.Struct, frozen=True):
         return sum(part.bytes for part in self.parts)
 
 
-def estimate(config: Config, model: Mapping[str, Any], roles: Sequence[str], *, accelerator: bool) -> list[RoleMemory]:
-    """Memory of every role; empty for an unknown model."""
+def estimate(
+    config: Config,
+    model: Mapping[str, Any],
+    roles: Sequence[str],
+    *,
+    accelerator: bool,
+    others: Mapping[str, tuple[Config, Mapping[str, Any]]] | None = None,
+) -> list[RoleMemory]:
+    """Memory of every role; empty for an unknown model. `others`: configuration and model of other policies, which
+    producers have an engine for.
+    """
     shape = model_shape(model)
     if shape is None:
         return []
@@ -65,7 +74,8 @@ def estimate(config: Config, model: Mapping[str, Any], roles: Sequence[str], *, 
     if "learner" in roles:
         found += _learner(config, shape, accelerator=accelerator)
     if "producer" in roles and config.producers.engine in ("hf", "vllm"):
-        found += _engines(config, shape, "producer", config.producers.count, accelerator=accelerator)
+        producers = _engines(config, shape, "producer", config.producers.count, accelerator=accelerator)
+        found += _add_others(producers, others or {})
     if "evaluator" in roles and config.evaluation.separate and config.producers.engine in ("hf", "vllm"):
         found += _engines(config, shape, "evaluator", config.evaluation.evaluator_count, accelerator=accelerator)
     if "buffer" in roles:
@@ -313,6 +323,22 @@ def _engines(config: Config, shape: Shape, role: str, count: int, *, accelerator
             RoleMemory(role, "host", count, tuple(host)),
         ]
     return [RoleMemory(role, "host", count, (*host, *parts))]
+
+
+def _add_others(
+    producers: list[RoleMemory], others: Mapping[str, tuple[Config, Mapping[str, Any]]]
+) -> list[RoleMemory]:
+    """The producers with the engines of other policies, which are in the same place as their own."""
+    first, *rest = producers
+    for name, (other, model) in others.items():
+        shape = model_shape(model)
+        if shape is None or other.producers.engine not in ("hf", "vllm"):
+            continue
+        [engine, *_] = _engines(other, shape, "producer", 1, accelerator=first.place == "device")
+        own = [part for part in engine.parts if part.name != "the process"]
+        parts = [msgspec.structs.replace(part, name=f"{part.name} of {name}") for part in own]
+        first = msgspec.structs.replace(first, parts=(*first.parts, *parts))
+    return [first, *rest]
 
 
 def format_bytes(size: float) -> str:

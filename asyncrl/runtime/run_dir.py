@@ -65,7 +65,9 @@ class RunDir:
     def require(self) -> RunDir:
         """Raise `run.missing` if this is not the folder of a run."""
         if not self.config.exists():
-            raise ConfigError("run.missing", "no config.toml in it", where=str(self.root))
+            policies = ", ".join(map(str, policy_runs(self.root)))
+            what = f"it has several policies; name the run of one: {policies}" if policies else "no config.toml in it"
+            raise ConfigError("run.missing", what, where=str(self.root))
         return self
 
     def lock(self, role: str) -> IO[str]:
@@ -89,6 +91,13 @@ class RunDir:
         line = {"t": time.time(), "role": role, "name": name, "pid": os.getpid(), "host": socket.gethostname()}
         with self.processes.open("ab", buffering=0) as file:
             file.write(msgspec.json.encode(line) + b"\n")
+
+
+def policy_runs(root: Path) -> list[Path]:
+    """The runs in the folder of several policies (`[policies]`); none in that of an ordinary run."""
+    if (root / "config.toml").exists():
+        return []
+    return [path.parent for path in sorted(root.glob("*/config.toml")) if (path.parent / "sockets").is_dir()]
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -21,6 +21,7 @@ from asyncrl.images.folder import ImageFolder
 from asyncrl.metrics import decode_line
 from asyncrl.runtime import batch_file
 from asyncrl.runtime.run_dir import RunDir
+from asyncrl.versions import Runs
 from asyncrl.wire import decode_samples, unpack_arrays, validate_samples
 from asyncrl.wire.batch_arrays import decode_batch
 
@@ -125,6 +126,7 @@ class Words(msgspec.Struct):
     quarantined: str = ""  # why the learner removed the group from the step
     problem: str = ""
     images: dict[int, list[str]] = {}  # that an environment showed, in words, by sample
+    others: dict[int, list[tuple[int, str, Runs]]] = {}  # turns of other policies, by sample
 
 
 def load_words(run: RunDir, config: Config, *, group: int, steps: Sequence[int]) -> Words | None:
@@ -160,6 +162,7 @@ def _words(run: RunDir, config: Config, group: int, step: int) -> Words | None:
                 {sample.index: sample.finish for sample in data.samples},
                 batch.tuning,
                 images={one.index: [folder.describe(digest) for _, digest in one.images] for one in data.samples},
+                others={one.index: list(one.others) for one in data.samples if one.others},
             )
     return None
 

@@ -115,6 +115,9 @@ def _samples(story: Story) -> Iterator[str]:
                 yield f"              rewards of its turns, where not 0: {shown}"
             if images := story.words.images.get(sample.index):
                 yield f"              images of later turns: {', '.join(images)}"
+            for number, policy, runs in story.words.others.get(sample.index, ()):
+                spans = " ".join(f"v{version}x{count}" for version, count in runs)
+                yield f"              a turn of policy {policy} after {number} own turns: {spans}"
 
 
 def _reward(sample: Sample) -> str:

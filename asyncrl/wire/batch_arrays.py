@@ -46,12 +46,13 @@ class SampleData(msgspec.Struct, frozen=True, gc=False):
     reward: float
     parts: dict[str, float]
     digests: dict[int, str]
-    rows: tuple[tuple[int, int], ...] = ()  # as in `wire.SampleHead`, and so are turns and images
+    rows: tuple[tuple[int, int], ...] = ()  # as in `wire.SampleHead`, and so are turns, images and others
     turns: tuple[tuple[int, float], ...] = ()
     support: wire.Support | None = None  # of each draw; None: nothing was cut
     images: tuple[tuple[int, str], ...] = ()
     teaching: Teaching | None = None
     experts: Any = None  # u1 or i2 `[P + T - 1, layers, chosen]`, that the tokens went through; None: not recorded
+    others: tuple[tuple[int, str, Runs], ...] = ()
 
 
 class GroupData(msgspec.Struct, frozen=True, gc=False):
@@ -160,6 +161,7 @@ def group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
                 item.images,
                 None,
                 chosen,
+                item.others,
             )
     if prompt is None or samples.keys() != rewards.keys():
         raise WireError("wire.decode", "samples are missing")

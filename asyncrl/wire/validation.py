@@ -145,6 +145,8 @@ def _check_heads(head: Samples, group_size: int, newest_version: int | None) -> 
             return f"version: {newest} was never published (newest {newest_version})"
         if (sample.rows or sample.turns or sample.images) and (wrong := _check_rows(sample)):
             return wrong
+        if sample.others and (wrong := _check_others(sample)):
+            return wrong
     return ""
 
 
@@ -163,6 +165,13 @@ def _check_rows(sample: SampleHead) -> str:
         if not last < place < sample.length or len(digest) != DIGEST_LETTERS:
             return f"images: {digest[:8]!r} at token {place} of sample {sample.index} after {last}"
         last = place
+    return ""
+
+
+def _check_others(sample: SampleHead) -> str:
+    for turns, policy, runs in sample.others:
+        if turns < 0 or not policy or not runs or any(version < 0 or count < 1 for version, count in runs):
+            return f"others: a turn of {policy[:20]!r} in sample {sample.index} after {turns} turns, runs {runs[:3]}"
     return ""
 
 

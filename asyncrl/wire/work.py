@@ -78,7 +78,8 @@ class SampleHead(Message, frozen=True):
     first `prompt_tokens` tokens, which `mask` leaves out. Without a row that starts at 0 the first sequence continues
     the group's prompt. `turns`: rewards of single turns, each at the turn's last token; the sample's reward contains
     them. `images`: those among the response tokens, by the place of the first token of each and the digest of its
-    bytes (`StoreImages`); images of the prompt are in the row.
+    bytes (`StoreImages`); images of the prompt are in the row. `others`: turns of other policies in the session, which
+    are no tokens of the sample: after how many own turns, whose, and the versions of their tokens.
     """
 
     index: int
@@ -88,6 +89,7 @@ class SampleHead(Message, frozen=True):
     rows: tuple[tuple[int, int], ...] = ()  # (start, prompt_tokens), ascending
     turns: tuple[tuple[int, float], ...] = ()  # (place of a sampled token, reward), ascending
     images: tuple[tuple[int, str], ...] = ()  # (place of a token that was not sampled, digest), ascending
+    others: tuple[tuple[int, Name, Runs], ...] = ()  # (own turns before it, policy, runs)
 
 
 class Samples(Message, frozen=True, tag=22):

@@ -15,6 +15,7 @@ from asyncrl.errors import Unavailable, WireError
 from asyncrl.images.folder import ImageFolder
 from asyncrl.net.keys import Keys
 from asyncrl.runtime.failpoints import failpoint
+from asyncrl.versions import Runs
 from asyncrl.wire import IntArray
 from buffers.client.connection import MAX_BYTES, AsyncClient
 from buffers.client.images import SLOWEST, cut_pieces, shared_folder
@@ -24,6 +25,7 @@ from buffers.client.place_writer import PlaceWriter
 Rows = tuple[tuple[int, int], ...]
 Turns = tuple[tuple[int, float], ...]
 Images = tuple[tuple[int, str], ...]
+Others = tuple[tuple[int, str, Runs], ...]
 _I4, _F4 = wire.DTYPES["i4"], wire.DTYPES["f4"]
 
 
@@ -118,22 +120,24 @@ class ProducerClient(AsyncClient):
         turns: Mapping[int, Turns] | None = None,
         parts: Mapping[int, Mapping[str, float]] | None = None,
         images: Mapping[int, Images] | None = None,
+        others: Mapping[int, Others] | None = None,
     ) -> wire.SamplesReply:
         """Submit finished samples of a leased group. `digests`: version -> digest of the weights in the engine.
 
-        `masks` (sample index -> u1 `[T]`) are 0 at tokens that the policy did not sample; `rows`, `turns` and `images`
-        are as in `wire.SampleHead`; `parts` are the parts of `rewards` by name.
+        `masks` (sample index -> u1 `[T]`) are 0 at tokens that the policy did not sample; `rows`, `turns`, `images`
+        and `others` are as in `wire.SampleHead`; `parts` are the parts of `rewards` by name.
         """
-        rows, turns, images = rows or {}, turns or {}, images or {}
+        rows, turns, images, others = rows or {}, turns or {}, images or {}, others or {}
         fields, payload = _pack_samples(prompt_ids, samples, masks)
         heads = [wire.SampleHead(item.index, len(item.token_ids), item.finish, item.runs) for item in samples]
-        if rows or turns or images:
+        if rows or turns or images or others:
             heads = [
                 msgspec.structs.replace(
                     head,
                     rows=rows.get(head.index, ()),
                     turns=turns.get(head.index, ()),
                     images=images.get(head.index, ()),
+                    others=others.get(head.index, ()),
                 )
                 for head in heads
             ]

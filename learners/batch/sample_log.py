@@ -89,6 +89,8 @@ def lines(batch: ClaimedBatch, count: int, decode: Decode, learner: Mapping[int,
             line["images"] = list(images)
         if sample.images:
             line["shown"] = [digest for _, digest in sample.images]
+        if sample.others:
+            line["others"] = sample.others
         if len(known := learner.get(place, ())) == len(ids):
             line["learner"] = _numbers(known, trained)
         found.append(line)

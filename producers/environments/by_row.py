@@ -17,7 +17,8 @@ from asyncrl.config.sections.environment import EnvironmentConfig
 from asyncrl.errors import ConfigError
 from producers.data.prompts import BadPrompt
 from producers.data.tokenizer import Tokenizer
-from producers.environments.multi_turn import make_environment
+from producers.environments.multi_turn import Turns, make_environment
+from producers.environments.other_policy import OtherPolicy
 from producers.rollout.rollout import Environment
 
 UNKNOWN = "agent_name: "  # begins the reason of a row that names an unknown environment
@@ -37,6 +38,12 @@ class Environments:
         """The environment of a row. Raises `BadPrompt`."""
         wanted = require_environment(self._config, row)
         return next(environment for setting, environment in self.each if setting is wanted)
+
+    def meet(self, others: Mapping[str, OtherPolicy]) -> None:
+        """Samples may talk to these other policies."""
+        for _, environment in self.each:
+            if isinstance(environment, Turns):
+                environment.others = others
 
     async def open(self) -> None:
         for setting, environment in self.each:

@@ -22,7 +22,7 @@ import numpy as np
 
 from asyncrl.config.sections.environment import EnvironmentConfig
 from asyncrl.engine import Engine, GenDelta, GenRequest, join_deltas
-from asyncrl.environment import EnvironmentFailure, Message, Observation, Turn
+from asyncrl.environment import EnvironmentFailure, Message, Observation, OtherChat, Turn
 from producers.environments.images import Shown, expand, hold_images, split_images
 from producers.environments.rendering import Renderer, make_messages
 from producers.rollout.session import Session
@@ -57,6 +57,8 @@ class Setting(msgspec.Struct, frozen=True):
     max_prompt_tokens: int
     longest: int
     inputs: Any  # asyncrl.images.model_inputs.ImageInputs | None: model or engine reads text alone
+    policy: str = ""  # the trained one
+    others: Mapping[str, Any] = {}  # producers.environments.other_policy.OtherPolicy by name
 
 
 class Conversation:
@@ -74,6 +76,8 @@ class Conversation:
         self._opened = True  # the context ends with the opening of an answer
         self._given_up = False
         self._tools = setting.tools.begin()
+        self._text = isinstance(prompt, str)
+        self._others = 0  # conversations with other policies
 
     async def end(self) -> None:
         """The sample is over: its tools end."""
@@ -92,6 +96,20 @@ class Conversation:
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         return self._setting.tools.schemas
+
+    @property
+    def policy(self) -> str:
+        return self._setting.policy
+
+    def other(self, name: str) -> OtherChat:
+        if name not in self._setting.others:
+            known = ", ".join(self._setting.others) or "none"
+            raise EnvironmentFailure("raised", f"chat.other({name!r}): the other policies of this run are: {known}")
+        self._others += 1
+        chat: OtherChat = self._setting.others[name].chat(
+            self._request, self.session, number=self._others, text=self._text
+        )
+        return chat
 
     def show(self, observation: Observation) -> None:
         self._pending += self._hold(observation)

@@ -28,6 +28,7 @@ from asyncrl.runtime.user_errors import format_user_error
 from producers.data.tokenizer import Tokenizer
 from producers.environments.conversation import Conversation, Counts, GivenUp, Setting, require_number
 from producers.environments.images import open_row
+from producers.environments.other_policy import OtherPolicy
 from producers.environments.rendering import make_renderer
 from producers.environments.single_turn import SingleTurn
 from producers.rollout.rollout import Environment, Finished
@@ -44,6 +45,7 @@ class Turns:
     """A multi-turn environment. `play_one` is the rollout of one sample."""
 
     takes_images = True  # in prompts
+    others: Mapping[str, OtherPolicy] = {}  # that samples of this policy may meet
 
     def __init__(self, config: Config, tokenizer: Tokenizer, play_one: Rollout) -> None:
         self.counts = Counts()
@@ -93,6 +95,8 @@ class Turns:
             self._config.data.max_prompt_tokens,
             longest,
             self._inputs_for(engine),
+            self._config.run.policy,
+            self.others,
         )
         return [Conversation(setting, request, index=index, prompt=prompt or "") for index in request.indices]
 

@@ -16,6 +16,7 @@ from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import ConfigError
 from producers.data.prompts import BadPrompt, encode_prompt
 from producers.environments.multi_turn import Turns
+from producers.environments.other_policy import OtherPolicy
 from producers.rollout.rollout import Finished
 
 
@@ -115,7 +116,11 @@ async def play_row(
     *,
     images: Sequence[bytes] = (),
 ) -> Played:
-    """One sample of a row, with a policy that says these texts."""
+    """One sample of a row, with policies that all say these texts."""
+    environment.others = {
+        name: OtherPolicy(name, config, engine=ScriptedEngine(tokenizer, says), tokenizer=tokenizer)  # type: ignore[arg-type]
+        for name in config.run.other_policies
+    }
     engine = ScriptedEngine(tokenizer, says)
     failure = ""
     done: Finished | None = None

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from asyncrl.config import SamplingConfig
 from asyncrl.engine import Engine, GenDelta, GenRequest
 from asyncrl.images.digests import image_digest
+from asyncrl.versions import Runs
 from producers.support.retry import Bell
 
 #: The engine always ends its iterator, which wakes the wait: this is only a safety net.
@@ -28,7 +29,7 @@ LOOK_S = 5.0
 class Finished(NamedTuple):
     """A finished sample, with its reward if the environment scores. With several turns: `mask` u1 `[T]` (None: every
     token was sampled), `rows` and `turns` as in `wire.SampleHead`, `parts` of the reward by name. `images`:
-    encoded, each with its place in the response, without those of the prompt."""
+    encoded, each with its place in the response, without those of the prompt. `others` as in `wire.SampleHead`."""
 
     sample: GenDelta
     reward: float | None = None
@@ -37,12 +38,13 @@ class Finished(NamedTuple):
     turns: tuple[tuple[int, float], ...] = ()
     parts: Mapping[str, float] = {}
     images: tuple[tuple[int, bytes], ...] = ()
+    others: tuple[tuple[int, str, Runs], ...] = ()
 
 
 def submit_fields(finished: Sequence[Finished]) -> dict[str, Any]:
     """Arguments of `ProducerClient.submit` besides the tokens, by sample index."""
     named: dict[str, dict[int, Any]] = {
-        "rewards": {}, "masks": {}, "rows": {}, "turns": {}, "parts": {}, "images": {}
+        "rewards": {}, "masks": {}, "rows": {}, "turns": {}, "parts": {}, "images": {}, "others": {}
     }  # fmt: skip
     for item in finished:
         for name, value in (
@@ -52,6 +54,7 @@ def submit_fields(finished: Sequence[Finished]) -> dict[str, Any]:
             ("turns", item.turns or None),
             ("parts", item.parts or None),
             ("images", tuple((place, image_digest(image)) for place, image in item.images) or None),
+            ("others", item.others or None),
         ):
             if value is not None:
                 named[name][item.sample.index] = value

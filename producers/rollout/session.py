@@ -77,6 +77,7 @@ class Session:
     def __init__(self, prompt_ids: IntArray, *, index: int, images: Sequence[bytes] = ()) -> None:
         self.index = index
         self.turns = 0
+        self.others: list[tuple[int, str, Runs]] = []  # turns of other policies: after how many own turns, whose, runs
         self._id = ""
         self._finish = "stop"
         self._rows = [_Row(_ids(prompt_ids), own=False)]
@@ -218,6 +219,7 @@ class Session:
             tuple(joined.turns),
             dict(parts or {}),
             tuple(joined.images),
+            tuple(self.others),
         )
 
 

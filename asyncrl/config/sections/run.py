@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import field
+
 from asyncrl.config.sections.base import Count, Positive, Seconds, Section
 
 
@@ -14,6 +16,8 @@ class RunConfig(Section, frozen=True):
     silent_timeout_s: Seconds = 10.0  # report a process without a sign of life for this long (nothing is stopped)
     hang_timeout_s: Seconds = 600.0  # no step for this long ends the run with a diagnosis (exit code 70)
     start_timeout_s: Seconds = 600.0  # from a learner's start to its first step, if that is longer
+    policy: str = ""  # with several policies: the one that this run trains, a table of [policies]
+    other_policies: dict[str, str] = field(default_factory=dict)  # folders of the others' runs, made from [policies]
 
 
 class NetworkConfig(Section, frozen=True):
