@@ -114,7 +114,7 @@ def draw(rows: int, rounds: int) -> dict[str, float]:
     def run(*, recorded: bool) -> None:
         table = SlotTable(rows, max_new_tokens=4, device=CPU)
         request = GenRequest("r", np.zeros(2, np.int32), tuple(range(rows)), 1, 4, top_p=0.9, support=recorded)
-        table.add(request, list(range(rows)), step=0)
+        table.add(request, list(range(rows)), version=0)
         found = sample(logits, torch.full((rows,), 0.5).double(), torch.ones(rows), cut=cut, exact=table.recording)
         table.record(table.state[:rows], found.tokens, found.logprobs, found.kept)
         kept[:] = [found.kept] if found.kept is not None else []

@@ -80,9 +80,8 @@ def _value(key: str, value: str, title: str = "", *, needs: str = "") -> Feature
     return Feature(title or f'`{key} = "{value}"`', key, lambda c, _: words if _get(c, key) == value else "", needs)
 
 
-def _split(name: str) -> Feature:
-    key = f"learner.parallel.{name}"
-    return Feature(f"`{key}`", key, lambda c, _: f"{key} = {_get(c, key)}" if _get(c, key) > 1 else "")
+def _number(key: str, least: int) -> Feature:
+    return Feature(f"`{key}`", key, lambda c, _: f"{key} = {_get(c, key)}" if _get(c, key) > least else "")
 
 
 def _needs_model(name: str, title: str) -> Feature:
@@ -145,15 +144,11 @@ FEATURES: dict[str, Feature] = {
     # of a learner
     "float16": _value("model.dtype", "float16"),
     "reward_model": _value("learner.mode", "reward_model"),
-    "iteration": Feature(
-        "`learner.preference.iteration`", "learner.preference.iteration",
-        lambda c, _: f"learner.preference.iteration = {n}" if (n := c.learner.preference.iteration) else ""),
+    "iteration": _number("learner.preference.iteration", 0),
     "critic": _needs_model("critic", "critic model"),
     "process": _needs_model("process", "process model"),
-    "lora": Feature(
-        "`learner.lora.rank`", "learner.lora.rank",
-        lambda c, _: f"learner.lora.rank = {n}" if (n := c.learner.lora.rank) else ""),
-    **{name: _split(name) for name in ("replicate", "tensor", "sequence", "pipeline", "expert")},
+    "lora": _number("learner.lora.rank", 0),
+    **{one: _number(f"learner.parallel.{one}", 1) for one in ("replicate", "tensor", "sequence", "pipeline", "expert")},
     "cpu_offload": _switch("learner.cpu_offload"),
     "reference_offload": _switch("learner.reference_offload"),
     "offload_idle": _switch("learner.offload_idle"),
@@ -180,6 +175,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "second_weights": _value("evaluation.lane", "second_weights"),
     "router_replay": _switch("learner.router_replay"),
+    "speculation": _number("producers.speculative_tokens", 0),
     "moving_tower": Feature(
         "a vision-language model whose vision tower or projector trains", "learner.vision",
         lambda c, m: "learner.vision.tower or learner.vision.projector = true"
@@ -216,7 +212,7 @@ FEATURES: dict[str, Feature] = {
 }  # fmt: skip
 SENSES = ("senses", "tile_senses", "other_senses")
 #: Features that a learner or an engine is asked for.
-ENGINES_ALONE = ("adapter", "exact_truncation", "second_weights", "router_replay", "moving_tower")
+ENGINES_ALONE = ("adapter", "exact_truncation", "second_weights", "router_replay", "speculation", "moving_tower")
 OF_ENGINES = (*ENGINES_ALONE, *SENSES, "encoder_decoder")
 OF_LEARNERS = tuple(name for name in FEATURES if name not in ENGINES_ALONE)
 
@@ -235,6 +231,7 @@ NO_SUPPORT = (
 )
 NO_SECOND = ("keeps no version next to a newer one", "set evaluation.lane = 'before_swap' or 'evaluators'")
 NO_CHOICES = ("does not record the experts of a token", "set learner.router_replay = false, or use the engine hf")
+NO_DRAFTS = ("drafts no tokens of earlier text", "set producers.speculative_tokens = 0, or use the engine hf")
 SPLIT = "cannot split so; it has "
 
 #: Part -> feature -> reason and remedy. What is neither here nor in `UNUSED` works.
@@ -281,6 +278,7 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
             "exact_truncation": NO_SUPPORT,
             "second_weights": NO_SECOND,
             "router_replay": NO_CHOICES,
+            "speculation": NO_DRAFTS,
             **dict.fromkeys(SENSES[1:], NO_IMAGES),
             **({"moving_tower": KEEPS_FEATURES} if name == "sglang" else {}),
         }

@@ -20,6 +20,7 @@ from asyncrl.plugins import find
 from asyncrl.versions import expand
 from asyncrl.wire import Manifest, Tensor
 from producers.engines.hf.engine import HFEngine
+from producers.engines.ngram import Drafter
 from weightsync.plan.buckets import TensorSpec, plan_buckets
 from weightsync.plan.digest import digest_tensors
 
@@ -324,7 +325,7 @@ def _inside_top_p(model: PreTrainedModel, prompt: list[int], tokens: np.ndarray)
 
 
 def _swap_in_flight(
-    folder: Path, kind: str, kv: str
+    folder: Path, kind: str, kv: str, drafts: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedModel, dict[int, GenDelta], list[Any]]:
     old, new = make(SHAPES[kind](), seed=1), make(SHAPES[kind](), seed=2)
 
@@ -337,14 +338,21 @@ def _swap_in_flight(
         digests.append((sent, await engine.commit_update()))
         return await going, [digests, engine.health()]
 
-    group, rest = run(config_of(folder, slots=4, kv_at_swap=kv), body)
+    group, rest = run(config_of(folder, slots=4, kv_at_swap=kv, speculative_tokens=drafts), body)
     return old, new, group, rest
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-@KINDS
-def test_swap_in_flight_has_exact_runs(folders: dict[str, Path], kind: str, kv: str) -> None:
-    old, new, group, (digests, health) = _swap_in_flight(folders[kind], kind, kv)
+@pytest.mark.parametrize(("kind", "drafts"), [("qwen3", 0), ("mistral", 0), ("lfm2", 0), ("qwen3", 4), ("mistral", 4)])
+def test_swap_in_flight_has_exact_runs(
+    folders: dict[str, Path], kind: str, drafts: int, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Drafter, "decide", lambda _, lines: max(len(line.draft) for line in lines))
+    fed: list[int] = []
+    learn = Drafter.learn
+    monkeypatch.setattr(Drafter, "learn", lambda self, *made: (fed.append(made[2]), learn(self, *made)))
+    old, new, group, (digests, health) = _swap_in_flight(folders[kind], kind, kv, drafts)
+    assert max(fed, default=0) == drafts
     assert [sent == held for sent, held in digests] == [True, True] and digests[0] != digests[1]
     assert health.version == 4 and health.swap_s > 0
     mixed = [item for item in group.values() if len(item.runs) == 2]

@@ -185,6 +185,7 @@ REFUSED = {
     "learner.mode=sft": "mode rl alone",
     "learner.compile=true": "learner.compile is not supported",
     "learner.ranks=2;learner.parallel.sequence=2": "rows must be whole",
+    "producers.speculative_tokens=4": "the experts of drafts are not recorded",
     **{f"producers.engine={name}": "does not record the experts of a token" for name in ("vllm", "sglang")},
 }
 

@@ -138,7 +138,7 @@ def test_rows_stay_packed_and_lanes_follow() -> None:
     table = SlotTable(6, max_new_tokens=30, device=CPU, stops=1)
     rows: list[list[Any]] = []  # name, index, position, count, last
     made = 0
-    for step in range(400):
+    for _ in range(400):
         if table.free and rng.random() < 0.6:
             count = rng.randint(1, min(3, table.free))
             prompt, limit = rng.randint(1, 5), rng.randint(1, 8)
@@ -146,7 +146,7 @@ def test_rows_stay_packed_and_lanes_follow() -> None:
             first = table.add(
                 request(f"r{made}", prompt, tuple(range(count)), tokens=limit, stop_ids=stops),
                 list(range(count)),
-                step=step,
+                version=0,
             )
             assert first == len(rows)
             rows += [[f"r{made}", index, prompt - 1, 0, prompt + 2, limit, set(stops)] for index in range(count)]
@@ -159,7 +159,7 @@ def test_rows_stay_packed_and_lanes_follow() -> None:
             row[2:5] = [row[2] + 1, row[3] + 1, token]
         expected = [at for at, row in enumerate(rows) if row[4] in row[6] or row[3] >= row[5]]
         assert ended == expected
-        for item, at in zip(table.collect(ended, [(0, 0)]), ended, strict=True):
+        for item, at in zip(table.collect(ended), ended, strict=True):
             assert (item.id, item.index, len(item.token_ids)) == (rows[at][0], rows[at][1], rows[at][3])
             assert item.finish == ("stop" if rows[at][4] in rows[at][6] else "length")
         moves = table.release(ended)

@@ -83,6 +83,9 @@ def _replay_problems(config: Config) -> Iterator[Conflict]:
         yield conflict(here, f"{here} with learner.compile is not supported")
     if learner.parallel.sequence > 1:
         yield conflict(here, f"{here} with learner.parallel.sequence is not supported: rows must be whole")
+    if config.producers.speculative_tokens:
+        what = "the experts of drafts are not recorded"
+        yield conflict(here, f"{here} with producers.speculative_tokens is not supported: {what}")
 
 
 def _optimizer_problems(config: Config) -> Iterator[Conflict]:

@@ -18,6 +18,7 @@ class ProducersConfig(Section, frozen=True):
     max_groups_in_flight: Count = 0  # groups in one producer; 0: by the engine's capacity and the samples' cost
     checkpoint_tokens: Count = 0  # send longer samples, or turns, in pieces of this size: others can go on; 0: off
     kv_at_swap: Literal["keep", "recompute"] = "keep"  # KV cache of samples in progress when weights change
+    speculative_tokens: Count = 0  # hf: drafts per sample and step, of its own earlier text (n-grams); 0: off
     threads: Positive = 1  # torch threads of one engine on a CPU
     device: str = "auto"  # auto: an accelerator if the host has one, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: model.dtype

@@ -6,7 +6,8 @@ next to one of 7000 cost as much as 64 of 7000. `slot_cache` plans the bands. Gu
    results for longer rows are dropped; each further band is computed from its rows alone;
 2. it acts only if K is the view of a `SlotCache` (it has `bands`); everything else, also prefills and models that
    change K and V before they attend, goes to transformers' "sdpa" unchanged;
-3. a model without a configurable attention function keeps its own.
+3. a model without a configurable attention function keeps its own;
+4. several tokens of a row attend without a copy of K and V for each head, which transformers makes for more than one.
 
 Example: lengths 60 x 63 and 7000, planned: all 64 rows up to 64, then one row up to 7008: 4,096 + 7,008 positions are
 read instead of 448,512.
@@ -69,13 +70,14 @@ def _border(wide: npt.NDArray[np.int64], *, gathered: bool) -> int | None:
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: heads `[live, H, 1, D]` to `[live, 1, H, D]`."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
+    """transformers' attention interface: heads `[live, H, fed, D]` to `[live, fed, H, D]`."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     bands: list[Band] | None = getattr(key, "bands", None)
     if bands is None or attention_mask is None or given.get("position_bias") is not None:
-        whole: tuple[Tensor, None] = sdpa(module, query, key, value, attention_mask, **given)
+        whole: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **given)
         return whole
+    sdpa = _attend_grouped if query.shape[2] > 1 else sdpa_attention_forward
     out = torch.empty(0)
     for rows, visible in bands:
         keys, values, mask = key[:, :, :visible], value[:, :, :visible], attention_mask[..., :visible]
@@ -85,6 +87,20 @@ def attend(
             keys, values, mask = (part.index_select(0, rows) for part in (keys, values, mask))
             out[rows] = sdpa(module, query.index_select(0, rows), keys, values, mask, **given)[0]
     return out, None
+
+
+def _attend_grouped(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **given: Any
+) -> tuple[Tensor, None]:
+    """The tokens of all heads that share K and V attend as the tokens of one head; masks are the same for all heads."""
+    del module
+    live, heads, fed, width = query.shape
+    groups = heads // key.shape[1]
+    folded = query.reshape(live, key.shape[1], groups * fed, width)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        folded, key, value, attn_mask=mask.repeat(1, 1, groups, 1), scale=given.get("scaling")
+    )
+    return out.reshape(live, heads, fed, -1).transpose(1, 2).contiguous(), None
 
 
 def install(model: Any) -> bool:

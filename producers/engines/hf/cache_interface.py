@@ -38,6 +38,7 @@ class Prompt(NamedTuple):
 
 class Memory(Protocol):
     max_len: int  # tokens of a sample, prompt and response
+    verifies: bool  # `forward` takes drafts
 
     def prefill(self, prompts: Sequence[Prompt]) -> list[Any]:
         """The cache of each of these prompts (one token or more each), to be seated later."""
@@ -48,8 +49,10 @@ class Memory(Protocol):
     def seat(self, first: int, lanes: Sequence[int], kept: Any | None) -> None:
         """Put new samples in rows `first..first+len(lanes)`, each with a copy of `kept`; None: an empty cache."""
 
-    def forward(self, table: SlotTable) -> Tensor:
-        """Logits of the next token of every live row, `[live, V]`; the last tokens are stored."""
+    def forward(self, table: SlotTable, drafted: Tensor | None = None) -> Tensor:
+        """Logits of the next token of every live row, `[live, V]`; the last tokens are stored. With `drafted` i8
+        `[live, D]`, tokens that may follow (below 0: none), `[live, 1 + D, V]`: also those after each of them. Drafts
+        are stored too, and later calls read those that became tokens of their row alone."""
 
     def remake(self, table: SlotTable) -> None:
         """Compute the cache of every live row again, with the current weights."""

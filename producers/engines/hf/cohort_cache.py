@@ -40,6 +40,8 @@ class Cohort:
 
 
 class CohortMemory:
+    verifies = False
+
     def __init__(self, model: torch.nn.Module, *, max_len: int, device: torch.device, where: str) -> None:
         """Raises ConfigError `config.model` if the model has no cache that can be copied by rows."""
         self.model = model
@@ -96,8 +98,9 @@ class CohortMemory:
         cache = None if kept is None else self._select(copy.deepcopy(kept), [0] * len(lanes))
         self.cohorts.append(Cohort(list(lanes), cache))
 
-    def forward(self, table: SlotTable) -> Tensor:
+    def forward(self, table: SlotTable, drafted: Tensor | None = None) -> Tensor:
         """One token of every live row, one forward per cohort."""
+        assert drafted is None
         row_of = {lane: row for row, lane in enumerate(table.lanes)}
         rows, parts = [], []
         for cohort in self.cohorts:

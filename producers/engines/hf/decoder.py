@@ -6,7 +6,8 @@ The cache is a `cache_interface.Memory`. Guarantees:
    prefilled together. With a `PrefixCache`, prompts that begin like earlier samples are computed from there on;
 2. a prefill holds the prompt without its last token; the first decode step feeds that one. So every token of a sample
    comes from a decode step, and its version is the version of that step;
-3. tokens of a sample depend only on (weights, prompt, seed, index), up to the float noise of another batch shape;
+3. tokens of a sample depend only on (weights, prompt, seed, index), up to the float noise of another batch shape.
+   With a `Drafter` a step may feed drafts too: each token is drawn by its own random number from its own logits;
 4. `swap` runs between two steps; with `recompute` the cache of live rows is computed again with the new weights; a
    shared prefill from before is never used after it, also if the version keeps its number;
 5. after `halt` nothing is decoded until the next `swap`, nor while `paused`; while `draining` no new sample gets a row.
@@ -28,7 +29,8 @@ from asyncrl.runtime.routers import Routers
 from producers.engines.hf.cache_interface import Memory, Prompt, pieces
 from producers.engines.hf.prefix_cache import PrefixCache
 from producers.engines.hf.sampling import Cut, Drawn, sample
-from producers.engines.hf.slots import TOP_K, SlotTable
+from producers.engines.hf.slots import LAST, TOP_K, SlotTable
+from producers.engines.ngram import Drafter
 
 PREFILL_GROUPS = 16  # prompts to prefill in advance
 
@@ -68,10 +70,13 @@ class Decoder:
         recompute: bool,
         routers: Routers | None = None,
         prefixes: PrefixCache | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """`routers`: of the model, to record the experts that tokens go through. `prefixes`: of `memory`."""
+        """`routers`: of the model, to record the experts that tokens go through. `prefixes`: of `memory`. `drafter`: if
+        `memory` verifies drafts; without `routers`."""
         self.memory = memory
         self.prefixes = prefixes
+        self.drafter = drafter
         self._prefill = memory.prefill if prefixes is None else prefixes.prefill
         self._routers = routers
         self.table = table
@@ -85,7 +90,6 @@ class Decoder:
         self._era = 0  # swaps so far: a version number may come again with other weights
         self._recompute = recompute
         self._waiting: deque[Waiting] = deque()
-        self._eras: list[tuple[int, int]] = []  # (first step, version)
 
     @property
     def waiting(self) -> int:
@@ -117,24 +121,19 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[GenDelta]:
-        """One token for every live sample; returns ended samples and due deltas."""
+        """One token or more for every live sample; returns ended samples and due deltas."""
         if self.halted or self.paused:
             return []
         started = time.perf_counter()
         self._admit()
-        live = self.table.live
         deltas: list[GenDelta] = []
-        if live:
-            state = self.table.state[:live]
-            logits, experts = self._forward(self.memory.forward, self.table)
-            drawn = self._sample(logits, state, live)
-            rows = self.table.record(state, drawn.tokens, drawn.logprobs, drawn.kept, experts)
+        if self.table.live:
+            rows = self._decode() if self.drafter is None else self._decode_drafts(self.drafter)
             self.steps += 1
-            self.generated_tokens += live
             if due := self.table.rows_due(rows):
-                deltas = self.table.collect(due, self._eras, ended=False)
+                deltas = self.table.collect(due, ended=False)
             if rows:
-                deltas += self.table.collect(rows, self._eras)
+                deltas += self.table.collect(rows)
                 self._release(rows)
         self.busy_s += time.perf_counter() - started
         return deltas
@@ -148,7 +147,7 @@ class Decoder:
         self.version = version
         self.halted = False
         self._era += 1
-        self._eras.append((self.steps, version))
+        self.table.mark(version)
         self.table.forget_experts()
         if self.prefixes is not None:
             self.prefixes.clear()
@@ -166,7 +165,38 @@ class Decoder:
         if self.prefixes is not None:
             self.prefixes.clear()
         self.version, self.steps, self.generated_tokens, self.busy_s = -1, 0, 0, 0.0
-        self._eras.clear()
+
+    # ------------------------------------------------------------ a step
+
+    def _decode(self) -> list[int]:
+        """One token for every live row; the rows that ended."""
+        live = self.table.live
+        state = self.table.state[:live]
+        logits, experts = self._forward(self.memory.forward, self.table)
+        drawn = self._sample(logits, state, live)
+        self.generated_tokens += live
+        return self.table.record(state, drawn.tokens, drawn.logprobs, drawn.kept, experts)
+
+    def _decode_drafts(self, drafter: Drafter) -> list[int]:
+        """The same, and drafts if they pay."""
+        table = self.table
+        started, lanes = drafter.clock(), list(table.lanes)
+        guesses = drafter.propose(lanes, [table.occupants[lane].request for lane in lanes])
+        if guesses is None:
+            rows = self._decode()
+            made = table.state[: len(lanes), LAST, None].tolist()
+        else:
+            state, drafted = table.state[: len(lanes)], torch.from_numpy(guesses).to(table.state.device)
+            drawn = self._sample(self.memory.forward(table, drafted).flatten(0, 1), state, len(lanes))
+            tokens = drawn.tokens.view(len(lanes), -1)
+            found = torch.cat([table.accept(state, tokens, drafted)[:, None], tokens], 1).tolist()
+            made = [line[1 : 1 + line[0]] for line in found]
+            counts = [len(line) for line in made]
+            rows = table.record_several(state, tokens, drawn.logprobs.view_as(tokens), counts, drawn.kept)
+            self.generated_tokens += sum(counts)
+        width = 0 if guesses is None else guesses.shape[1]
+        drafter.learn(lanes, made, width, drafter.clock() - started)
+        return rows
 
     def _forward(self, run: Callable[[Any], Any], given: Any) -> tuple[Any, Tensor | None]:
         """The result of a forward pass, and the experts of its tokens if they are recorded."""
@@ -177,9 +207,14 @@ class Decoder:
         return result, found[0]
 
     def _sample(self, logits: Tensor, state: Tensor, live: int) -> Drawn:
-        knobs = self.table.knobs[:live]
-        cut = Cut(knobs[:, 1], state[:, TOP_K], knobs[:, 2]) if self.table.cuts else None
-        return sample(logits, self.table.numbers(state), knobs[:, 0], cut=cut, exact=self.table.recording)
+        """A token for each line of `logits`: as many for every live row, one after the other."""
+        knobs, top_k, exact = self.table.knobs[:live], state[:, TOP_K], self.table.recording
+        width = len(logits) // live
+        if width > 1:
+            knobs, top_k = knobs.repeat_interleave(width, 0), top_k.repeat_interleave(width)
+            exact = None if exact is None else exact.repeat_interleave(width)
+        cut = Cut(knobs[:, 1], top_k, knobs[:, 2]) if self.table.cuts else None
+        return sample(logits, self.table.numbers(state, width), knobs[:, 0], cut=cut, exact=exact)
 
     # ------------------------------------------------------------ rows
 
@@ -193,7 +228,7 @@ class Decoder:
             indices = entry.todo[: self.table.free]
             del entry.todo[: len(indices)]
             made = entry.prefix
-            first = self.table.add(entry.request, indices, step=self.steps, shift=made.shift, experts=made.experts)
+            first = self.table.add(entry.request, indices, version=self.version, shift=made.shift, experts=made.experts)
             self.memory.seat(first, self.table.lanes[first:], made.kept)
             if not entry.todo:
                 self._waiting.popleft()
@@ -220,11 +255,13 @@ class Decoder:
             for row in rows:
                 self._keep_prefix(row, self.prefixes)
         lanes = [self.table.lanes[row] for row in rows]
+        if self.drafter is not None:
+            self.drafter.forget(lanes)
         self.memory.release(lanes, self.table.release(rows))
 
     def _keep_prefix(self, row: int, prefixes: PrefixCache) -> None:
         """Of a row that ends, if all of its K and V are of the current weights."""
         tokens, images, _ = self.table.sequence(row)
-        start = self.table.occupants[self.table.lanes[row]].start
-        if not images and (self._recompute or start >= self._eras[-1][0]):
+        versions = self.table.occupants[self.table.lanes[row]].marks
+        if not images and (self._recompute or len(versions) == 1):
             prefixes.keep_row(row, tokens)

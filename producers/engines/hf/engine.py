@@ -109,6 +109,7 @@ class HFEngine:
             recompute=config.producers.kv_at_swap == "recompute",
             where=config.model.path,
             images=self._images,
+            drafts=config.producers.speculative_tokens,
         )
         held_out = config.held_out_slots
         copies = self._weights.second_copy * (2 if held_out else 1)

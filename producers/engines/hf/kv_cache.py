@@ -121,7 +121,8 @@ class KVStore:
 
 
 class SlotCache:
-    """One decode step's view of the store: row `i` writes at `positions[i]` and sees the first `visible` positions.
+    """One decode step's view of the store: row `i` writes at `positions[i]` (`[live, fed]`) and sees the first
+    `visible` positions.
 
     `bands`: for `attention.attend`.
     """
@@ -139,15 +140,15 @@ class SlotCache:
         self._bands = bands
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write `[live, kv_heads, 1, head_dim]`; K and V as `[live, kv_heads, visible, head_dim]`, views."""
+        """Write `[live, kv_heads, fed, head_dim]`; K and V as `[live, kv_heads, visible, head_dim]`, views."""
         all_keys, all_values = self._store.layers[layer]
-        all_keys[self._rows, :, self._positions] = keys[:, :, 0]
-        all_values[self._rows, :, self._positions] = values[:, :, 0]
+        all_keys[self._rows[:, None], :, self._positions] = keys.transpose(1, 2)
+        all_values[self._rows[:, None], :, self._positions] = values.transpose(1, 2)
         seen: Any = all_keys[: self._live, :, : self._visible]
         if self._bands:
             seen.bands = self._bands
         return seen, all_values[: self._live, :, : self._visible]
 
     def get_seq_length(self, _layer: int = 0) -> int:
-        """The visible length without the new token, for models that need one number; positions are given per row."""
-        return self._visible - 1
+        """The visible length without the new tokens, for models that need one number; positions are given per row."""
+        return self._visible - self._positions.shape[1]

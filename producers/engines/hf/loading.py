@@ -119,13 +119,16 @@ def build_decoder(
     images: ImageInputs | None = None,
     routers: Routers | None = None,
     ended: int = 0,
+    drafts: int = 0,
 ) -> Built:
     """The first decoder that passes the self-check; slots alone with `images`, or with `routers` to record. Memory must
     have room for K/V of `held_out` more samples (a second decoder's), of `ended` samples that are kept for prompts that
-    begin like them (slots without routers alone), and for `extra_bytes` of further copies of the weights.
+    begin like them (slots without routers alone), and for `extra_bytes` of further copies of the weights. `drafts`: the
+    most draft tokens per sample and step.
 
     Raises:
-        ConfigError: `config.model` if none passes, `config.conflict` if the memory is too small.
+        ConfigError: `config.model` if none passes, `config.conflict` if the memory is too small, or the decoder that
+            passes takes no drafts.
     """
     device = next(model.parameters()).device
     max_len = max_prompt + max_new
@@ -152,7 +155,8 @@ def build_decoder(
             )
             table = SlotTable(slots, max_new_tokens=max_new, device=device)
             decoder = Decoder(memory, table, recompute=recompute, routers=routers, prefixes=prefixes)
-            check_decoder(decoder, model, max_prompt=max_prompt, max_new=max_new, where=where, images=images)
+            check = partial(check_decoder, decoder, model, max_prompt=max_prompt, max_new=max_new, where=where)
+            check(images=images, drafts=drafts)
             return Built(decoder, kind, "; ".join(why))
         except ConfigError as error:
             if error.code != "config.model":

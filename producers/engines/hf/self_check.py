@@ -5,7 +5,7 @@ Guarantees:
    refused (`config.model`) with the size of the difference, instead of training on wrong log-probs. The check compares
    two prompts of unequal length in one batch, several samples of each, once all to the same end and once with samples
    that end early; and, for layers that do not see the whole past, a sample that begins just before that border. With a
-   `PrefixCache` also the next turn of each sample;
+   `PrefixCache` also the next turn of each sample, and with drafts the same samples again, with right and wrong drafts;
 2. the decoder is left in its initial state.
 
 Example: window 512: prompts of 2, 5 and 511 tokens, 4 more each; the last one's third new token no longer sees the
@@ -14,6 +14,7 @@ first of its prompt.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from asyncrl.images.forward import Seen, join_images, stray_placeholders
 from asyncrl.images.model_inputs import ImageInputs, test_image
 from producers.engines.hf.cache_interface import UNFIT, call_options
 from producers.engines.hf.decoder import Decoder
+from producers.engines.ngram import Drafter, Line
 
 AGAIN = "turn-2-"
 TOKENS = 4  # per sample
@@ -35,10 +37,18 @@ BORDERS = ("sliding_window", "attention_chunk_size", "window_size", "attention_w
 
 
 def check_decoder(
-    decoder: Decoder, model: Any, *, max_prompt: int, max_new: int, where: str, images: ImageInputs | None = None
+    decoder: Decoder,
+    model: Any,
+    *,
+    max_prompt: int,
+    max_new: int,
+    where: str,
+    images: ImageInputs | None = None,
+    drafts: int = 0,
 ) -> None:
     """Sample a few tokens of prompts of unequal length in one batch, and compare with a forward of each; of a
-    vision-language model (`images`) also prompts with images of two sizes.
+    vision-language model (`images`) also prompts with images of two sizes. With `drafts`, the most per sample and step,
+    the decoder gets its drafter.
     """
     vocab = int(model.get_input_embeddings().weight.shape[0])
     new = min(TOKENS, max_new)
@@ -57,15 +67,40 @@ def check_decoder(
     asked = {request.id: request for request in requests}
     if decoder.prefixes is not None:
         samples += _run(decoder, groups + crossing, then=lambda one: _next_turn(asked, one, max_prompt, new))
-    gap = max(_gap(model, asked[item.id], item, images) for item in samples)
     limit = LIMIT.get(next(model.parameters()).dtype, HALF_LIMIT)
+    differ = "log-probs of decoding differ from the model's plain forward by"
+    gap = max(_gap(model, asked[item.id], item, images) for item in samples)
     if not gap <= limit:  # NaN is refused too
-        raise ConfigError(
-            "config.model",
-            f"log-probs of decoding differ from the model's plain forward by {gap:.3g}",
-            where=where,
-            remedy="use another engine (producers.engine) for this model",
-        )
+        remedy = "use another engine (producers.engine) for this model"
+        raise ConfigError("config.model", f"{differ} {gap:.3g}", where=where, remedy=remedy)
+    if not drafts:
+        return
+    what, problem = f"producers.speculative_tokens = {drafts}", "its cache cannot forget a wrong draft"
+    if decoder.memory.verifies:
+        decoder.drafter = _Answers(asked, samples)
+        gap = max(_gap(model, asked[item.id], item, images) for item in _run(decoder, requests))
+        problem = "" if gap <= limit else f"{differ} {gap:.3g}"
+    on_cpu = next(model.parameters()).device.type == "cpu"  # shared with other processes: their time is not a step's
+    decoder.drafter = Drafter(drafts, clock=time.thread_time if on_cpu else time.perf_counter)
+    if problem:
+        remedy = "set producers.speculative_tokens = 0"
+        raise ConfigError("config.conflict", f"{what}: {problem}", where=where, remedy=remedy)
+
+
+class _Answers(Drafter):
+    """Drafts of tokens that a decoder drew before: all right in even lanes, in odd ones the first alone."""
+
+    def __init__(self, asked: dict[str, GenRequest], samples: Sequence[GenDelta]) -> None:
+        super().__init__(TOKENS)
+        ids = [[*asked[item.id].prompt_ids.tolist(), *item.token_ids.tolist()] for item in samples]
+        self._known = ["".join(map(chr, tokens)) for tokens in ids]
+
+    def draft(self, lane: int, text: str, most: int) -> str:
+        found = next((known[len(text) :][:most] for known in self._known if known.startswith(text)), "")
+        return found[:1] * len(found) if lane % 2 else found
+
+    def decide(self, lines: Sequence[Line]) -> int:
+        return max(len(line.draft) for line in lines)
 
 
 def borders(config: Any) -> set[int]:

@@ -1,7 +1,8 @@
 """K and V of all samples in one block, one forward per step: for models that keep K and V of every token.
 
 Guarantees:
-1. a step feeds one token of every live row, at its own position, with its own mask: no padding is computed;
+1. a step feeds one token of every live row, at its own position, with its own mask: no padding is computed. With drafts
+   every row feeds as many as the longest; the mask hides a wrong draft until its place is written again;
 2. layers with a window (`sliding_attention`) or with chunks (`chunked_attention`) keep all tokens and get a mask for
    their visible part: exact, but with more memory than they need;
 3. prompts share one right-padded prefill: causal attention never reads the padding. A long one is computed in parts, so
@@ -67,6 +68,8 @@ def sights(config: Any, *, max_len: int) -> dict[str, Sight]:
 
 
 class SlotMemory:
+    verifies = True
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -166,23 +169,26 @@ class SlotMemory:
         if kept is not None:
             self.store.write(first, len(lanes), kept)
 
-    def forward(self, table: SlotTable) -> Tensor:
-        """One token of every live row."""
+    def forward(self, table: SlotTable, drafted: Tensor | None = None) -> Tensor:
+        """One token of every live row, and its draft."""
         live = table.live
         state = table.state[:live]
-        bands = plan(table.positions[:live] + 1, device=self._device)
+        ids = state[:, LAST, None]
+        if drafted is not None:
+            ids = torch.cat([ids, drafted.clamp(min=0)], 1)
+        fed = ids.shape[1]
+        bands = plan(table.positions[:live] + fed, device=self._device)
         visible = min(bands[-1].visible, self.max_len)
         self.store.reach(visible)
         if len(self._rows) < live:
             self._rows = torch.arange(self.store.slots, device=self._device)
-        positions = state[:, POSITION]
-        cache = SlotCache(self.store, self._rows[:live], positions, visible, bands=_clip_bands(bands, visible))
-        shifted = (positions + state[:, SHIFT])[:, None]
-        output = self._call(
-            state[:, LAST, None], shifted, self._mask(self._places[:visible], positions[:, None, None, None]), cache
-        )
-        logits: Tensor = output.logits[:, -1]
-        return logits
+        # The last place is never fed: draft tokens that would be beyond the sample's end may share it.
+        positions = (state[:, POSITION, None] + self._places[:fed]).clamp(max=self.max_len - 1)
+        cache = SlotCache(self.store, self._rows[:live], positions, visible, bands=_clip_bands(bands, visible, fed))
+        mask = self._mask(self._places[:visible], positions[:, None, :, None])
+        output = self._call(ids, positions + state[:, SHIFT, None], mask, cache, logits=fed)
+        logits: Tensor = output.logits[:, -fed:]
+        return logits[:, 0] if drafted is None else logits
 
     def remake(self, table: SlotTable) -> None:
         """Prefill every live row again, some at a time."""
@@ -234,21 +240,21 @@ class SlotMemory:
             seen[kind] = mask
         return seen if len(seen) > 1 else next(iter(seen.values()))
 
-    def _call(self, ids: Tensor, positions: Tensor, mask: Any, cache: Any, **images: Any) -> Any:
+    def _call(self, ids: Tensor, positions: Tensor, mask: Any, cache: Any, *, logits: int = 1, **images: Any) -> Any:
         return self.model(
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
-            **self._options,
+            **dict.fromkeys(self._options, logits),
             **images,
         )
 
 
-def _clip_bands(bands: list[Band], visible: int) -> list[Band]:
-    """Bands for the attention: none for a single call; the last one ends at the visible block."""
-    return [*bands[:-1], bands[-1]._replace(visible=visible)] if len(bands) > 1 else []
+def _clip_bands(bands: list[Band], visible: int, fed: int) -> list[Band]:
+    """Bands for the attention: none for a single call with one token; the last one ends at the visible block."""
+    return [*bands[:-1], bands[-1]._replace(visible=visible)] if len(bands) > 1 or fed > 1 else []
 
 
 def _pad(rows: Sequence[Tokens]) -> Any:

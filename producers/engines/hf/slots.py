@@ -4,7 +4,8 @@ A sample has a lane (fixed while it lives: its tokens, log-probs and random numb
 front of the K/V store). Guarantees:
 1. rows `0..live` are exactly the live samples: when rows finish, the last live rows move into the holes, so a step
    costs only live rows (`release` returns the moves, the K/V store follows);
-2. every live sample gets exactly one token per step, so a token's version follows from its step: no per-token record;
+2. every live sample gets one token or more per step. `mark` notes the version that makes its tokens from now on: no
+   per-token record;
 3. the random numbers of a sample are a function of (seed, index) alone: `sample_uniforms`. A continued sample goes on
    in the same stream, at the place of its next token. It knows no model and no weights.
 
@@ -15,6 +16,7 @@ filled by d; row 2 just falls off: a d, moves = ([3], [1]).
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,11 +39,11 @@ LANE, LAST, POSITION, COUNT, LIMIT, TOP_K, SHIFT, STOP = range(8)
 
 
 class Occupant(NamedTuple):
-    """The sample of a lane; `start` is the step of its first token of this request."""
+    """The sample of a lane, and which versions make its tokens: (first token of this request, version), ascending."""
 
     request: GenRequest
     sample: int  # its index in the group
-    start: int
+    marks: list[tuple[int, int]]
 
 
 class Moves(NamedTuple):
@@ -58,18 +60,18 @@ def sample_uniforms(seed: int, index: int, count: int) -> npt.NDArray[np.float64
     return np.random.Generator(np.random.Philox(key=key)).random(count)
 
 
-def runs_between(eras: list[tuple[int, int]], start: int, stop: int) -> Runs:
-    """Version runs of the tokens made in steps `start..stop`; `eras` are (first step, version), ascending.
+def runs_between(marks: list[tuple[int, int]], start: int, stop: int) -> Runs:
+    """Version runs of the tokens `start..stop`; `marks` as in `Occupant`.
 
     >>> runs_between([(0, 4), (7, 5)], 5, 9)
     ((4, 2), (5, 2))
     """
     runs: list[tuple[int, int]] = []
-    at = bisect_right(eras, start, key=lambda era: era[0]) - 1
+    at = bisect_right(marks, start, key=lambda mark: mark[0]) - 1
     while start < stop:
-        until = min(stop, eras[at + 1][0]) if at + 1 < len(eras) else stop
+        until = min(stop, marks[at + 1][0]) if at + 1 < len(marks) else stop
         if until > start:
-            runs.append((eras[at][1], until - start))
+            runs.append((marks[at][1], until - start))
         start, at = until, at + 1
     return tuple(runs)
 
@@ -118,10 +120,11 @@ class SlotTable:
         return torch.tensor([lane in self._supports for lane in self.lanes], device=self.state.device)
 
     def add(
-        self, request: GenRequest, indices: list[int], *, step: int, shift: int = 0, experts: Tensor | None = None
+        self, request: GenRequest, indices: list[int], *, version: int, shift: int = 0, experts: Tensor | None = None
     ) -> int:
         """Put these samples after the live rows; the first row. The prompt without its last token must be in K/V.
-        `shift`: of the positions after the prompt; `experts` that its tokens in K/V went through."""
+        `version`: of the weights; `shift`: of the positions after the prompt; `experts` that its tokens in K/V went
+        through."""
         first, count = self.live, len(indices)
         self._widen(len(request.stop_ids))
         prompt = request.prompt_ids
@@ -141,7 +144,7 @@ class SlotTable:
         self.positions[rows] = len(prompt) - 1
         self._due[rows] = len(prompt) - 1 + request.delta_tokens if request.delta_tokens else NEVER
         for lane, index in zip(lanes, indices, strict=True):
-            self.occupants[lane] = Occupant(request, index, step)
+            self.occupants[lane] = Occupant(request, index, [(0, version)])
             if request.top_k or request.top_p < 1.0 or request.min_p:
                 self._cuts.add(lane)
             if request.support:
@@ -157,9 +160,22 @@ class SlotTable:
         if missing > 0:
             self.state = torch.nn.functional.pad(self.state, (0, missing), value=NO_TOKEN)
 
-    def numbers(self, state: Tensor) -> Tensor:
-        """The random number of each live row for this step, `[live]`; `state` is `self.state[:live]`."""
-        return self.uniforms[state[:, LANE], state[:, COUNT]]
+    def numbers(self, state: Tensor, width: int = 1) -> Tensor:
+        """The random number of the next `width` tokens of each live row, `[live * width]`; `state` is
+        `self.state[:live]`. Behind the end of a row it is any number."""
+        if width == 1:
+            return self.uniforms[state[:, LANE], state[:, COUNT]]
+        places = state[:, COUNT, None] + torch.arange(width, device=state.device)
+        return self.uniforms[state[:, LANE, None], places.clamp(max=self.uniforms.shape[1] - 1)].flatten()
+
+    def mark(self, version: int) -> None:
+        """New weights make the next tokens of all live samples."""
+        for row in range(self.live):
+            self.occupants[self.lanes[row]].marks.append((self._count_tokens(row), version))
+
+    def _count_tokens(self, row: int) -> int:
+        """Tokens of a row that this request has made."""
+        return int(self.positions[row]) - (len(self.occupants[self.lanes[row]].request.prompt_ids) - 1)
 
     def record(
         self,
@@ -173,7 +189,7 @@ class SlotTable:
         chosen]`; the rows that finished, ascending.
         """
         if self._supports:
-            self._record_supports(kept)
+            self._record_supports(kept, range(self.live))
         lanes, counts = state[:, LANE], state[:, COUNT]
         self.tokens[lanes, counts] = tokens.int()
         self.logprobs[lanes, counts] = logprobs
@@ -184,20 +200,50 @@ class SlotTable:
         state[:, LAST] = tokens
         state[:, POSITION : COUNT + 1] += 1
         self.positions[: self.live] += 1
-        ended = (state[:, STOP:] == tokens[:, None]).any(1) | (state[:, COUNT] >= state[:, LIMIT])
+        return self._ended(state)
+
+    def accept(self, state: Tensor, tokens: Tensor, drafted: Tensor) -> Tensor:
+        """How many of the drawn tokens `[live, 1 + D]` each row has made, `[live]`: up to the first that differs from
+        its draft `[live, D]`, or ends the sample."""
+        stops = (tokens[:, :-1, None] == state[:, None, STOP:]).any(-1)
+        return 1 + ((tokens[:, :-1] == drafted) & ~stops).cumprod(1).sum(1)
+
+    def record_several(
+        self, state: Tensor, tokens: Tensor, logprobs: Tensor, made: list[int], kept: Tensor | None = None
+    ) -> list[int]:
+        """As `record`, for the first `made` of each row's tokens and log-probs `[live, W]`; `kept` bool
+        `[live * W, V]`. No row may get longer than its limit."""
+        counts = torch.tensor(made, device=state.device)
+        width = torch.arange(tokens.shape[1], device=state.device)
+        taken = width < counts[:, None]
+        if self._supports:
+            owners = np.repeat(np.arange(self.live), made)
+            self._record_supports(None if kept is None else kept[taken.flatten()], owners.tolist())
+        lanes = state[:, LANE, None].expand_as(taken)[taken]
+        places = (state[:, COUNT, None] + width)[taken]
+        self.tokens[lanes, places] = tokens[taken].int()
+        self.logprobs[lanes, places] = logprobs[taken]
+        state[:, LAST] = tokens.gather(1, counts[:, None] - 1)[:, 0]
+        state[:, POSITION : COUNT + 1] += counts[:, None]
+        self.positions[: self.live] += made
+        return self._ended(state)
+
+    def _ended(self, state: Tensor) -> list[int]:
+        ended = (state[:, STOP:] == state[:, LAST, None]).any(1) | (state[:, COUNT] >= state[:, LIMIT])
         rows: list[int] = ended.nonzero()[:, 0].tolist()
         return rows
 
-    def _record_supports(self, kept: Tensor | None) -> None:
-        rows = [row for row, lane in enumerate(self.lanes) if lane in self._supports]
-        found = [_NOTHING] * len(rows)
+    def _record_supports(self, kept: Tensor | None, owners: Sequence[int]) -> None:
+        """`owners`: the row of each line of `kept`."""
+        lines = [line for line, row in enumerate(owners) if self.lanes[row] in self._supports]
+        found = [_NOTHING] * len(lines)
         if kept is not None:
-            chosen = kept[rows]
+            chosen = kept[lines]
             counts = chosen.sum(-1)
             ids = (chosen & (counts < kept.shape[1])[:, None]).nonzero()[:, 1].int().cpu().numpy()
             found = np.split(ids, np.cumsum((counts % kept.shape[1]).cpu().numpy())[:-1])
-        for row, ids in zip(rows, found, strict=True):
-            self._supports[self.lanes[row]].append(ids)
+        for line, ids in zip(lines, found, strict=True):
+            self._supports[self.lanes[owners[line]]].append(ids)
 
     def _support(self, lane: int, start: int, stop: int) -> Support | None:
         if lane not in self._supports:
@@ -223,23 +269,23 @@ class SlotTable:
         rows = np.nonzero(self.positions[: self.live] >= self._due[: self.live])[0].tolist()
         return [row for row in rows if row not in ended] if rows else rows
 
-    def collect(self, rows: list[int], eras: list[tuple[int, int]], *, ended: bool = True) -> list[GenDelta]:
+    def collect(self, rows: list[int], *, ended: bool = True) -> list[GenDelta]:
         """New tokens of the samples in these rows. Call it for ended samples before they are released."""
         deltas = []
-        for row, count in zip(rows, self.state[rows, COUNT].tolist(), strict=True):
-            lane = self.lanes[row]
-            request, index, start = self.occupants[lane]
+        for row in rows:
+            lane, count = self.lanes[row], self._count_tokens(row)
+            request, index, marks = self.occupants[lane]
             sent = self._sent.get(lane, 0)
             tokens = self.tokens[lane, sent:count].cpu().numpy().copy()
             logprobs = self.logprobs[lane, sent:count].cpu().numpy().copy()
             finish = "" if not ended else "stop" if int(tokens[-1]) in request.stop_ids else "length"
-            runs = runs_between(eras, start + sent, start + count)
+            runs = runs_between(marks, sent, count)
             support = self._support(lane, sent, count)
             experts = self._experts_of(lane, count) if ended else None
             deltas.append(GenDelta(request.id, index, tokens, logprobs, runs, finish, sent, support, experts))
             if not ended:
                 self._sent[lane] = count
-                self._due[row] += request.delta_tokens
+                self._due[row] = self.positions[row] + request.delta_tokens
         return deltas
 
     def sequence(self, row: int) -> tuple[npt.NDArray[np.int32], tuple[bytes, ...], tuple[int, ...]]:
@@ -247,8 +293,7 @@ class SlotTable:
         images of the prompt with their places."""
         lane = self.lanes[row]
         request = self.occupants[lane].request
-        made = int(self.positions[row]) - (len(request.prompt_ids) - 1)
-        response = self.tokens[lane, :made].cpu().numpy()
+        response = self.tokens[lane, : self._count_tokens(row)].cpu().numpy()
         ids = np.concatenate([request.prompt_ids, response])[:-1].astype(np.int32)
         return ids, request.images, request.image_places
 
