@@ -189,7 +189,7 @@ class Decoder:
             state, drafted = table.state[: len(lanes)], torch.from_numpy(guesses).to(table.state.device)
             drawn = self._sample(self.memory.forward(table, drafted).flatten(0, 1), state, len(lanes))
             tokens = drawn.tokens.view(len(lanes), -1)
-            found = torch.cat([table.accept(state, tokens, drafted)[:, None], tokens], 1).tolist()
+            found = torch.cat([table.count_accepted(state, tokens, drafted)[:, None], tokens], 1).tolist()
             made = [line[1 : 1 + line[0]] for line in found]
             counts = [len(line) for line in made]
             rows = table.record_several(state, tokens, drawn.logprobs.view_as(tokens), counts, drawn.kept)

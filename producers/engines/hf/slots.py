@@ -202,7 +202,7 @@ class SlotTable:
         self.positions[: self.live] += 1
         return self._ended(state)
 
-    def accept(self, state: Tensor, tokens: Tensor, drafted: Tensor) -> Tensor:
+    def count_accepted(self, state: Tensor, tokens: Tensor, drafted: Tensor) -> Tensor:
         """How many of the drawn tokens `[live, 1 + D]` each row has made, `[live]`: up to the first that differs from
         its draft `[live, D]`, or ends the sample."""
         stops = (tokens[:, :-1, None] == state[:, None, STOP:]).any(-1)
