@@ -111,7 +111,7 @@ def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_rows_of_the_demonstration_tasks(task: str) -> None:
     prompts = [row["prompt"] for row in tasks.prompt_rows(task, 50, 3)]
-    reward = {"add": tasks.add_reward, "running_sum": tasks.running_sum_reward}[task]
+    reward = getattr(tasks, f"{task}_reward")
     right, pairs = tasks.answer_rows(task, 50, 3), tasks.pair_rows(task, 50, 3)
     assert [row["prompt"] for row in right] == [row["prompt"] for row in pairs] == prompts
     for row, pair in zip(right, pairs, strict=True):

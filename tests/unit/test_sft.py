@@ -204,7 +204,7 @@ def test_sft_refuses_bad_input() -> None:
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_warm_start_is_a_checkpoint_and_is_built_once(task: str, tmp_path: Path) -> None:
-    stages = [Stage(steps=2, lr=1e-3, noise=0.1, tokens=200, width=160)]
+    stages = [Stage(steps=2, lr=1e-3, noise=0.1, tokens=200, width=352)]
     lines: list[str] = []
 
     def build(seed: int) -> float:
