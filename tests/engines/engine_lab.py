@@ -217,7 +217,7 @@ class Bench:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T], *, limit_s: float = 60.0) -> T:
+    def run(self, work: Coroutine[Any, Any, T], *, limit_s: float = 180.0) -> T:
         """The result of the coroutine on the engine's loop."""
         bounded = asyncio.wait_for(work, limit_s)
         return asyncio.run_coroutine_threadsafe(bounded, self._loop).result(limit_s + 5)
