@@ -83,11 +83,13 @@ def make_parts(
 async def run_worker(producer: Producer, others: OtherPolicies, limit_s: float) -> None:
     """Work, once the other policies have weights."""
 
-    def say(missing: str) -> None:
+    def note(missing: str) -> bool:
         producer.waiting_for = missing
+        return not producer.leaving
 
-    producer.environments.meet(await others.wait_ready(limit_s, say))
-    await producer.run()
+    producer.environments.meet(await others.wait_ready(limit_s, note))
+    if not producer.leaving:
+        await producer.run()
 
 
 def refuse_unable(config: Config, able: EngineCapabilities) -> None:

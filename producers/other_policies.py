@@ -43,8 +43,9 @@ class OtherPolicies:
         """What is missing before a game can begin; empty if nothing is."""
         return "; ".join(one.waiting_for for one in self._each if not one.ready)
 
-    async def wait_ready(self, limit_s: float, say: Callable[[str], None]) -> dict[str, OtherPolicy]:
-        """The policies by name, once each holds weights. `say` gets what is missing, and an empty text at the end.
+    async def wait_ready(self, limit_s: float, note: Callable[[str], bool]) -> dict[str, OtherPolicy]:
+        """The policies by name, once each holds weights, or `note` returns False. It gets what is missing, and an empty
+        text at the end.
 
         Raises:
             WorkError: `sync.failed` after `limit_s`.
@@ -53,9 +54,10 @@ class OtherPolicies:
         while missing := self.waiting_for:
             if time.monotonic() > deadline:
                 raise WorkError("sync.failed", f"waited {limit_s:g} s for {missing}")
-            say(missing)
+            if not note(missing):
+                break
             await asyncio.sleep(LOOK_S)
-        say("")
+        note("")
         return {one.name: one.policy for one in self._each if one.policy is not None}
 
     async def run(self, leave: asyncio.Event) -> None:

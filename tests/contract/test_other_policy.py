@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from msgspec.structs import replace
 from asyncrl import wire
 from asyncrl.config import Config
 from asyncrl.environment import EnvironmentFailure, Turn
+from asyncrl.errors import WorkError
 from producers.data.tokenizer import Tokenizer
 from producers.environments.multi_turn import Turns
 from producers.environments.other_policy import OtherPolicy
+from producers.other_policies import OtherPolicies
 from producers.rollout.rollout import Finished, submit_fields
 
 Lab = tuple[Config, Tokenizer, OtherPolicy, SayingEngine]
@@ -151,3 +154,20 @@ def test_what_fails_a_sample(lab: Lab, name: str, shown: str | None, reason: str
 
     with pytest.raises(EnvironmentFailure, match=reason):
         run(lab, game)
+
+
+def test_the_wait_for_the_weights_of_another_policy_is_visible_ends_and_has_a_limit(lab: Lab) -> None:
+    """Its run has not started. A producer that is asked to leave waits no longer."""
+    config, told = lab[0], list[str]()
+
+    def leave_after(looks: int) -> dict[str, OtherPolicy]:
+        def note(missing: str) -> bool:
+            told.append(missing)
+            return len(told) < looks
+
+        return asyncio.run(OtherPolicies(config, name="producer-0").wait_ready(0.3, note))
+
+    assert leave_after(2) == {}
+    assert told[0].startswith("the run of policy you") and told[-1] == ""
+    with pytest.raises(WorkError, match=r"waited 0\.3 s for the run of policy you"):
+        leave_after(1_000_000)
