@@ -15,7 +15,7 @@ from asyncrl.planner.model import Plant
 from asyncrl.planner.search import build_scenario
 from asyncrl.runtime.run_dir import RunDir
 
-STEPS = 20
+STEPS = 14
 
 
 def done(folder: Path, model: Path, *settings: str) -> tuple[Plant, Observed, Config]:

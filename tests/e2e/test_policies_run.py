@@ -92,6 +92,7 @@ def test_kill_9_of_one_learner_and_then_of_the_other(game: Run) -> None:
     assert refused.returncode and "name the run of one" in refused.stdout
 
 
+@pytest.mark.chaos
 def test_a_stop_of_the_folder_stops_both_and_the_same_command_goes_on(game: Run) -> None:
     first, second = of(game, "first"), of(game, "second")
     words = [word for setting in SMALL for word in ("--set", setting)]
@@ -105,6 +106,7 @@ def test_a_stop_of_the_folder_stops_both_and_the_same_command_goes_on(game: Run)
     assert game.command("audit", str(game.dir), timeout=60).returncode == 0
 
 
+@pytest.mark.chaos
 def test_a_producer_that_restarts_gets_the_last_weights_of_a_policy_that_is_done(game: Run) -> None:
     """The first policy has one step and waits for the second, whose producer is killed after that."""
     first, second = of(game, "first"), of(game, "second")

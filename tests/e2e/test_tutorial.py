@@ -156,7 +156,7 @@ def test_part_3_two_hosts_a_crash_and_a_backup(place: Path) -> None:
     assert len(find_producers(place / "runs/two")) >= 2
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 @pytest.mark.timeout(900)
 def test_part_4_faults_are_seen_where_the_page_says(place: Path) -> None:
     failing = ("asyncrl check", "asyncrl test-reward", "asyncrl launch all my.toml broken.toml")
