@@ -64,8 +64,8 @@ def show_in_turns(run: Run) -> None:
     run.config.write_text(f'{text}[environment]\nname = "looking:play"\n')
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("where", [pytest.param("prompts", marks=pytest.mark.chaos), "turns"])
+@pytest.mark.chaos
+@pytest.mark.parametrize("where", ["prompts", "turns"])
 def test_every_role_is_killed_once(seeing: Run, where: str) -> None:
     if where == "turns":
         show_in_turns(seeing)
