@@ -41,7 +41,7 @@ from learners.batch.assembly import image_problem, unusable
 from learners.evaluations import LastEvaluations
 from learners.heartbeat import Heart
 from learners.ledger_account import Account, EpochMark
-from learners.other_policies import describe_unfinished
+from learners.other_policies import OthersWait
 from learners.step_records import StepRecords
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class Services:
         run = RunDir(config.run_dir).create()
         self._records = StepRecords(config, run, decode or (lambda ids: " ".join(map(str, ids))))
         self._archive = Archive(config, say=_print) if config.log.archive else None
+        self._others = OthersWait(config)
         self._evaluations = LastEvaluations(
             config,
             ask=lambda seen: buffer.evaluations(seen=seen),
@@ -179,7 +180,7 @@ class Services:
         except (StateLost, Unavailable) as error:
             self.trouble, waits = error, ""
         if not waits and self._config.run.other_policies and not self._stop.wait(POLL_OTHERS_S):
-            waits = describe_unfinished(self._config)
+            waits = self._others.describe()
         self.set_waiting(waits)
         return bool(waits)
 

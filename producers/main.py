@@ -106,6 +106,15 @@ def refuse_unable(config: Config, able: EngineCapabilities) -> None:
             raise ConfigError("config.conflict", what, where=key, remedy=remedy)
 
 
+def make_engine(config: Config, name: str) -> Any:
+    """The engine of this producer, which takes turns with the learner on a device that both use."""
+    engine: Any = find("asyncrl.engines", config.producers.engine)(own_url(config, name))
+    if config.cluster.devices != "turns":
+        return engine
+    turn = DeviceTurn(rundir.RunDir(config.run_dir).root, together=True, limit_s=config.run.hang_timeout_s)
+    return TurnTaking(engine, turn)
+
+
 async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evaluates: bool = False) -> None:
     """Connect, load, work, and end in order. `evaluates`: only held-out prompts."""
     kind = "evaluator" if evaluates else "producer"
@@ -117,10 +126,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evalu
         address, name=args.name, keys=keys, max_bytes=config.network.max_message_bytes, timeout_s=limit_s
     )
     client.may_rename = role.MAY_RENAME in os.environ
-    engine: Any = find("asyncrl.engines", config.producers.engine)(own_url(config, args.name))
-    if config.cluster.devices == "turns":
-        turn = DeviceTurn(rundir.RunDir(config.run_dir).root, together=True, limit_s=config.run.hang_timeout_s)
-        engine = TurnTaking(engine, turn)
+    engine = make_engine(config, args.name)
     held_out = HeldOutPrompts(config)
     others = OtherPolicies(config, name=args.name)
     leave = asyncio.Event()

@@ -19,7 +19,7 @@ from asyncrl.preflight.check import check_files
 from asyncrl.preflight.memory import estimate
 from asyncrl.preflight.policies import merge_errors
 from asyncrl.runtime.run_dir import RunDir, policy_runs
-from learners.other_policies import describe_unfinished
+from learners.other_policies import OthersWait, describe_unfinished
 
 GAME = """
 [run]
@@ -223,3 +223,17 @@ def test_a_policy_waits_for_the_last_checkpoint_of_the_others(game: Path) -> Non
     assert describe_unfinished(first) == "policy second: its newest checkpoint is of step 3 of 4"
     (run.checkpoints / "step_000004").mkdir()
     assert describe_unfinished(first) == ""
+
+
+def test_the_wait_for_a_policy_that_does_nothing_ends(game: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, now = of(game, "first", "run.hang_timeout_s=5", "run.start_timeout_s=2"), [100.0]
+    waits = OthersWait(first, clock=lambda: now[0])
+    assert waits.describe() == "policy second, which has not started"
+    now[0] += 4.0
+    assert waits.describe()
+    run = RunDir(of(game, "second").run_dir).create()
+    run.history.write_text("{}")  # a sign of life
+    now[0] += 4.0
+    assert waits.describe()
+    now[0] += 5.1
+    assert waits.describe() == "" and "for 5 s in the runs of other policies" in capsys.readouterr().out
