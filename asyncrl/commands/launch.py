@@ -88,7 +88,7 @@ def _add_demo(commands: Commands) -> None:
         "--task",
         choices=("running_sum", "add", "long_sum", "shapes"),
         default="running_sum",
-        help="task of the demo (default: running_sum); long_sum has answers of 200 to 289 tokens, shapes has pictures",
+        help="task of the demo (default: running_sum); long_sum takes eight minutes, shapes has pictures",
     )
     one.add_argument("--resume", action="store_true", help="resume the last demo instead of starting a new one")
     one.add_argument("--prepare-only", action="store_true", help="make the model and the prompts, start nothing")
