@@ -32,6 +32,7 @@ Ctrl-C once: the learner writes a checkpoint and everything ends; the same comma
 def add(commands: Commands) -> None:
     _add_launch(commands)
     _add_demo(commands)
+    _add_serve(commands)
     one = command(commands, "stop", "end a run: the learner writes a checkpoint first", example="asyncrl stop runs/my")
     add_folder(one)
     one.add_argument(
@@ -95,6 +96,39 @@ def _add_demo(commands: Commands) -> None:
     add_set(one)
     add_output(one)
     one.set_defaults(run=_demo)
+
+
+def _add_serve(commands: Commands) -> None:
+    one = command(
+        commands,
+        "serve",
+        "serve forward_backward, optim_step and sample to clients of the Tinker API",
+        example="asyncrl serve service.toml --set service.port=8000",
+    )
+    add_configs(one)
+    one.set_defaults(run=_serve)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    import os
+    import sys
+
+    from asyncrl.config import dump
+    from asyncrl.errors import ConfigError, ConfigErrors
+    from asyncrl.preflight.check import check_files
+    from asyncrl.runtime.run_dir import RunDir, write_atomic
+
+    config, checked = check_files(args.configs, args.overrides, fetch=True)
+    if config is None or checked.errors:
+        raise ConfigErrors(checked.errors)
+    if not config.service.port:
+        raise ConfigError("config.missing", "a training service needs a port", where="service.port")
+    os.umask(0o077)
+    folder = RunDir(config.run_dir).root / "service"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = folder / "config.toml"
+    write_atomic(file, dump(config).encode())
+    os.execv(sys.executable, [sys.executable, "-m", "learners.service.main", str(file)])
 
 
 def _launch(args: argparse.Namespace) -> int:

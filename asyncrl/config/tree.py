@@ -20,7 +20,7 @@ from asyncrl.config.sections.learner import LearnerConfig
 from asyncrl.config.sections.model import ModelConfig
 from asyncrl.config.sections.producers import ProducersConfig
 from asyncrl.config.sections.reward import JudgeConfig, RewardFunctionConfig, RewardWorkersConfig
-from asyncrl.config.sections.run import LogConfig, NetworkConfig, RunConfig
+from asyncrl.config.sections.run import LogConfig, NetworkConfig, RunConfig, ServiceConfig
 from asyncrl.config.sections.sandbox import SandboxConfig
 from asyncrl.config.sections.teacher import TeacherConfig
 from asyncrl.config.sections.tracker import TrackersConfig
@@ -50,6 +50,7 @@ class Config(Section, frozen=True, kw_only=True):
     row_environment: tuple[RowEnvironmentConfig, ...] = ()
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    service: ServiceConfig = field(default_factory=ServiceConfig)
 
     @property
     def total_groups(self) -> int:

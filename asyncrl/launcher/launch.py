@@ -102,6 +102,9 @@ def checked_files(
     config, checked = checks.check_files(paths, overrides, options.target, **asked)
     if checked.errors or config is None:
         raise ConfigErrors(checked.errors)
+    if config.service.port:
+        what = "this file is a training service, not a run"
+        raise ConfigError("usage", what, where="service.port", remedy="start it by: asyncrl serve")
     return config, checked
 
 

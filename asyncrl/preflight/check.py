@@ -37,7 +37,15 @@ from asyncrl.preflight.code import (
     environment,
 )
 from asyncrl.preflight.derived import Finding, Starting, derive_findings, list_processes, notes_on
-from asyncrl.preflight.files import check_data, check_folders, check_keys, check_model, data_notes, settle_steps
+from asyncrl.preflight.files import (
+    check_data,
+    check_folders,
+    check_keys,
+    check_model,
+    check_model_folder,
+    data_notes,
+    settle_steps,
+)
 from asyncrl.preflight.hub import Settled, settle_hub
 from asyncrl.preflight.machine import Machine, check_ports, check_store, check_trackers, find_missing, look_at_machine
 from asyncrl.preflight.memory import RoleMemory, estimate, format_bytes
@@ -202,6 +210,10 @@ def check_files(
     if loaded.config is None:
         return None, Checked(loaded.errors, [], [])
     config, errors = loaded.config, list(loaded.errors)
+    if config.service.port:
+        service = settle_hub(config, fetch=fetch)
+        errors += [locate_error(one, loaded.places) for one in (*service.errors, *check_service(service))]
+        return service.config, Checked(errors, [], list(service.notes))
     try:
         config = settle_steps(config)
     except ConfigErrors as error:
@@ -225,6 +237,12 @@ def check_files(
         settled = settle_hub(config, fetch=True)
         checked = check_settled(settled)
     return settled.config, checked
+
+
+def check_service(settled: Settled) -> Iterator[AsyncRLError]:
+    """The model folder of a training service; its port is found out at the start."""
+    if "model.path" not in settled.pending:
+        yield from check_model_folder(settled.config)
 
 
 def locate_error(error: AsyncRLError, places: Places) -> AsyncRLError:

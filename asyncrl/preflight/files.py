@@ -41,6 +41,19 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "t
 def check_model(config: Config) -> Iterator[AsyncRLError]:
     """The model folder has a configuration, weights and a tokenizer; other model folders have the first two."""
     yield from check_companions(config)
+    yield from check_model_folder(config)
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        return
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    if not streams(config) and (problem := positions_problem(model_json(folder), longest)):
+        where = f"model.path = {config.model.path!r}"
+        yield ConfigError("config.model", problem, where=where, remedy=POSITIONS_REMEDY)
+    yield from check_layout(config, folder / "config.json")
+
+
+def check_model_folder(config: Config) -> Iterator[AsyncRLError]:
+    """`model.path` is a folder with a configuration, weights and a tokenizer."""
     folder = Path(config.model.path)
     where = f"model.path = {config.model.path!r}"
     if not folder.is_dir():
@@ -56,10 +69,6 @@ def check_model(config: Config) -> Iterator[AsyncRLError]:
         yield ConfigError("config.model", "it has no *.safetensors (weights)", where=where)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         yield ConfigError("config.tokenizer", f"it has none of {', '.join(TOKENIZERS)}", where=where)
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    if not streams(config) and (problem := positions_problem(model_json(folder), longest)):
-        yield ConfigError("config.model", problem, where=where, remedy=POSITIONS_REMEDY)
-    yield from check_layout(config, folder / "config.json")
 
 
 def check_layout(config: Config, path: Path) -> Iterator[AsyncRLError]:

@@ -1,8 +1,10 @@
-"""`[run]`, `[network]` and `[log]`: the run itself, where its services listen, and what it writes."""
+"""`[run]`, `[network]`, `[log]` and `[service]`: the run itself, where its services listen, and what it writes."""
 
 from __future__ import annotations
 
-from msgspec import field
+from typing import Annotated
+
+from msgspec import Meta, field
 
 from asyncrl.config.sections.base import Count, Positive, Seconds, Section
 
@@ -40,3 +42,11 @@ class LogConfig(Section, frozen=True):
     heartbeat_s: Seconds = 1.0  # interval of the workers' heartbeats
     archive: bool = False  # keep the batch of every step for trace and replay: about 8 bytes per token, never removed
     sign: bool = False  # sign the history's chain with network.key_file: only its holders can write or check one
+
+
+class ServiceConfig(Section, frozen=True):
+    """`[service]`: a training service; see docs/training-service.md."""
+
+    host: str = "127.0.0.1"  # address of the HTTP endpoint; beyond this host put TLS in front of it
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0  # its port; 0: this file is no training service
+    max_models: Positive = 16  # adapters held in memory; the others are read again from the run folder
