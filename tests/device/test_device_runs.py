@@ -38,8 +38,8 @@ def complete(run: DeviceRun, done: Any, *, steps: int = 5) -> list[dict[str, Any
     return lines
 
 
-@pytest.mark.long_except("direct in bfloat16")
-@pytest.mark.chaos_cases("local", "collective*", "*host")
+@pytest.mark.long
+@pytest.mark.chaos_cases("local", "direct*", "collective*", "*host")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_on_devices_is_exact(npu_run: DeviceRun, layout: str, figure: Callable[[str], None]) -> None:
     lines = complete(npu_run, npu_run.train(*LAYOUTS[layout]))

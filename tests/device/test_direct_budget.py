@@ -79,6 +79,7 @@ CASES = [Case(2, "float32", 3.0), Case(2, "bfloat16", 3.2), Case(1, "bfloat16", 
 
 
 @pytest.mark.timeout(280)
+@pytest.mark.chaos_cases("*float32*")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_publish_stays_on_the_device(
     library: Path, tmp_path: Path, tiny_model: Path, case: Case, figure: Callable[[str], None]
@@ -96,6 +97,7 @@ ROWS = [Case(2, "float32", 0.0), Case(2, "bfloat16", 0.5), Case(1, "bfloat16", 0
 
 
 @pytest.mark.timeout(280)
+@pytest.mark.chaos_cases("*float32*")
 @pytest.mark.parametrize("case", ROWS, ids=str)
 def test_a_rank_copies_its_rows_alone(
     library: Path, tmp_path: Path, tiny_model: Path, case: Case, figure: Callable[[str], None]

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import rig_sglang
 from served import Served
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
