@@ -131,7 +131,7 @@ class Producer:
             await self.receiver.wait_newer(committed, self.poll_s)
             return False
         asking = [asyncio.ensure_future(self._lease(version, groups))]
-        newer = asyncio.ensure_future(self.receiver.wait_newer(committed, self.poll_s))
+        newer = asyncio.ensure_future(self.receiver.wait_newer(committed, self.client.interval(self.poll_s)))
         try:
             # bounded: the receiver's wait is
             await asyncio.wait({*asking, newer}, return_when=asyncio.FIRST_COMPLETED)
@@ -148,8 +148,8 @@ class Producer:
         return any(answer.done for answer in answers)
 
     async def _lease(self, version: int, groups: int) -> Leases:
-        ask = partial(self.client.lease, engine_version=version, max_groups=groups, wait_s=self.poll_s)
-        return await self._patiently(partial(ask, kept=self.kept, rows=self.prompts.chosen_among))
+        ask = partial(self.client.lease, engine_version=version, max_groups=groups, rows=self.prompts.chosen_among)
+        return await self._patiently(partial(ask, wait_s=self.client.interval(self.poll_s), kept=self.kept))
 
     async def _take(self, answer: Leases) -> Leases:
         """Start the leased groups."""
@@ -340,7 +340,7 @@ class Producer:
             stats, holds = self.stats(), tuple(self.work.values())
             beat = partial(self.client.heartbeat, stats, waiting_for=self.waits(), holds=holds)
             await self._stop_work(await self._patiently(beat))
-            await asyncio.sleep(self.config.log.heartbeat_s)
+            await asyncio.sleep(self.client.interval(self.config.log.heartbeat_s))
 
     def waits(self) -> str:
         """The reason of its waiting; empty while it works."""

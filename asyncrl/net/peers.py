@@ -23,6 +23,7 @@ from asyncrl.errors import HandshakeError
 from asyncrl.net.responder import Call
 
 MOST_NAMES = 1024  # of one key at a time
+BEATS_PER_S = 200.0  # of all processes together: heartbeats of larger fleets come less often
 LONGEST_PAUSE_S = 30.0
 RETURNS, RETURNS_PER_S = 2048.0, 8.0  # leases that one key may return at once, and per second from then on
 KEY_FAULTS = 4
@@ -125,6 +126,10 @@ class Peers:
         return HandshakeError("handshake.name", f"the {role} name {name} belongs to {place}{key}")
 
     # ------------------------------------------------------------ limits
+
+    def interval_s(self, longest_s: float) -> float:
+        """The interval of heartbeats at which all processes together send `BEATS_PER_S`; at most `longest_s`."""
+        return min(len(self._peers) / BEATS_PER_S, longest_s)
 
     def may_log(self, role: str, name: str, now: float) -> bool:
         """Whether this name may write a line to a log now."""

@@ -10,6 +10,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
@@ -27,7 +28,7 @@ from asyncrl.config.mode import present_roles
 from asyncrl.config.paths import name_candidates
 from asyncrl.config.policies import KEY, policy_names
 from asyncrl.config.reader import independent_errors
-from asyncrl.errors import AsyncRLError, ConfigErrors, error_for
+from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors, error_for
 from asyncrl.preflight.code import (
     check_algorithm,
     check_filters,
@@ -240,7 +241,11 @@ def check_files(
 
 
 def check_service(settled: Settled) -> Iterator[AsyncRLError]:
-    """The model folder of a training service; its port is found out at the start."""
+    """The packages and the model folder of a training service; its port is found out at the start."""
+    wanted = {"torch": "torch", "transformers": "transformers", "aiohttp": "aiohttp", "google": "protobuf"}
+    if lacking := [package for module, package in wanted.items() if importlib.util.find_spec(module) is None]:
+        what = f"a training service needs {', '.join(lacking)}, which this environment lacks"
+        yield ConfigError("config.extra", what, where="service.port", remedy="pip install 'asyncrl[service]'")
     if "model.path" not in settled.pending:
         yield from check_model_folder(settled.config)
 

@@ -43,10 +43,12 @@ class Refused(Message, frozen=True, tag=3):
 class Ok(Message, frozen=True, tag=4):
     """Done. In answers to a producer's heartbeat, `cancelled` are leases (group, token) whose samples are no longer
     needed. In the answer to a `Commit`, `detail` is the head of the history's chain, which the learner archives.
+    `every_s`: in answers to heartbeats of a large fleet, the interval of heartbeats and of requests without work.
     """
 
     detail: str = ""
     cancelled: tuple[tuple[int, int], ...] = ()
+    every_s: float = 0.0
 
 
 class Heartbeat(Message, frozen=True, tag=5):

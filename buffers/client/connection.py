@@ -36,6 +36,7 @@ class AsyncClient:
         self, address: str, *, name: str, keys: Keys | None = None, max_bytes: int = MAX_BYTES, timeout_s: float = 60.0
     ) -> None:
         self.name = name
+        self.every_s = 0.0  # least `interval`, as the service says
         self._timeout_s = timeout_s
         self._pid, self._host = os.getpid(), socket.gethostname()
         self._requester = AsyncRequester(address, keys=keys, max_bytes=max_bytes)
@@ -82,7 +83,12 @@ class AsyncClient:
         named = None if holds is None else tuple((held.group, held.token) for held in holds)
         beat = wire.Heartbeat(self.role, self.name, self._pid, self._host, waiting_for, dict(stats), named)
         answer: wire.Ok = (await self._ask(beat)).message
+        self.every_s = answer.every_s
         return answer.cancelled
+
+    def interval(self, seconds: float) -> float:
+        """Time between two heartbeats, or two requests without work: longer in a large fleet."""
+        return max(seconds, self.every_s)
 
     def close(self) -> None:
         self._requester.close()

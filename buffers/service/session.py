@@ -97,7 +97,12 @@ class Session:
                 beat.stats, role=beat.role, name=beat.name, pid=beat.pid, host=beat.host, waiting_for=waits
             )
         cancelled = machine.workers.take_cancelled(beat.name, again=True) if beat.role == "producer" else ()
-        context.answer(call, wire.Ok(cancelled=cancelled))
+        # Often enough to count as alive, for leases and in the status.
+        longest_s = min(context.config.buffer.lease_timeout_s / 5, context.config.run.silent_timeout_s / 2)
+        every_s = context.peers.interval_s(longest_s)
+        if every_s <= context.config.log.heartbeat_s:
+            every_s = 0.0
+        context.answer(call, wire.Ok(cancelled=cancelled, every_s=every_s))
 
     def status(self, call: Call) -> None:
         """A `StatusRequest`."""

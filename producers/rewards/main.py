@@ -109,7 +109,9 @@ class Worker:
         await asyncio.get_running_loop().run_in_executor(self.thread, self.scorer.start)
         while not self.stop.is_set():
             self.waiting_for = "samples"
-            tasks, done = await self._patiently(lambda: self.client.work(max_samples=self.batch_samples, wait_s=POLL_S))
+            tasks, done = await self._patiently(
+                lambda: self.client.work(max_samples=self.batch_samples, wait_s=self.client.interval(POLL_S))
+            )
             if tasks:
                 self.waiting_for = ""
                 self._batches += 1
@@ -199,7 +201,7 @@ class Worker:
         while True:
             beat = partial(self.client.heartbeat, self.stats(), waiting_for=self.waiting_for, holds=self.holding)
             await self._patiently(beat)
-            await asyncio.sleep(self.config.log.heartbeat_s)
+            await asyncio.sleep(self.client.interval(self.config.log.heartbeat_s))
 
     async def signs(self, sign: Sign) -> None:
         """Write signs of life for the launcher."""

@@ -64,6 +64,23 @@ def test_lost_lease_goes_to_another_and_the_late_answer_is_refused(make: Make) -
     assert next(line["why"] for line in history(service, "lost")) == "silent"
 
 
+def test_a_fleet_is_asked_for_fewer_heartbeats(make: Make) -> None:
+    """Three processes are a large fleet here: `log.heartbeat_s` is short."""
+    service = make(log__heartbeat_s="0.012").start()
+
+    async def work() -> None:
+        producers = [Producer(service.address, f"p{number}") for number in range(3)]
+        for number, producer in enumerate(producers, 1):
+            await producer.client.hello("model")
+            await producer.client.heartbeat({})
+            assert producer.client.every_s == (number / 200 if number == 3 else 0.0)
+            assert producer.client.interval(0.012) == (0.015 if number == 3 else 0.012)
+        for producer in producers:
+            producer.client.close()
+
+    asyncio.run(work())
+
+
 def test_poison_digest_and_handshake(make: Make) -> None:
     service = make().start()
     client = learner(service.address)

@@ -403,7 +403,7 @@ def test_a_request_that_waits_is_made_anew_when_the_version_changes(crossed: boo
         producer.poll_s, producer.work, producer.waiting_for = 20.0, {}, ""
         producer.engine = SimpleNamespace(health=lambda: health)
         producer.receiver = SimpleNamespace(version=3, wait_newer=wait_newer, waiting_for="")
-        producer.client = SimpleNamespace(lease=lease)
+        producer.client = SimpleNamespace(lease=lease, interval=float)
         producer.prompts = SimpleNamespace(chosen_among=0)
         producer.patience = Patience("it", limit_s=10)
         producer.capacity = Capacity(EngineCapabilities("none", 8, 0), group_samples=2, prior_tokens=8)

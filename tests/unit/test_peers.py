@@ -131,3 +131,15 @@ def test_returning_leases_without_end_makes_a_pause() -> None:
     assert peers.paused_s("producer", "p", 0.0)
     peers.note_returned(returned, 1, 10.0)
     assert not peers.paused_s("producer", "p", 10.0)
+
+
+def test_a_large_fleet_sends_heartbeats_less_often() -> None:
+    peers = Peers(silent_s=30.0)
+    for number in range(100):
+        peers.admit(hello(f"p{number}", pid=number, peer=b"%d" % number), 0.0)
+    assert peers.interval_s(5.0) == pytest.approx(100 / names.BEATS_PER_S)
+    for number in range(100, 1000):
+        peers.admit(hello(f"p{number}", pid=number, peer=b"%d" % number), 0.0)
+    assert peers.interval_s(5.0) == pytest.approx(5.0), "never longer than a living process may be silent"
+    peers.expire(31.0)
+    assert peers.interval_s(5.0) == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -363,3 +364,15 @@ def test_a_service_file_needs_no_data_and_starts_no_run(folder: Path, tmp_path: 
     assert main(["check", str(file), "--set", "model.path=/none"]) == 2
     assert main(["serve", str(file), "--set", "service.port=0"]) == 2
     assert not (tmp_path / "run").exists()
+
+
+def test_a_check_names_the_packages_that_a_service_lacks(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "service.toml"
+    file.write_text(f'[run]\ndir = "{tmp_path}/run"\n[model]\npath = "{folder}"\n[service]\nport = 8000\n')
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "google" else find(name, *more))
+    assert main(["check", str(file)]) == 2
+    said = capsys.readouterr()
+    assert "needs protobuf" in said.out + said.err and "pip install 'asyncrl[service]'" in said.out + said.err

@@ -26,7 +26,7 @@ PACKAGES = ("asyncrl", "buffers", "learners", "producers", "weightsync")
 OPTIONAL = {
     *("torch", "torch_npu", "transformers", "safetensors", "jinja2", "tensorboard", "peft", "torchao", "liger_kernel"),
     *("vllm", "sglang", "aiohttp", "megatron", "fsspec", "math_verify", "jsonschema", "mcp", "gymnasium", "verifiers"),
-    *("wandb", "mlflow", "swanlab", "trackio", "IPython", "matplotlib", "pandas", "PIL"),
+    *("wandb", "mlflow", "swanlab", "trackio", "IPython", "matplotlib", "pandas", "PIL", "google"),
 }
 #: Prints the top-level modules that imports anywhere in the packages name, also inside a function: a line of those that
 #: are not installed, a line of those that are.
