@@ -11,7 +11,10 @@ from e2e_run import Run
 from planted_code import marks, plant
 
 from asyncrl.cli import parser
+from asyncrl.config import load
 from asyncrl.process_plan.plan import MODULES
+from learners.service.messages import ServicePaths
+from learners.service.trainer import Trainer
 
 #: Commands that get a model folder, directly or by a configuration or a run; {..} are filled in below.
 GIVEN = {
@@ -47,6 +50,7 @@ WITHOUT = {
     "test-loss": "has made tensors and a function",
     "sandbox-server": "runs programs in the sandbox",
     "doctor": "looks at the machine",
+    "serve": "does not end by itself: a test of its own trainer",
 }
 #: Commands that read the model by transformers, so that they run its code if they may.
 RUN_IT = ("launch", "export", "replay", "test-env")
@@ -115,3 +119,15 @@ def test_with_the_permission_they_do(run: Run, tiny_model: Path, monkeypatch: py
     for name in RUN_IT:
         done = run.command(*words_of(run, name))
         assert marks(model), f"{name}: {done.stdout}\n{run.logs()}"
+
+
+def test_the_trainer_of_a_service_runs_none(tiny_model: Path, tmp_path: Path) -> None:
+    model = plant(tiny_model, tmp_path / "planted")
+    file = tmp_path / "service.toml"
+    file.write_text(f'[run]\ndir = "{tmp_path}/run"\n[model]\npath = "{model}"\n[service]\nport = 8000\n')
+    config = load(file)
+    paths = ServicePaths(config.run_dir)
+    paths.folder.mkdir(parents=True)
+    said: list[str] = []
+    Trainer(config, paths, said.append).run(lambda _seconds: False)
+    assert said == ["ready"] and marks(model) == set()
