@@ -145,6 +145,8 @@ class Front:
     def _add(self, queue: str, seq: int, kind: str, body: bytes) -> Body:
         if not 0 <= seq < 1 << 62:
             raise BadRequest(f"seq_id {seq}")
+        if kind != "sample" and MODEL_ID.fullmatch(queue) is None:
+            raise BadRequest(f"model_seq_id {queue.rpartition(':')[2]}: a number of at most 9 digits is needed")
         request_id = self._log.add(queue, seq, kind, body)
         self.wake_trainer()
         return {"request_id": request_id}
@@ -236,7 +238,7 @@ class Front:
             raise BadRequest(f"there are no weights {path[:200]!r}")
         if not path:
             self._check_base(tree.get("base_model"))
-        sampler = f"{session}:sample:{int(tree.get('sampling_session_seq_id', 0))}"
+        sampler = f"{session}:sample:{msgspec.convert(tree.get('sampling_session_seq_id', 0), int)}"
         self._log.add_sampler(sampler, path)
         if self._log.find_sampler(sampler) != path:
             raise Conflict(f"the sampling session {sampler} was made with other weights")

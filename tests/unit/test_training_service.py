@@ -176,6 +176,28 @@ def test_adapters_equal_merged_weights_and_the_base_keeps_its_bits(config: Confi
     torch.testing.assert_close(found, merged, atol=1e-4, rtol=1e-4)
 
 
+def test_saved_weights_are_those_that_peft_loads(config: Config, folder: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = BaseModel(config)
+    model = Model(base.make_adapter(AdapterForm(4, seed=1)))
+    for _, b in model.adapter.pairs.values():
+        torch.nn.init.normal_(b.data, generator=torch.Generator().manual_seed(3))
+    model.export(tmp_path / "saved", base=str(folder), request="r", with_optimizer=False, overwrite=False)
+    tokens = torch.tensor([3, 4, 5, 6, 7])
+    with base.activate(model.adapter), torch.no_grad():
+        expected = base.logprobs(tokens[:-1], tokens[1:])
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(plain, str(tmp_path / "saved")).eval()
+    with torch.no_grad():
+        logits = loaded(input_ids=tokens[None, :-1]).logits[0]
+    found = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert (base.logprobs(tokens[:-1], tokens[1:]) - expected).abs().max() > 0.01, "the adapter does something"
+
+
 def test_a_failed_pass_leaves_the_gradients(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     base = BaseModel(config)
     model = Model(base.make_adapter(AdapterForm(2, 1)))
