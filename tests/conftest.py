@@ -21,6 +21,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--figures", metavar="FILE", help="write the figures that tests measured to this file too")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m "long and ..."` imports only files with such a test: the others take half a minute in every process."""
+    if not config.option.markexpr.startswith("long and") or not collection_path.match("test_*.py"):
+        return None
+    return True if "mark.long" not in collection_path.read_text() else None
+
+
 #: Folders whose tests compute, and those whose tests wait (for deadlines, for processes): their files take turns, so
 #: that the workers do not all do the same; the short ones come last, so that no worker begins a long one at the end.
 COMPUTE, WAIT = ("e2e", "engines", "distributed", "simulator", "model"), ("faults", "contract")

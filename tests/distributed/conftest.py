@@ -14,6 +14,14 @@ import ranks
 from learners.gang.gang import Gang
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a job of the long form are `chaos`."""
+    for item in items:
+        given = getattr(getattr(item, "callspec", None), "params", {})
+        if given.get("layout", given.get("job")) in ranks.LONG_JOBS:
+            item.add_marker(pytest.mark.chaos)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Launches train the cases of the long form where a test asks for them."""
     here = Path(__file__).parent

@@ -113,6 +113,8 @@ if HAS_PEFT:
     LAUNCHES[4] |= {"lora_hsdp": Job("lora_cases", "learner.ranks=4;learner.parallel.replicate=2")}
 #: Set where a test of the long form (`chaos`) was chosen: its cases are trained too. Case modules name them in `LONG`.
 EVERY_CASE = "ASYNCRL_TEST_EVERY_CASE"
+#: Jobs of the long form: number of ranks and name.
+LONG_JOBS = ((4, "megatron_both"), (4, "lora_hsdp"))
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCH_S = 480
 #: Of the ranks: the library, and what tests share.
@@ -325,6 +327,8 @@ def main() -> None:
     model, out = Path(sys.argv[1]), Path(sys.argv[2])
     joined = Gang.join(lone_config(model))
     for name, job in LAUNCHES[joined.size].items():
+        if (joined.size, name) in LONG_JOBS and EVERY_CASE not in os.environ:
+            continue
         gang, folder, started = in_layout(joined, job.layout), out / name, time.monotonic()
         if gang.lead:
             folder.mkdir()

@@ -35,6 +35,7 @@ def test_two_ranks_equal_one(results_of: Any, one: Any, name: str) -> None:
     compare(results_of(*JOBS[0])[0][name], one[0][name], limit=2e-5)
 
 
+@pytest.mark.chaos
 def test_four_ranks_that_hold_the_weights_twice_equal_one(results_of: Any, one: Any) -> None:
     compare(results_of(*JOBS[1])[0]["plain"], one[0]["plain"], limit=2e-5)
 

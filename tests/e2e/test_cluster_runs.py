@@ -107,6 +107,7 @@ def get(call, timeout=None): return [one.value for one in call] if isinstance(ca
 '''
 
 
+@pytest.mark.chaos
 def test_the_driver_of_ray_places_the_same_commands(run: Any, cluster: dict[str, str], tmp_path: Path) -> None:
     jobs = render(run, "ray", "producers.count=1", "learner.steps=3")
     (tmp_path / "fake").mkdir()

@@ -11,7 +11,7 @@ from learners.backends.fsdp2.loss_scale import START
 
 assert run and tiny_model  # fixtures
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.chaos
 #: Advantages of the size of the rewards: gradients overflow at the first scale.
 HALF = (
     "model.dtype=float16",
