@@ -44,14 +44,18 @@ HEARTBEAT_MS, SILENT_MS = 2000, 6000  # heartbeats of a service; longest silence
 
 
 def _beat(socket: zmq.Socket[bytes]) -> None:
-    """Heartbeats of the answering side. They announce the longest pause, so both ends notice a lost peer.
+    """Heartbeats of the answering side. They announce the longest pause, by which the other end notices a lost service.
+
+    This end notices a lost peer by TCP, which hears no acknowledgement of the heartbeats: for a time limit of its own
+    libzmq (4.3.5) searches the timers of all connections at each answer, three quarters of its work for 1,200 peers.
 
     A DEALER must not send heartbeats: libzmq (4.3.5) aborts the process if one is due on a broken connection after the
     socket was closed or disconnected while requests and answers were pending.
     """
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 0)
     socket.setsockopt(zmq.HEARTBEAT_TTL, SILENT_MS)
+    socket.setsockopt(zmq.TCP_MAXRT, SILENT_MS)
 
 
 class Call:

@@ -10,8 +10,9 @@ Guarantees:
 A producer counts once it has asked for work, while it is heard from. Shares decide how many groups a request gets, not
 which, and nothing of them needs to survive a restart of the service.
 
-Of more than `FEW` producers the shares are kept for `KEPT_S`, because a pass over all of them at every request would
-cost a fleet most of the service's time: what others lack is then a little old, what the asker lacks is not.
+Of more than `FEW` producers the shares are kept for a while, a quarter of a second for 1,000 (`KEPT_S`), because a pass
+over all of them at every request would cost a fleet most of the service's time: what others lack is then a little old,
+what the asker lacks is not.
 
 Example: 64 groups are ready; a and b hold nothing and can hold 64 each. The first request of a gets 32, its next one
 none, because b is expected; b gets the other 32.
@@ -36,7 +37,8 @@ from buffers.groups.workers import Worker, Workers
 
 RESERVED_S = 2.0
 FRESH_S = 5.0  # a producer heard from within this time may ask soon
-FEW, KEPT_S = 32, 0.05
+FLEET_FRESH_S = 10.0  # of more than `FEW`, whose heartbeats may be further apart (asyncrl.net.peers)
+FEW, KEPT_S = 32, 0.00025  # for each of more than `FEW` producers
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -149,9 +151,10 @@ class FairShare:
         """
         now, table = self.tx.now, self.schedule.table
         generation, at, version, found = self._standing
-        kept = len(found) > FEW and version == table.meta.version and 0 <= now - at < KEPT_S
+        kept = len(found) > FEW and version == table.meta.version and 0 <= now - at < KEPT_S * len(found)
         if not kept and (generation, at) != (self.tx.generation, now):
-            limit, version = min(self.schedule.live.current.lease_timeout_s, FRESH_S), table.meta.version
+            version, fresh_s = table.meta.version, FLEET_FRESH_S if len(self.workers.known) > FEW else FRESH_S
+            limit = min(self.schedule.live.current.lease_timeout_s, fresh_s)
             found = {}
             for (role, name), worker in self.workers.known.items():
                 if role == "producer" and worker.capacity > 0:

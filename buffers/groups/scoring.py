@@ -156,11 +156,10 @@ class Scoring:
             return [self._item(key) for key in again]
         if not self.queue.count_waiting(judge):
             return []
-        others = self.living_workers(judge) - {name}
 
         def may(key: Key) -> bool:
             failed_by = judgement(self.target.get(key[0]).samples[key[1]], judge).failed_by
-            return name not in failed_by or not others - set(failed_by)
+            return name not in failed_by or not self.living_workers(judge) - {name, *failed_by}
 
         taken = self.queue.grant(
             name, judge, request=request, max_samples=max_samples, may=may, new_token=self.tx.next_token

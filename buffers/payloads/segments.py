@@ -61,7 +61,7 @@ class Segments:
         apart: bool = False,
     ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder = folder
+        self._folder = folder.resolve()
         self._nonce = os.urandom(16).hex()
         (folder / NONCE).write_text(self._nonce)
         self._segment_bytes = segment_bytes
@@ -167,7 +167,7 @@ class Segments:
 
     def location(self) -> tuple[str, str]:
         """The folder, and the content of its file `nonce`: a learner that finds it reads records by place."""
-        return str(self._folder.resolve()), self._nonce
+        return str(self._folder), self._nonce
 
     # ------------------------------------------------------------ write
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import msgspec
-
 from asyncrl import wire
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, HandshakeError
@@ -19,18 +17,11 @@ from buffers.evaluation.evaluations import Evaluations
 from buffers.groups.machine import GroupMachine
 from buffers.payloads.dead_letters import DeadLetters
 from buffers.payloads.segments import Segments
+from buffers.service.polls import Poll
 
 MAX_WAIT_S = 30.0
 FINGERPRINT_CHARS = 200  # of what a guest says; a real one has 32
 MOST_UNCHECKED = 4096  # names that are remembered until the model of the run is known
-
-
-class Poll(msgspec.Struct):
-    """A request that waits in the service until it can be answered, at most until `until` (monotonic time)."""
-
-    call: Call
-    until: float
-    looked: bool = False  # it was asked once whether there is work
 
 
 def _read_fingerprint(config: Config) -> str:

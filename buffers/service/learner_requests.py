@@ -14,7 +14,8 @@ from asyncrl.net.responder import Call
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.run_dir import run_id
 from buffers.groups.records import ledger_of
-from buffers.service.context import Context, Poll
+from buffers.service.context import Context
+from buffers.service.polls import Poll
 from buffers.service.replies import batch_by_place, batch_reply
 
 

@@ -18,7 +18,8 @@ from asyncrl.wire import Buffer
 from asyncrl.wire.batch_arrays import decode_row
 from buffers.groups.records import Record
 from buffers.payloads import partial_samples
-from buffers.service.context import Context, Poll
+from buffers.service.context import Context
+from buffers.service.polls import Poll, Polls
 
 
 def sample_limits(config: Config, max_new_tokens: int, *, guest: bool, support: bool = False) -> wire.SampleLimits:
@@ -48,7 +49,7 @@ class ProducerRequests:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.polls: dict[str, Poll] = {}
+        self.polls = Polls(lambda ask: ask.engine_version)
         config = context.config
         self._images = ImageFolder(RunDir(config.run_dir).images)
         trained, held_out = config.sampling.max_new_tokens, evaluation_sampling(config).max_new_tokens
@@ -59,26 +60,28 @@ class ProducerRequests:
         self._held_out_limits = {guest: sample_limits(config, held_out, guest=guest) for guest in (False, True)}
 
     def look_at_polls(self) -> None:
-        """Answer the polls that have work, or whose time is over. Hundreds may wait, and every drain asks: a poll that
-        was looked at before is skipped while there is nothing for it.
-        """
+        """Answer the polls that have work, or whose time is over."""
         ended, now, machine = self.context.ended, self.context.now, self.context.machine
         works = not ended and machine.budget.fault is None
-        held_out = self.context.evaluations.table.meta.round is not None
+        held_out = works and self.context.evaluations.table.meta.round is not None
+
+        def has_work(engine_version: int) -> bool:
+            return works and machine.schedule.has_work(engine_version)
 
         def may_have_work(poll: Poll) -> bool:
-            return not poll.looked or held_out or machine.schedule.has_work(poll.call.message.engine_version)
+            return not poll.looked or held_out or has_work(poll.call.message.engine_version)
 
-        if works and any(map(may_have_work, self.polls.values())):
+        found = self.polls.to_look_at(now, has_work=has_work, everyone=ended or held_out)
+        if works and any(may_have_work(poll) for _, poll in found):
             machine.group_leases.note_waiting(
-                {name: poll.call.message.max_groups for name, poll in self.polls.items() if poll.looked}
+                {name: poll.call.message.max_groups for name, poll in found if poll.looked}
             )
-        for name, poll in list(self.polls.items()):
+        for name, poll in found:
             leases: tuple[wire.Lease, ...] = ()
             if works and may_have_work(poll):
                 leases, poll.looked = self._lease(poll.call, poll.call.message.max_groups), True
             if leases or ended or now >= poll.until:
-                del self.polls[name]
+                self.polls.remove(name)
                 self._answer(poll.call, leases, ended)
 
     def _lease(self, call: Call, max_groups: int) -> tuple[wire.Lease, ...]:
@@ -137,7 +140,7 @@ class ProducerRequests:
         if call.request <= worker.answered:  # its answer was lost, or crossed with this copy
             self._answer(call, self._lease(call, 0), ended=self.context.ended)
             return
-        self.polls[ask.producer] = self.context.poll(call, ask.wait_s)
+        self.polls.add(ask.producer, self.context.poll(call, ask.wait_s))
 
     # ------------------------------------------------------------ samples
 

@@ -15,7 +15,8 @@ from asyncrl.net.keys import is_guest
 from asyncrl.net.responder import Call
 from buffers.groups.records import Record, Sample
 from buffers.groups.scoring import ToScore
-from buffers.service.context import Context, Poll
+from buffers.service.context import Context
+from buffers.service.polls import Polls
 from buffers.service.replies import reward_reply
 
 
@@ -24,19 +25,22 @@ class RewardRequests:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.polls: dict[str, Poll] = {}
+        self.polls = Polls(lambda ask: ask.judge)
 
     def look_at_polls(self) -> None:
         """Answer the polls that have work, or whose time is over."""
         ended, now = self.context.ended, self.context.now
         queues = self.context.machine.scoring.queue, self.context.evaluations.scoring.queue
-        for name, poll in list(self.polls.items()):
+
+        def has_work(judge: str) -> bool:
+            return any(queue.count_waiting(judge) for queue in queues)
+
+        for name, poll in self.polls.to_look_at(now, has_work=has_work, everyone=ended):
             items: list[ToScore] = []
-            judge = poll.call.message.judge
-            if not poll.looked or any(queue.count_waiting(judge) for queue in queues):
+            if not poll.looked or has_work(poll.call.message.judge):
                 items, poll.looked = self._lease(poll.call), True
             if items or ended or now >= poll.until:
-                del self.polls[name]
+                self.polls.remove(name)
                 self._answer(poll.call, items, ended)
 
     def _lease(self, call: Call) -> list[ToScore]:
@@ -75,7 +79,7 @@ class RewardRequests:
         if call.request <= worker.answered:  # its answer was lost, or crossed with this copy
             self._answer(call, self._lease(call), self.context.ended)
             return
-        self.polls[ask.worker] = self.context.poll(call, ask.wait_s)
+        self.polls.add(ask.worker, self.context.poll(call, ask.wait_s))
 
     def _check_judge(self, ask: wire.RewardRequest | wire.Scores | wire.TeacherLogprobs) -> None:
         names = self.context.machine.judges.names

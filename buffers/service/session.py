@@ -35,6 +35,8 @@ class Session:
         self.store = store  # its kind, for the status
         self._polls = {"producer": producers.polls, "reward": rewards.polls}
         run = RunDir(context.config.run_dir)
+        self._run_id = run_id(context.config)
+        self._endpoints = {name: endpoint(context.config, name) for name in ("buffer", "weightsync")}
         self._roles_log = MetricsLog(run.metrics / "roles.jsonl", most_bytes=MOST_ROLES_BYTES)
         self._buffer_log = MetricsLog(run.metrics / "buffer.jsonl")
         self._sessions = 0
@@ -43,7 +45,7 @@ class Session:
         """A process introduces itself and holds nothing."""
         hello: wire.Hello = call.message
         context, machine = self.context, self.context.machine
-        mine = run_id(context.config)
+        mine = self._run_id
         if hello.schema != wire.SCHEMA:
             raise WireError("wire.schema", f"{hello.name} speaks schema {hello.schema}, this service {wire.SCHEMA}")
         if hello.run_id and hello.run_id != mine:
@@ -55,7 +57,7 @@ class Session:
             context.evaluations.greet(hello.name, hello.evaluation_rows)
         self._sessions += 1
         if hello.role in self._polls:
-            self._polls[hello.role].pop(hello.name, None)
+            self._polls[hello.role].remove(hello.name)
             machine.hello(hello.role, hello.name, pid=hello.pid, host=hello.host, now=context.now)
             context.evaluations.hello(hello.role, hello.name)
         files: tuple[str, str, int, int] = ("", "", 0, 0)
@@ -63,7 +65,7 @@ class Session:
         if hello.role in ("producer", "reward") and not context.config.network.standby:
             buffer = context.config.buffer
             files = (*context.segments.location(), min(buffer.segment_bytes, GUEST_BYTES), buffer.place_bytes)
-        endpoints = {"weightsync": endpoint(context.config, "weightsync")}
+        endpoints = {"weightsync": self._endpoints["weightsync"]}
         version = machine.table.meta.version
         welcome = wire.Welcome(mine, machine.service_epoch, self._sessions, version, endpoints, *files)
         context.answer(call, welcome)
@@ -110,13 +112,13 @@ class Session:
         discarded = sorted(context.machine.partial.discarded.items())
         extra = {
             "store": self.store,
-            "run_id": run_id(context.config),
+            "run_id": self._run_id,
             "counters": {
                 **context.counters,
                 "bad_frames": context.bad_frames,
                 **{f"discarded_checkpoints:{why}": count for why, count in discarded},
             },
-            "endpoints": {name: endpoint(context.config, name) for name in ("buffer", "weightsync")},
+            "endpoints": self._endpoints,
             "evaluation": context.evaluations.status(),
         }
         context.answer(call, wire.StatusReply(status_json(context.machine, context.evaluations, extra)))

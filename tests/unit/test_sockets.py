@@ -415,6 +415,33 @@ def test_the_heartbeats_of_a_service_tell_its_client_that_the_line_is_dead(monke
         line.close()
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the limit is Linux's")
+def test_a_service_closes_connections_that_acknowledge_nothing() -> None:
+    """The kernel does: every accepted connection has the limit."""
+    service = Echo("tcp://127.0.0.1:*")
+    requester = Requester(service.responder.address)
+    try:
+        requester.request(wire.StatusRequest(), timeout_s=60)
+        assert responder.SILENT_MS in {limit for limit in map(_user_timeout, os.listdir("/proc/self/fd")) if limit}
+    finally:
+        requester.close()
+        service.close()
+
+
+def _user_timeout(descriptor: str) -> int:
+    """In ms, of a TCP connection; 0 of anything else."""
+    try:
+        one = socket.socket(fileno=int(descriptor))
+    except OSError:
+        return 0
+    try:
+        return one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    except OSError:
+        return 0
+    finally:
+        one.detach()
+
+
 HOLES = """
 import sys
 import numpy as np
