@@ -148,6 +148,8 @@ class Batches:
                 self.late_since = (step, self.tx.now)
             too_few = len(self.table.indexes.ready) + len(self.schedule.usable(v)) < size
             if (settings.on_late == "wait" or too_few) and self.tx.now - self.late_since[1] < settings.late_timeout_s:
+                if self.leases.lose_of_silent(self.schedule.victims(u, missing)):
+                    continue
                 return False
             for number in self.schedule.victims(u, missing):
                 self._give_up(self.table.groups[number], f"not ready when step {step} needed it", waited=True)

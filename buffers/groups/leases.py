@@ -14,7 +14,7 @@ Guarantees:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from asyncrl.wire import Lease, LeaseReturn
@@ -32,6 +32,7 @@ from buffers.groups.workers import Worker, Workers
 GRACEFUL = frozenset({"stop", "stopping", "shutdown", "superseded", "swapped"})
 #: Reasons of a loss that the holder may not know of: it is asked to stop if it returns.
 UNKNOWN_TO_HOLDER = frozenset({"silent"})
+LATE_SHARE = 1 / 3  # of `lease_timeout_s`; heartbeats come at least every fifth of it
 #: Prefix of the reasons of environments (`asyncrl.environment.EnvironmentFailure`).
 ENVIRONMENT = "environment."
 REASON_CHARS = 200
@@ -319,6 +320,21 @@ class GroupLeases:
             group.token, group.holder, group.pid, group.request = 0, "", 0, 0
             group.unscored = group.ready = group.claimed = 0.0
             group.uses = []
+
+    def lose_of_silent(self, numbers: Iterable[int]) -> bool:
+        """The claim waits for these groups: their leases are lost after `LATE_SHARE` of the usual silence of the
+        producer, so that another goes on with them. Whether one was.
+        """
+        limit, now = LATE_SHARE * self.live.current.lease_timeout_s, self.tx.now
+        groups = [self.table.groups[number] for number in numbers]
+        silent = [
+            group
+            for group in groups
+            if group.holder and now - self.workers.find("producer", group.holder, now).seen > limit
+        ]
+        for group in silent:
+            self.leases.lose(group, "silent")
+        return bool(silent)
 
     def restart_abandoned(self, groups: list[Group], newest: int) -> int:
         """Restart groups with tokens of versions above `newest`: the learner went back to an older checkpoint, so these

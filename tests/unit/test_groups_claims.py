@@ -53,6 +53,24 @@ def test_wait_then_drop_late() -> None:
     assert run.lease(2) == [3]  # the place is filled again
 
 
+def test_a_late_group_of_a_silent_producer_goes_to_another_before_its_lease_ends() -> None:
+    run = Run(late_timeout_s=120.0, lease_timeout_s=30.0)
+    assert run.lease(0, 3) == [0, 1, 2]
+    token = run.g.table.groups[0].token
+    run.finish(1, 2)
+    for step in (1, 2):
+        run.claim(step)
+        run.commit(step)
+    run.now = 9.9
+    assert run.claim(3) is None and run.g.table.groups[0].holder == "p"
+    run.now = 10.1
+    assert run.claim(3) is None and run.g.table.groups[0].holder == ""
+    assert run.lease(2, 1, "other") == [0] and run.g.table.groups[0].attempt == 1
+    assert run.send(0, 0, token=token).refused == {0: "token: the lease was lost"}
+    run.finish(0)
+    assert run.claim(3) == [0]
+
+
 def test_drop_reissues_the_prompt() -> None:
     run = Run(on_late="drop", max_reissue=1)
     run.lease(0, 3)
