@@ -21,7 +21,7 @@ class EngineGap:
 
     def __init__(self, config: Config, *, say: Callable[[str], None] | None) -> None:
         self._stops = config.learner.engine_gap == "stop"
-        self._dtypes = sorted({config.model.dtype, config.producers.dtype} - {"auto"})
+        self._dtypes = sorted({config.model.dtype, config.producers.dtype, config.weightsync.quantised} - {"auto", ""})
         self._limit = max(GAP_LIMIT[name] for name in self._dtypes)
         self._say = say
         self._looks = not streams(config)

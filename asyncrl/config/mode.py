@@ -138,7 +138,8 @@ def sends_adapters(config: Config) -> bool:
     lora = config.learner.lora
     if not lora.rank or streams(config):
         return False
-    fits = config.producers.engine in TAKE_ADAPTERS and not config.weightsync.in_place
+    sync = config.weightsync
+    fits = config.producers.engine in TAKE_ADAPTERS and not sync.in_place and not sync.quantised
     return lora.publish == "adapter" or (lora.publish == "auto" and fits)
 
 

@@ -97,16 +97,11 @@ def _learner(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMem
     on_device = accelerator and learner.device != "cpu"
     states = [*_states(config, shape), *_companion_parts(config, shape)]
     working = _step_memory(config, shape)
-    sent = _sent_width(config)
     staged: list[Part] = []
     if not mode.streams(config):
-        staged = [
-            Part(
-                "staged versions",
-                2 * shape.parameters * sent // learner.ranks,
-                f"2 x {_count(shape.parameters)} x {sent} B / ranks {learner.ranks}, in /dev/shm",
-            )
-        ]
+        sent, how = _sent_bytes(config, shape)
+        where = f" / ranks {learner.ranks}, in /dev/shm"
+        staged = [Part("staged versions", 2 * sent // learner.ranks, f"2 x {how}{where}")]
     kept = learner.checkpoint_keep + learner.checkpoint_best
     trained, per = _trained_parameters(config, shape), 4 + MOMENTS[learner.optim.name]
     renewed = learner.mode in ("dpo", "kto") and learner.preference.iteration > 0
@@ -245,7 +240,20 @@ def _gathered_rows(config: Config, shape: Shape) -> list[Part]:
 
 
 def _sent_width(config: Config) -> int:
-    return BYTES[config.model.dtype if config.weightsync.dtype == "auto" else config.weightsync.dtype]
+    """Bytes of an element that is not quantised."""
+    sync = config.weightsync
+    return BYTES[config.model.dtype if sync.dtype == "auto" or sync.quantised else sync.dtype]
+
+
+def _sent_bytes(config: Config, shape: Shape) -> tuple[int, str]:
+    """Bytes of a version, and their arithmetic. Quantised: all but the embeddings has a byte per element; norms and
+    scales are left out.
+    """
+    width, every = _sent_width(config), shape.parameters
+    if not config.weightsync.quantised:
+        return every * width, f"{_count(every)} x {width} B"
+    plain = shape.embedding
+    return plain * width + every - plain, f"({_count(plain)} x {width} B + {_count(every - plain)} x 1 B)"
 
 
 def _sends_direct(config: Config) -> bool:
@@ -276,7 +284,7 @@ def _writes_rows(config: Config) -> bool:
     """Whether ranks publish their own rows (`learners.row_weights`), without room for whole tensors."""
     split, one_host = config.learner.parallel, config.cluster.learner_hosts == 1
     plain = config.learner.backend == "fsdp2" and split.tensor == split.expert == 1 and not config.learner.lora.rank
-    return plain and one_host
+    return plain and one_host and not config.weightsync.quantised
 
 
 def _engines(config: Config, shape: Shape, role: str, count: int, *, accelerator: bool) -> list[RoleMemory]:
@@ -314,6 +322,9 @@ def _engines(config: Config, shape: Shape, role: str, count: int, *, accelerator
             layer = shape.largest_layer * _sent_width(config)
             parts.append(Part("incomplete layers", layer, "tensors of a layer that wait for its last"))
     host = [_process(torch=True)]
+    if config.weightsync.quantised and config.weightsync.encoding == "delta":
+        sent, how = _sent_bytes(config, shape)
+        host.append(Part("codes", 2 * sent, f"2 x {how}, kept for deltas"))
     if staged:
         host.append(Part("weights to come", 2 * weights, f"2 x {_count(shape.parameters)} x {width} B, in /dev/shm"))
     if accelerator and producers.device != "cpu":

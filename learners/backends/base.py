@@ -30,6 +30,7 @@ from learners.batch.micro_batches import MicroBatch, Sample
 from learners.models.logprobs import TokenNumbers
 from learners.models.support import Supports
 from weightsync.encoding.adapter import AdapterConfig
+from weightsync.encoding.quantised import quantised_specs
 
 DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
 PACKING_LIMIT = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
@@ -287,8 +288,17 @@ def check_packing(together: Tensor, singles: Sequence[Tensor], dtype: str, what:
 
 
 def published_dtype(config: Config) -> str:
-    """Return the dtype of published weights: `weightsync.dtype`; for `auto` the dtype of the model."""
-    return config.model.dtype if config.weightsync.dtype == "auto" else config.weightsync.dtype
+    """Return the dtype of published weights: `weightsync.dtype`; that of the model for `auto`, and before and next to
+    quantised matrices.
+    """
+    sync = config.weightsync
+    return config.model.dtype if sync.dtype == "auto" or sync.quantised else sync.dtype
+
+
+def published_specs(specs: list[WeightSpec], config: Config) -> list[WeightSpec]:
+    """Return what is published for tensors in `published_dtype`: with quantised matrices their scales as well."""
+    kind = config.weightsync.quantised
+    return [WeightSpec(*spec) for spec in quantised_specs(specs, kind)] if kind else specs
 
 
 def tensor_bytes(tensor: Tensor, dtype: torch.dtype, *, lend: bool) -> npt.NDArray[np.uint8]:

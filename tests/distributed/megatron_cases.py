@@ -95,10 +95,23 @@ def trained(folder: Path, gang: Gang, settings: str) -> dict[str, Any]:
     start, _, names = contract.digest(backend)
     half = contract.make_backend(contract.make_config(folder, extra=f"{settings};model.dtype=bfloat16"), gang)
     narrow = {name: np.array(data).tobytes().hex() for name, data in half.iter_hf_weights()}
+    codes = quantised(half, contract.make_config(folder, extra=f"{settings};model.dtype=bfloat16;weightsync.dtype=fp8"))
     share = contract.cut(14, 1, config, gang)
     metrics = train_step(share, backend=backend, gang=gang, config=config.learner, step=1).metrics
     weights, _, _ = contract.digest(backend)
-    return {"start": start, "narrow": narrow, "names": names, "metrics": [metrics], "weights": weights}
+    return {"start": start, "narrow": narrow, "codes": codes, "names": names, "metrics": [metrics], "weights": weights}
+
+
+def quantised(backend: Any, config: Any) -> dict[str, str]:
+    """What the backend publishes with other settings (hex), in the order of its specs."""
+    before, backend._config = backend._config, config
+    try:
+        specs = [spec.name for spec in backend.weight_specs()]
+        found = {name: np.array(data).tobytes().hex() for name, data in backend.iter_hf_weights()}
+    finally:
+        backend._config = before
+    assert not found or list(found) == specs
+    return found
 
 
 def left_behind(model: Path, gang: Gang, settings: str) -> list[str]:

@@ -13,6 +13,7 @@ import backend_contract as contract
 import msgspec
 import pytest
 import ranks
+import torch
 
 from asyncrl.errors import Unavailable
 from learners.backends.base import tensor_bytes
@@ -23,6 +24,7 @@ from learners.main import publish_plans
 from learners.rank_zero import Services
 from learners.row_weights import RowWeights
 from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
+from weightsync.encoding.quantised import FORMATS, quantise_all
 from weightsync.plan.digest import PIECE_BYTES
 from weightsync.publisher import direct
 from weightsync.staging import Fill, Slot, Staging
@@ -90,6 +92,26 @@ def publish(model: Path, gang: Gang, out: Path, settings: str) -> dict[str, Any]
         if publisher.slot is not None:
             found |= {"same": bytes(slot.view) == bytes(publisher.slot.view), "digests": digests == publisher.digests}
         publisher.staging.close()
+    return found
+
+
+def quantised(model: Path, gang: Gang) -> dict[str, list[str]]:
+    """Codes and scales of the weights of all ranks, gathered, and those of the whole weights."""
+    found = {"got": list[str](), "wanted": list[str]()}
+    for kind in FORMATS:
+        backend = contract.make_backend(contract.make_config(model, extra=f"weightsync.dtype={kind}"), gang)
+        specs = backend.weight_specs()
+        sent = [(name, hashed(data)) for name, data in backend.iter_hf_weights(lambda: None)]
+        assert not gang.lead or [name for name, _ in sent] == [spec.name for spec in specs]
+        plain = contract.make_backend(contract.make_config(model), gang)
+        shapes = {spec.name: spec.shape for spec in plain.weight_specs()}
+        whole = [
+            (name, torch.from_numpy(data).view(torch.float32).view(shapes[name]))
+            for name, data in plain.iter_hf_weights()
+        ]
+        found["got"] += [text for _, text in sent]
+        for _, tensor in quantise_all(whole, kind):
+            found["wanted"].append(hashed(tensor_bytes(tensor, tensor.dtype, lend=False)))
     return found
 
 
@@ -167,4 +189,6 @@ def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
             name: publish(models[below], ranks.in_layout(gang, settings), out, settings)
             for name, (below, settings, _) in CASES[gang.size].items()
         }
-    return found | ({"failures": failures(model, gang, out)} if gang.size == 2 else {})
+    if gang.size == 2:
+        found |= {"failures": failures(model, gang, out), "quantised": quantised(models[ranks.MOE], gang)}
+    return found

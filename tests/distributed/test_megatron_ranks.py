@@ -14,6 +14,8 @@ import ranks
 import torch
 import warm
 
+from weightsync.encoding.quantised import SUFFIX, is_matrix, quantise
+
 pytest.importorskip("megatron.core")
 
 #: The first one waits for the launch of all jobs on two ranks.
@@ -71,6 +73,22 @@ def test_weights_come_in_and_go_out_bit_by_bit(found: Any, layout: str, family: 
         assert torch.tensor(result[layout]["start"][name]).equal(tensor.flatten()), name
         narrow = torch.frombuffer(bytearray.fromhex(result[layout]["narrow"][name]), dtype=torch.bfloat16)
         assert narrow.equal(tensor.flatten().bfloat16()), name
+
+
+@every_layout
+@every_family
+def test_matrices_leave_as_codes_of_the_whole_rows(found: Any, layout: str, family: str) -> None:
+    from safetensors.torch import load_file
+
+    result = found["families"][family]
+    files = load_file(Path(result["folder"]) / "model.safetensors")
+    sent = {name: bytes.fromhex(data) for name, data in result[layout]["codes"].items()}
+    matrices = [name for name, tensor in files.items() if is_matrix(name, tuple(tensor.shape))]
+    assert len(matrices) % 7 == 0 < len(matrices) and set(sent) == {*files, *(name + SUFFIX for name in matrices)}
+    for name in matrices:
+        codes, scale = quantise(files[name].bfloat16(), "fp8")
+        assert sent[name] == codes.view(torch.uint8).numpy().tobytes(), name
+        assert sent[name + SUFFIX] == scale.numpy().tobytes(), name
 
 
 def test_weights_leave_in_the_order_of_fsdp2(found: Any) -> None:

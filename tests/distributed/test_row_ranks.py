@@ -35,6 +35,12 @@ def test_buckets_are_gathered_by_turns_on_the_ranks_that_send_them(results_of: A
     assert senders == 1 or all(got["several"][:senders]), "each has one"
 
 
+def test_two_ranks_send_the_codes_of_the_whole_weights(results_of: Any) -> None:
+    """Of a mixture of experts, whose stacked parameters are sent expert by expert."""
+    got = results_of(2, "row_cases")[0]["quantised"]
+    assert got["got"] == got["wanted"] and len(set(got["got"])) > 100
+
+
 def test_a_version_is_whole_or_is_not_offered(results_of: Any) -> None:
     """Without room rank 0 raises, and the others do not wait; if one rank does not see the slot, all gather."""
     assert results_of(2, "row_cases")[0]["failures"]["said"] == ["disk.full False False None", "True False False"]

@@ -4,6 +4,7 @@ plain forward gives, and an engine on an event loop of its own."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import threading
 from collections.abc import Coroutine, Sequence
@@ -21,6 +22,7 @@ from asyncrl.config import Config, parse
 from asyncrl.engine import Engine, GenDelta, GenRequest, join_deltas
 from asyncrl.wire import Instruction, Manifest, Tensor
 from producers.engines.staged_weights import PREFIX, SHARED_MEMORY
+from weightsync.encoding.quantised import dequantise, is_matrix, quantise, quantise_all, quantised_specs
 from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
 from weightsync.plan.digest import digest_tensors
 from weightsync.receiver.transfer import Transfer
@@ -92,12 +94,26 @@ function = "unused:unused"
 
 
 @cache
-def layout(seed: int) -> tuple[tuple[Tensor, ...], Manifest, tuple[bytes, ...]]:
-    """What a publisher sends for these weights: tensors, manifest (of version 0) and the bytes of the buckets."""
-    held = dict(model_of(seed).named_parameters())
-    specs = [TensorSpec(name, "F32", tuple(value.shape)) for name, value in held.items()]
-    plan = plan_buckets(specs, bucket_bytes=BUCKET_BYTES)
-    raw = {name: value.detach().contiguous().flatten().view(torch.uint8).numpy() for name, value in held.items()}
+def decoded_model(seed: int, kind: str) -> PreTrainedModel:
+    """The model of an engine that got these weights in int8 or fp8."""
+    made = copy.deepcopy(model_of(seed))
+    with torch.no_grad():
+        for name, value in made.named_parameters():
+            if is_matrix(name, tuple(value.shape)):
+                value.copy_(dequantise(*quantise(value, kind), value.dtype))
+    return made
+
+
+@cache
+def layout(seed: int, kind: str = "") -> tuple[tuple[Tensor, ...], Manifest, tuple[bytes, ...]]:
+    """What a publisher sends for these weights: tensors, manifest (of version 0) and the bytes of the buckets. `kind`:
+    of their codes."""
+    held = {name: value.detach() for name, value in model_of(seed).named_parameters()}
+    specs = [(name, "F32", tuple(value.shape)) for name, value in held.items()]
+    if kind:
+        specs, held = list(quantised_specs(specs, kind)), dict(quantise_all(held.items(), kind))
+    plan = plan_buckets([TensorSpec(*spec) for spec in specs], bucket_bytes=BUCKET_BYTES)
+    raw = {name: value.contiguous().flatten().view(torch.uint8).numpy() for name, value in held.items()}
     buckets = [bytearray(size) for size in plan.bucket_bytes]
     for tensor in plan.tensors:
         buckets[tensor.bucket][tensor.offset : tensor.offset + tensor.nbytes] = raw[tensor.name].tobytes()
@@ -106,16 +122,16 @@ def layout(seed: int) -> tuple[tuple[Tensor, ...], Manifest, tuple[bytes, ...]]:
     return tuple(plan.tensors), manifest, tuple(bytes(bucket) for bucket in buckets)
 
 
-def manifest_of(seed: int, version: int) -> Manifest:
+def manifest_of(seed: int, version: int, kind: str = "") -> Manifest:
     """The manifest of these weights as that version."""
-    manifest = layout(seed)[1]
+    manifest = layout(seed, kind)[1]
     return Manifest(version, manifest.plan, manifest.bucket_bytes, manifest.bucket_digests, manifest.digest)
 
 
-async def stage(engine: Engine, seed: int, version: int) -> Manifest:
+async def stage(engine: Engine, seed: int, version: int, kind: str = "") -> Manifest:
     """Send a version, every bucket as a transport does (into lent room where there is some), and do not commit it."""
-    tensors, _, buckets = layout(seed)
-    manifest = manifest_of(seed, version)
+    tensors, _, buckets = layout(seed, kind)
+    manifest = manifest_of(seed, version, kind)
     await engine.begin_update(manifest, tensors)
     for number, data in enumerate(buckets):
         lend = getattr(engine, "bucket_room", lambda _number: None)
@@ -183,11 +199,12 @@ async def tokens_made(engine: Engine, more: int) -> None:
 
 @torch.inference_mode()
 def plain_logprobs(
-    seed: int, prompt: Sequence[int], tokens: npt.NDArray[np.int32], *, temperature: float = 1.0
+    seed: int, prompt: Sequence[int], tokens: npt.NDArray[np.int32], *, temperature: float = 1.0, kind: str = ""
 ) -> npt.NDArray[np.float32]:
-    """Log-probs of the tokens by one forward without a cache, f4 `[T]`."""
+    """Log-probs of the tokens by one forward without a cache, f4 `[T]`. `kind`: of an engine with decoded weights."""
     ids = torch.tensor([*prompt, *tokens.tolist()])
-    logits = model_of(seed)(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    model = decoded_model(seed, kind) if kind else model_of(seed)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     table = torch.log_softmax(logits / temperature, -1)
     found: npt.NDArray[np.float32] = table.gather(1, ids[len(prompt) :, None])[:, 0].numpy()
     return found

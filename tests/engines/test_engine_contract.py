@@ -45,6 +45,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.versions import expand
 from asyncrl.wire import Tensor
 from producers.engines.logprob_probe import check_logprobs
+from weightsync.receiver.dequantised import DequantisedEngine
 from weightsync.staging import Staging
 
 SWAPS = 8  # tries to meet samples in their middle
@@ -437,6 +438,20 @@ def test_a_slot_is_loaded_as_it_is_or_copied(bench: Bench, tmp_path: Path) -> No
     finally:
         staging.close()
     check_sample(bench.ask(PROMPTS[0])[0], version=bench.version, seed=2, prompt=PROMPTS[0])
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_codes_are_decoded_before_it_loads_them(bench: Bench, kind: str) -> None:
+    """Its log-probs are those of the decoded weights, and its digests those of the codes."""
+    receiving: Any = DequantisedEngine(bench.engine, keep=False)
+    bench.version += 1
+    manifest = bench.run(stage(receiving, 2, bench.version, kind))
+    assert bench.run(receiving.commit_update()) == manifest.digest
+    assert bench.run(receiving.attest()) in ("", manifest.digest)
+    item = bench.ask(PROMPTS[0])[0]
+    assert item.runs == ((bench.version, len(item.token_ids)),)
+    assert np.abs(plain_logprobs(2, PROMPTS[0], item.token_ids, kind=kind) - item.logprobs).max() < LIMIT
+    assert np.abs(plain_logprobs(2, PROMPTS[0], item.token_ids) - item.logprobs).max() > 10 * LIMIT
 
 
 def test_weights_of_another_model_are_refused_before_they_do_harm(bench: Bench) -> None:

@@ -191,6 +191,17 @@ def test_an_engine_far_off_stops_the_first_step(look: Callable[..., Any]) -> Non
     assert error.value.code == "config.conflict" and "engine_gap" in error.value.remedy and said == []
 
 
+def test_quantised_weights_may_be_as_far_as_bfloat16(look: Callable[..., Any]) -> None:
+    said: list[str] = []
+    gap = EngineGap(parse(BARE, overrides=["model.dtype=float32", "weightsync.dtype=fp8"]), say=said.append)
+    look(gap, 0.09, 1)
+    assert said == []
+    look(gap, 0.5, 1)
+    assert "at most 0.1 is expected of float32 and fp8" in said[0]
+    with pytest.raises(ConfigError):
+        look(gap, 1.01, 1)
+
+
 @pytest.mark.parametrize(
     ("engine_gap", "value", "step"),
     [("stop", 5e-4, 1), ("stop", 0.06, 2), ("warn", 0.06, 1)],

@@ -59,6 +59,7 @@ def test_adapters_go_to_engines_that_take_them() -> None:
     assert sends_adapters(made())
     assert not sends_adapters(config.parse(TOML + REWARD))
     assert not sends_adapters(made("weightsync.in_place=true"))
+    assert not sends_adapters(made("weightsync.dtype=int8"))
     assert not sends_adapters(made("learner.lora.publish=merged"))
     assert not sends_adapters(made("producers.engine=somebodys"))
     assert sends_adapters(made("producers.engine=somebodys", "learner.lora.publish=adapter"))

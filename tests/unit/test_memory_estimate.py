@@ -214,6 +214,17 @@ def test_ranks_of_all_hosts_share_the_states() -> None:
     assert "published tensors" not in states[0], "ranks of one host write their rows"
 
 
+def test_quantised_matrices_take_a_byte_where_versions_wait() -> None:
+    settings = {"learner.ranks": 2, "weightsync.encoding": "delta"}
+    plain, small = (made(**settings, **more) for more in ({}, {"weightsync.dtype": "int8"}))
+    embedding, every = 151936 * 896, model_shape(QWEN_05B).parameters  # type: ignore[union-attr]
+    assert parts(plain, "learner", "host", QWEN_05B)["staged versions"] == every * 2
+    sent = embedding * 2 + (every - embedding)
+    assert parts(small, "learner", "host", QWEN_05B)["staged versions"] == sent
+    assert parts(small, "producer", "host", QWEN_05B)["codes"] == 2 * sent
+    assert "published tensors" in parts(small, "learner", "device", QWEN_05B), "gathered on rank 0"
+
+
 def test_transport_direct_keeps_buckets_on_both_sides() -> None:
     direct = {"weightsync.transport": "direct", "weightsync.in_place": "true", "learner.ranks": 2}
     embedding = 151936 * 896 * 2  # in bfloat16: larger than a bucket

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from asyncrl.engine import Engine
 from asyncrl.errors import AsyncRLError, WorkError
@@ -74,15 +74,22 @@ class Attestor:
         if attest is not None:
             digest: str = await attest()
             return digest if changes == self._changes else ""
-        if getattr(self._engine, "read_bucket", None) is None:
+        return await digest_buckets(self._engine, manifest, tensors, still=lambda: changes == self._changes)
+
+
+async def digest_buckets(
+    engine: Engine, manifest: Manifest, tensors: Sequence[Tensor], *, still: Callable[[], bool] = lambda: True
+) -> str:
+    """Digest of what an engine holds, read bucket by bucket; empty if it cannot be read, or once `still` is false."""
+    if getattr(engine, "read_bucket", None) is None:
+        return ""
+    digests = []
+    for number, group in enumerate(group_by_bucket(tensors, len(manifest.bucket_bytes))):
+        bucket = bytearray(manifest.bucket_bytes[number])
+        if not await engine.read_bucket(number, memoryview(bucket)):
             return ""
-        digests = []
-        for number, group in enumerate(group_by_bucket(tensors, len(manifest.bucket_bytes))):
-            bucket = bytearray(manifest.bucket_bytes[number])
-            if not await self._engine.read_bucket(number, memoryview(bucket)):
-                return ""
-            like = manifest.bucket_digests[number]
-            digests.append(await asyncio.to_thread(bucket_digest, group, bucket, like=like))
-            if changes != self._changes:
-                return ""
-        return version_digest(digests, base=manifest.base, adapter=manifest.adapter)
+        like = manifest.bucket_digests[number]
+        digests.append(await asyncio.to_thread(bucket_digest, group, bucket, like=like))
+        if not still():
+            return ""
+    return version_digest(digests, base=manifest.base, adapter=manifest.adapter)

@@ -31,6 +31,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.engine import Engine
@@ -43,6 +44,7 @@ from weightsync.plan.buckets import check_layout
 from weightsync.plan.limits import limit_for
 from weightsync.plan.signature import is_genuine
 from weightsync.receiver.attestation import EVERY_S, Attestor
+from weightsync.receiver.dequantised import DequantisedEngine
 from weightsync.receiver.hold import POLL_S as HOLD_POLL_S
 from weightsync.receiver.hold import Hold
 from weightsync.receiver.relay_copy import Relay, RelayCopy
@@ -100,12 +102,13 @@ class Receiver:
         self.hold = Hold(lambda: -1 if self.dirty or self._attestor.committing else self.version)
         self.waited_s = 0.0  # time in the last transfer that was spent waiting
         self._address = address
-        self._engine = engine
+        decoded: Any = DequantisedEngine(engine, keep=config.encoding == "delta") if config.quantised else engine
+        self._engine: Engine = decoded
         self._name = self._given_name = name  # with a suffix if another process has the name
         self._keys = keys
         self._config = config
         self._transports = dict(transports if transports is not None else built_in_transports(config, keys=keys))
-        if config.transport != "direct" or not hasattr(engine, "receive_update"):
+        if config.transport != "direct" or not hasattr(self._engine, "receive_update"):
             self._transports.pop("direct", None)
         self._max_outage_s = max_outage_s
         self._wait_s = min(LONGEST_POLL_S, config.member_timeout_s / 4)
@@ -116,7 +119,7 @@ class Receiver:
         self._base = ""  # digest of the whole weights that the engine holds, under an adapter if there is one
         self._without: set[str] = set()  # encodings that cannot be used until the next commit
         self._unreadable = False  # the engine cannot say what it holds
-        self._attestor = Attestor(engine, self.digests, every_s=attest_every_s, name=name)
+        self._attestor = Attestor(self._engine, self.digests, every_s=attest_every_s, name=name)
         self._relay = Relay(
             relay or (lambda: make_outbox("stream", config, run_dir=Path(), keys=keys, insecure=insecure))
         )

@@ -21,6 +21,7 @@ def problems(config: Config) -> Iterator[Conflict]:
     yield from _tracker_problems(config)
     yield from _cluster_problems(config)
     yield from _direct_problems(config)
+    yield from _quantised_problems(config)
     yield from _turns_problems(config)
     yield from _each_environment(config, "environment")
     for index, one in enumerate(config.row_environment):
@@ -66,6 +67,20 @@ def _direct_problems(config: Config) -> Iterator[Conflict]:
     if learner.preference.iteration:
         what = f"{direct}: engines that miss a version get it before the next step alone"
         yield conflict("weightsync.transport", f"{what}, and learner.preference.iteration keeps it for several")
+
+
+def _quantised_problems(config: Config) -> Iterator[Conflict]:
+    """What cannot use `weightsync.dtype = "int8"` or `"fp8"`."""
+    sync = config.weightsync
+    if not sync.quantised or streams(config):
+        return
+    quantised = f"weightsync.dtype = {sync.dtype!r}"
+    if sync.transport == "direct":
+        what = f"{quantised}: transport 'direct' writes what is sent into the weights in use"
+        yield conflict("weightsync.dtype", f"{what}, which hold no codes: use another transport, or dtype 'auto'")
+    if sends_adapters(config):
+        what = f"{quantised} sends whole weights: the base of adapters would be another policy than the learner's"
+        yield conflict("learner.lora.publish", f"{what}: set learner.lora.publish = 'merged'")
 
 
 def _turns_problems(config: Config) -> Iterator[Conflict]:

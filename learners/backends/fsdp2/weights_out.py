@@ -20,14 +20,16 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.config.capabilities import MOST_SENDERS
 from asyncrl.runtime.model_tensors import Part
-from learners.backends.base import DTYPES, WeightSpec, published_dtype, tensor_bytes
+from learners.backends.base import DTYPES, WeightSpec, published_dtype, published_specs, tensor_bytes
 from learners.backends.fsdp2.gathering import PART_BYTES, Gathering, Turns, fits
 from learners.backends.fsdp2.own_rows import OwnRows
 from learners.backends.fsdp2.sharded_module import PLAIN, Sharded, View
 from learners.gang.gang import Gang
+from weightsync.encoding.quantised import quantise_all
 from weightsync.transports.pinned_copies import PinnedCopies
 
 Bytes = npt.NDArray[np.uint8]
+WHOLE = Part("", -1, 0, 0)  # of a parameter that is published as it is
 
 
 class WeightsOut:
@@ -43,21 +45,26 @@ class WeightsOut:
         self._device = gang.device
         self._dtype = DTYPES[config.model.dtype][1]
         self._sent_name, self._sent_dtype = DTYPES[published_dtype(config)]
+        self._quantised = config.weightsync.quantised
+        self._config = config
         self._pinned: PinnedCopies | None = None  # made for the first version
 
     def specs(self) -> list[WeightSpec]:
         """Root unit first, then the layers, each in the order of its modules. Experts one by one, as in folders."""
         shapes = {name: tuple(p.shape) for name, p in self._sharded.root.named_parameters()}
         names = (name for names in self._sharded.names for name in filter(self._view.name, names))
-        return [
+        found = [
             WeightSpec(sent, self._sent_name, shape)
             for name in names
             for sent, shape in self._published(name, shapes[name]).items()
         ]
+        return published_specs(found, self._config)
 
     def own_rows(self) -> OwnRows | None:
-        """Return this rank's rows of the tensors of `specs`; None for layouts other than `fits`."""
-        if self._view is not PLAIN:
+        """Return this rank's rows of the tensors of `specs`; None for layouts other than `fits`, and if matrices are
+        quantised.
+        """
+        if self._view is not PLAIN or self._quantised:
             return None
         on_device = self._row_parameters(self._device.type)
         named = on_device or self._row_parameters("cpu")  # with `cpu_offload`
@@ -73,12 +80,31 @@ class WeightsOut:
 
     def iter_bytes(self, settle: Callable[[], None] | None) -> Iterator[tuple[str, Bytes]]:
         """Yield name and bytes in the order of `specs` on rank 0; nothing on the others."""
+        if self._quantised:
+            yield from self._quantised_bytes(settle)
+            return
         for name, data in self._whole_bytes(settle):
             if name not in self._parts:
                 yield name, data
                 continue
             parts = self._parts[name]
             yield from zip(parts, data.reshape(len(parts), -1), strict=True)
+
+    def _quantised_bytes(self, settle: Callable[[], None] | None) -> Iterator[tuple[str, Bytes]]:
+        """The same with quantised matrices: on rank 0, on the device where a tensor is whole."""
+        named = self._iter_whole(settle, PART_BYTES)
+        if not self._gang.lead:
+            for _ in named:
+                pass
+            return
+        for name, tensor in quantise_all(self._split(named), self._quantised):
+            yield name, tensor_bytes(tensor, tensor.dtype, lend=False)
+
+    def _split(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the published tensors of each."""
+        for name, tensor in named:
+            for one, part in self._parts.get(name, {name: WHOLE}).items():
+                yield one, part.view(tensor.to(self._sent_dtype))
 
     def turns(self) -> Turns:
         """Return the ranks that can send buckets: rank 0 alone if a part of a gathering cannot be a bucket."""

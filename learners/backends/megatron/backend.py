@@ -38,6 +38,7 @@ from learners.backends.base import (
     WeightSpec,
     check_packing,
     published_dtype,
+    published_specs,
 )
 from learners.backends.megatron import model as models
 from learners.backends.megatron.checkpoint import Store, host_shard
@@ -48,6 +49,7 @@ from learners.batch.micro_batches import MicroBatch
 from learners.gang.gang import Gang, waiting_s
 from learners.models.logprobs import TokenNumbers
 from learners.models.policy_model import check_head
+from weightsync.encoding.quantised import quantise_all
 
 
 class MegatronBackend:
@@ -109,11 +111,13 @@ class MegatronBackend:
     def weight_specs(self) -> list[WeightSpec]:
         """First what is outside the layers, then layer by layer, experts one by one: the order of fsdp2."""
         sources = self._policy.sources(unstack=True)
-        return [WeightSpec(name, self._sent_name, some[0].part.shape) for name, some in sources.items()]
+        found = [WeightSpec(name, self._sent_name, some[0].part.shape) for name, some in sources.items()]
+        return published_specs(found, self._config)
 
     def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
         """Yield name and bytes in the order of `weight_specs` on rank 0. Nothing is lent."""
-        for name, whole in self._policy.export(self._sent_dtype, unstack=True):
+        named, kind = self._policy.export(self._sent_dtype, unstack=True), self._config.weightsync.quantised
+        for name, whole in quantise_all(named, kind) if kind else named:
             yield name, whole.view(-1).view(torch.uint8).numpy()
 
     def export_hf(self, folder: Path) -> None:
