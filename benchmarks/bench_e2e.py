@@ -3,7 +3,9 @@
     python benchmarks/bench_e2e.py [--steps 24] [--repeats 2] [--task running_sum]
 
 Reports what is trained per second between the end of step `WARM` and the last step (start-up and the first batches,
-which are all of version 0, are left out), the learner's idle share, and the ratio asynchronous / synchronous.
+which are all of version 0, are left out), the learner's idle share, the ratio asynchronous / synchronous, and where the
+learner's time goes per group. The limit of the ratio is that of a learner that never waits and trains as fast as in the
+synchronous run, where it has both cores while it trains: what is left of it went to the parts that became longer.
 Writes benchmarks/results/e2e.json.
 """
 
@@ -23,6 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 WARM = 5
+PARTS = ("wait_s", "train_s", "proximal_s", "assemble_s", "publish_s", "commit_s")
 VARIANTS = {"sync": 0, "async_1": 1, "async_2": 2, "async_4": 4}
 
 
@@ -68,7 +71,21 @@ def measure(task: str, name: str, staleness: int, steps: int) -> dict[str, float
         "lag_mean": statistics.mean(line["lag_mean"] for line in steady),
         "lag_max": max(line["lag_max"] for line in steady),
         "seconds": seconds,
+        **{part: sum(line[part] for line in steady) / sum(line["groups"] for line in steady) for part in PARTS},
     }
+
+
+def limit_shares(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """By variant: its ratio to the limit, and each part's seconds per group (medians) with the rest of the time."""
+    found = {}
+    for name, some in runs.items():
+        middle = {part: statistics.median(run[part] for run in some) for part in (*PARTS, "groups_per_s")}
+        period = 1 / middle.pop("groups_per_s")
+        found[name] = {"period_s": period, **middle, "other_s": period - sum(middle.values())}
+    busy = found["sync"]["period_s"] - found["sync"]["wait_s"]
+    for one in found.values():
+        one["of_limit"] = busy / one["period_s"]
+    return found
 
 
 def main() -> None:
@@ -89,6 +106,8 @@ def main() -> None:
     tokens = {name: statistics.median(run["tokens_per_s"] for run in found) for name, found in runs.items()}
     ratios = {name: tokens[name] / tokens["sync"] for name in VARIANTS}
     print("tokens/s against max_staleness = 0:", {name: round(ratio, 2) for name, ratio in ratios.items()})
+    shares = limit_shares(runs)
+    print("shares of the limit:", {name: round(one["of_limit"], 2) for name, one in shares.items()})
     result: dict[str, Any] = {
         "command": f"python benchmarks/bench_e2e.py --steps {args.steps} --repeats {args.repeats} --task {args.task}",
         "date": time.strftime("%Y-%m-%d"),
@@ -99,6 +118,7 @@ def main() -> None:
         },
         "versions": {name: version(name) for name in ("torch", "transformers", "pyzmq", "msgspec")},
         "runs": runs,
+        "seconds_per_group": shares,
         "tokens_per_s_ratio_to_sync": ratios,
         "learner_idle_median": {
             name: statistics.median(run["learner_idle"] for run in found) for name, found in runs.items()

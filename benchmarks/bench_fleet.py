@@ -9,7 +9,8 @@ reward workers. For each fleet (producers:reward workers):
 - joins: seconds from the first connection until all are admitted;
 - heartbeats: the service's share of its core while all producers and workers send theirs and nothing else;
 - groups/s in `--seconds`, the service's CPU per group, and the time of a submit (median, 99th percentile);
-- the same with one producer stopped (SIGSTOP) that holds leases;
+- the same with one producer stopped (SIGSTOP), from then on, and the longest time in which no step was trained: if it
+  holds a group, the others go on to the end of the staleness bound, and the group goes to another after 10 s;
 - the death of a tenth of the producers at once (SIGKILL): seconds until the last of their leases is taken from them
   (`lease_timeout_s` is 30);
 - descriptors and resident memory of the service per peer, relative to the first fleet.
@@ -253,7 +254,7 @@ def phases(
     found |= rate(fleet, observer, pid, seconds)
     stopped = fleet.processes[fleet.most][0]
     os.kill(stopped.pid, signal.SIGSTOP)
-    found |= rate(fleet, observer, pid, seconds, name="_with_one_stopped", others=slice(0, fleet.most))
+    found |= rate(fleet, observer, pid, seconds, name="_with_one_stopped", others=slice(0, fleet.most), warm_up_s=0.0)
     os.kill(stopped.pid, signal.SIGCONT)
     dying, pipe = fleet.processes[-1]
     found |= deaths(history, dying, pipe)
@@ -265,19 +266,32 @@ def phases(
 
 
 def rate(
-    fleet: Fleet, observer: ServiceClient, pid: int, seconds: float, *, name: str = "", others: slice | None = None
+    fleet: Fleet,
+    observer: ServiceClient,
+    pid: int,
+    seconds: float,
+    *,
+    name: str = "",
+    others: slice | None = None,
+    warm_up_s: float = 3.0,
 ) -> dict[str, float]:
-    """Groups and CPU of a stretch of time, after a warm-up."""
-    time.sleep(3)
+    """Groups and CPU of a stretch of time, after `warm_up_s`; and the longest time in which no step was trained."""
+    time.sleep(warm_up_s)
     fleet.tell("submits", only=others)
     scored, cpu, began = finished(observer), cpu_of(pid), time.monotonic()
-    time.sleep(seconds)
+    latest, changed, standstill = scored, began, 0.0
+    while time.monotonic() < began + seconds:
+        time.sleep(0.25)
+        if (count := finished(observer)) != latest:
+            latest, changed = count, time.monotonic()
+        standstill = max(standstill, time.monotonic() - changed)
     groups, cpu, passed = finished(observer) - scored, cpu_of(pid) - cpu, time.monotonic() - began
     submits = sorted(one for answer in fleet.tell("submits", only=others) for one in answer)
     return {
         f"groups_s{name}": groups / passed,
         f"cpu_ms_per_group{name}": 1000 * cpu / max(1, groups),
         f"core_share{name}": cpu / passed,
+        f"standstill_s{name}": standstill,
         f"submit_median_ms{name}": 1000 * statistics.median(submits),
         f"submit_p99_ms{name}": 1000 * submits[int(len(submits) * 0.99)],
     }

@@ -215,6 +215,8 @@ def _step_memory(config: Config, shape: Shape) -> list[Part]:
     of_chunk = f"3 x {chunk} tokens x {shape.vocabulary} x 4 B, and {format_bytes(kept)} of softmaxes kept"
     parts = [Part("activations", size, how), Part("logits chunk", logits + kept, of_chunk)]
     parts += _gathered_rows(config, shape)
+    if learner.backend == "fsdp2" and not learner.lora.rank:
+        parts.append(_largest_gradient(config, shape))
     if _shards(config) > 1:
         parts.append(
             Part("gathered layers", 2 * shape.largest_layer * width, f"2 x {_count(shape.largest_layer)} x {width} B")
@@ -225,6 +227,15 @@ def _step_memory(config: Config, shape: Shape) -> list[Part]:
         tensor = _largest_tensor(shape)
         parts.append(Part("published tensors", 3 * tensor * width, f"3 x {_count(tensor)} x {width} B, on rank 0"))
     return parts
+
+
+def _largest_gradient(config: Config, shape: Shape) -> Part:
+    """The tensor of the embeddings, once more: its gradient before it is added to the others' (and, of several shards,
+    the gathered tensor), then what the optimizer computes of it.
+    """
+    tensor, width = _largest_tensor(shape), BYTES[config.model.dtype]
+    each = 2 * width if _shards(config) > 1 else 4
+    return Part("largest tensor", tensor * each, f"{_count(tensor)} x {each} B, its gradient once more")
 
 
 def _gathered_rows(config: Config, shape: Shape) -> list[Part]:
