@@ -10,7 +10,7 @@ Guarantees:
 A producer counts once it has asked for work, while it is heard from. Shares decide how many groups a request gets, not
 which, and nothing of them needs to survive a restart of the service.
 
-Of more than `FEW` producers the shares are kept for a while, a quarter of a second for 1,000 (`KEPT_S`), because a pass
+Of more than `FEW` producers the shares are kept for `KEPT_S`, of more than 200 longer (0.25 s for 1,000), because a pass
 over all of them at every request would cost a fleet most of the service's time: what others lack is then a little old,
 what the asker lacks is not.
 
@@ -38,7 +38,7 @@ from buffers.groups.workers import Worker, Workers
 RESERVED_S = 2.0
 FRESH_S = 5.0  # a producer heard from within this time may ask soon
 FLEET_FRESH_S = 10.0  # of more than `FEW`, whose heartbeats may be further apart (asyncrl.net.peers)
-FEW, KEPT_S = 32, 0.00025  # for each of more than `FEW` producers
+FEW, KEPT_S, KEPT_EACH_S = 32, 0.05, 0.00025
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -151,7 +151,7 @@ class FairShare:
         """
         now, table = self.tx.now, self.schedule.table
         generation, at, version, found = self._standing
-        kept = len(found) > FEW and version == table.meta.version and 0 <= now - at < KEPT_S * len(found)
+        kept = len(found) > FEW and version == table.meta.version and 0 <= now - at < max(KEPT_S, KEPT_EACH_S * len(found))
         if not kept and (generation, at) != (self.tx.generation, now):
             version, fresh_s = table.meta.version, FLEET_FRESH_S if len(self.workers.known) > FEW else FRESH_S
             limit = min(self.schedule.live.current.lease_timeout_s, fresh_s)

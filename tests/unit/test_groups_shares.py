@@ -106,10 +106,10 @@ def test_a_fleet_shares_as_few_do_and_is_looked_at_once_in_a_while(monkeypatch: 
     run.now += 1.0
     for name in run.names:
         assert len(run.lease(0, 64, name)) == 4
-        run.now += KEPT_S / 2
+        run.now += KEPT_S / many / 2
     assert len(passes) == 1 and run.held() == [4] * many
     run.finish(*run.g.table.indexes.held["p0"])
-    run.now += KEPT_S * many
+    run.now += KEPT_S
     assert run.lease(0, 64, "p0") == [] and run.lease(0, 64, "p1") == []  # nothing is ready: all of the batch is out
 
 
