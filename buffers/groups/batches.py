@@ -11,6 +11,7 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -148,7 +149,7 @@ class Batches:
                 self.late_since = (step, self.tx.now)
             too_few = len(self.table.indexes.ready) + len(self.schedule.usable(v)) < size
             if (settings.on_late == "wait" or too_few) and self.tx.now - self.late_since[1] < settings.late_timeout_s:
-                if self.leases.lose_of_silent(self.schedule.victims(u, missing)):
+                if self.leases.take_from_silent(partial(self.schedule.victims, u, missing)):
                     continue
                 return False
             for number in self.schedule.victims(u, missing):

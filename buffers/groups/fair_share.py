@@ -10,9 +10,9 @@ Guarantees:
 A producer counts once it has asked for work, while it is heard from. Shares decide how many groups a request gets, not
 which, and nothing of them needs to survive a restart of the service.
 
-Of more than `FEW` producers the shares are kept for `KEPT_S`, of more than 200 longer (0.25 s for 1,000), because a pass
-over all of them at every request would cost a fleet most of the service's time: what others lack is then a little old,
-what the asker lacks is not.
+Of more than `FEW` producers the shares are kept for `KEPT_S`, of more than 200 longer (0.25 s for 1,000), because a
+pass over all of them at every request would cost a fleet most of the service's time: what others lack is then a little
+old, what the asker lacks is not.
 
 Example: 64 groups are ready; a and b hold nothing and can hold 64 each. The first request of a gets 32, its next one
 none, because b is expected; b gets the other 32.
@@ -151,14 +151,15 @@ class FairShare:
         """
         now, table = self.tx.now, self.schedule.table
         generation, at, version, found = self._standing
-        kept = len(found) > FEW and version == table.meta.version and 0 <= now - at < max(KEPT_S, KEPT_EACH_S * len(found))
+        limit = max(KEPT_S, KEPT_EACH_S * len(found))
+        kept = len(found) > FEW and version == table.meta.version and 0 <= now - at < limit
         if not kept and (generation, at) != (self.tx.generation, now):
             version, fresh_s = table.meta.version, FLEET_FRESH_S if len(self.workers.known) > FEW else FRESH_S
-            limit = min(self.schedule.live.current.lease_timeout_s, fresh_s)
+            fresh_s = min(self.schedule.live.current.lease_timeout_s, fresh_s)
             found = {}
             for (role, name), worker in self.workers.known.items():
                 if role == "producer" and worker.capacity > 0:
-                    held, fresh = len(table.indexes.held.get(name, ())), now - worker.seen <= limit
+                    held, fresh = len(table.indexes.held.get(name, ())), now - worker.seen <= fresh_s
                     over = worker.reserved[0] == version and now - worker.reserved[1] > RESERVED_S
                     if held or fresh:
                         expected = fresh and not over and name not in self.workers.barred

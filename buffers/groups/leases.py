@@ -14,7 +14,8 @@ Guarantees:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from asyncrl.wire import Lease, LeaseReturn
@@ -221,6 +222,7 @@ class GroupLeases:
         self.leases = leases
         self.partial = partial
         self.workers = leases.workers
+        self._looked = -math.inf  # for silent producers
 
     def lease(self, producer: str, *, engine_version: int, max_groups: int, request: int) -> tuple[Lease, ...]:
         """The groups that this producer generates next, maybe none."""
@@ -321,20 +323,20 @@ class GroupLeases:
             group.unscored = group.ready = group.claimed = 0.0
             group.uses = []
 
-    def lose_of_silent(self, numbers: Iterable[int]) -> bool:
-        """The claim waits for these groups: their leases are lost after `LATE_SHARE` of the usual silence of the
-        producer, so that another goes on with them. Whether one was.
+    def take_from_silent(self, late: Callable[[], Iterable[int]]) -> bool:
+        """A claim waits for the groups `late()`: those whose producers have been silent for `LATE_SHARE` of the time
+        that costs a lease go to others. Whether one did. Every drain asks, so it looks once a second.
         """
-        limit, now = LATE_SHARE * self.live.current.lease_timeout_s, self.tx.now
-        groups = [self.table.groups[number] for number in numbers]
-        silent = [
-            group
-            for group in groups
-            if group.holder and now - self.workers.find("producer", group.holder, now).seen > limit
-        ]
-        for group in silent:
-            self.leases.lose(group, "silent")
-        return bool(silent)
+        now, limit = self.tx.now, LATE_SHARE * self.live.current.lease_timeout_s
+        if 0 <= now - self._looked < 1.0:
+            return False
+        self._looked = now
+        names = {name for name, ids in self.table.indexes.held.items() if ids}
+        silent = {name for name in names if now - self.workers.find("producer", name, now).seen > limit}
+        lost = [number for number in late() if self.table.groups[number].holder in silent] if silent else []
+        for number in lost:
+            self.leases.lose(self.table.groups[number], "silent")
+        return bool(lost)
 
     def restart_abandoned(self, groups: list[Group], newest: int) -> int:
         """Restart groups with tokens of versions above `newest`: the learner went back to an older checkpoint, so these

@@ -61,7 +61,7 @@ def test_a_late_group_of_a_silent_producer_goes_to_another_before_its_lease_ends
     for step in (1, 2):
         run.claim(step)
         run.commit(step)
-    run.now = 9.9
+    run.now = 9.0
     assert run.claim(3) is None and run.g.table.groups[0].holder == "p"
     run.now = 10.1
     assert run.claim(3) is None and run.g.table.groups[0].holder == ""
