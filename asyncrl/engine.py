@@ -103,6 +103,21 @@ class EngineHealth(msgspec.Struct, frozen=True):
     kv_used: float = 0.0  # used share of the KV cache
     paused: bool = False
     preempted: int = 0  # preempted samples (the KV cache was full), recomputed later; since the start
+    drafted: int = 0  # draft tokens that were fed, and those that came true; since the start
+    accepted_drafts: int = 0
+
+    def numbers(self) -> dict[str, float]:
+        """Numbers of a heartbeat, by catalogue name."""
+        drafts = {"drafted_tokens": self.drafted, "accepted_drafts": self.accepted_drafts} if self.drafted else {}
+        return {
+            "generated_tokens": self.generated_tokens,
+            "kv_used": self.kv_used,
+            "preempted_samples": self.preempted,
+            "live_slots": self.running,
+            "engine_version": self.version,
+            "swap_s": self.swap_s,
+            **drafts,
+        }
 
 
 class EngineCapabilities(msgspec.Struct, frozen=True):

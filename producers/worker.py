@@ -367,17 +367,12 @@ class Producer:
         self._version = health.version
         return {
             "busy_share": min(1.0, (health.busy_s - busy) / max(1e-9, now - then)),
-            "generated_tokens": health.generated_tokens,
+            **health.numbers(),
             "generated_samples": self.samples,
             "groups_in_flight": len(self.work),
             "samples_in_flight": self.capacity.leased_samples,
             "held_tokens": self.capacity.tokens_per_sample,
-            "kv_used": health.kv_used,
-            "preempted_samples": health.preempted,
-            "live_slots": health.running,
-            "engine_version": health.version,
             "swaps": self._swaps,
-            "swap_s": health.swap_s,
             "refused_samples": self.refused,
             "continued_samples": self.continued,
             "saved_tokens": self.saved_tokens,

@@ -164,6 +164,8 @@ CATALOGUE: dict[str, Metric] = {
     "held_tokens": Metric("tokens", "producer", "mean KV cache per sample in progress"),
     "kv_used": Metric("share", "producer", "used share of the engine's KV cache"),
     "preempted_samples": Metric("samples", "producer", "preempted because the KV cache was full, since the start"),
+    "drafted_tokens": Metric("tokens", "producer", "draft tokens fed (producers.speculative_tokens), since the start"),
+    "accepted_drafts": Metric("tokens", "producer", "draft tokens that came true, since the start"),
     "live_slots": Metric("samples", "producer", "samples being decoded now"),
     "engine_version": Metric("1", "producer", "version of the weights in the engine"),
     "swaps": Metric("1", "producer", "weight versions taken since the start"),

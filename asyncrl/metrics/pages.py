@@ -26,7 +26,7 @@ SPEED = frozenset({
     "model_flops", "tflops_per_device", "mfu", "mfu_step", "memory_bytes", "memory_peak_bytes", "busy_share",
     "generated_tokens", "generated_samples", "groups_in_flight", "samples_in_flight", "held_tokens", "kv_used",
     "live_slots", "swap_s", "scored_samples", "reward_call_s", "ingest_bytes", "round_s", "round_bytes",
-    "carried_bytes", "saved_tokens", "call_s",
+    "carried_bytes", "saved_tokens", "call_s", "drafted_tokens", "accepted_drafts",
 })  # fmt: skip
 FAULTS = frozenset({
     "dropped", "dead", "over_bound_groups", "replayed", "checkpoint_failures", "refused_samples", "failed_rewards",

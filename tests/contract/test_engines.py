@@ -355,6 +355,8 @@ def test_swap_in_flight_has_exact_runs(
     assert max(fed, default=0) == drafts
     assert [sent == held for sent, held in digests] == [True, True] and digests[0] != digests[1]
     assert health.version == 4 and health.swap_s > 0
+    assert ("drafted_tokens" in health.numbers()) is (health.drafted > 0) is (drafts > 0)
+    assert 0 <= health.accepted_drafts <= health.drafted
     mixed = [item for item in group.values() if len(item.runs) == 2]
     assert len(mixed) >= 4, "the swap came after the samples had ended"
     for item in group.values():

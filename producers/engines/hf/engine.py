@@ -154,6 +154,8 @@ class HFEngine:
             detail=thread.failure.message if thread.failure else self._detail,
             kv_used=decoder.table.held_tokens / (decoder.table.slots * self._max_len),
             paused=decoder.paused,
+            drafted=decoder.drafter.drafted if decoder.drafter else 0,
+            accepted_drafts=decoder.drafter.accepted if decoder.drafter else 0,
         )
 
     def capabilities(self) -> EngineCapabilities:
