@@ -388,6 +388,7 @@ PAGES = {
     "cli.md": command_line,
     "images/architecture-imports.svg": architecture_drawing,
     **{f"images/gallery-{name}.svg": draw for name, draw in load_script("draw_gallery").PICTURES.items()},
+    **{f"images/growth-{name}.svg": draw for name, draw in load_script("draw_growth").PICTURES.items()},
     **{f"images/{name}.svg": draw for name, draw in load_script("draw_mechanisms").PICTURES.items()},
 }
 
