@@ -257,6 +257,7 @@ def phases(
     found |= rate(fleet, observer, pid, seconds, name="_with_one_stopped", others=slice(0, fleet.most), warm_up_s=0.0)
     os.kill(stopped.pid, signal.SIGCONT)
     dying, pipe = fleet.processes[-1]
+    fleet.tell("rest")  # otherwise the others take what there is
     found |= deaths(history, dying, pipe)
     ended.set()
     learner.join(60)
@@ -299,8 +300,6 @@ def rate(
 
 def deaths(history: Path, dying: Any, pipe: Connection) -> dict[str, float]:
     """A process of producers that hold leases is killed: when the last of these is lost."""
-    pipe.send("rest")
-    pipe.recv()
     time.sleep(3)
     pipe.send("hold")
     held = pipe.recv()
