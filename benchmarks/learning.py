@@ -105,7 +105,7 @@ def run_whole(task: str, settings: tuple[str, ...], *, steps: int, seed: int) ->
     options = [word for setting in (*base, *settings) for word in ("--set", setting)]
     command = [sys.executable, "-m", "asyncrl", "launch", "all", "configs/quickstart.toml", *options]
     began = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=7200, check=False)
     metrics = folder / "metrics" / "learner.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     audit = subprocess.run(
