@@ -33,7 +33,7 @@ from buffers.groups.workers import Worker, Workers
 GRACEFUL = frozenset({"stop", "stopping", "shutdown", "superseded", "swapped"})
 #: Reasons of a loss that the holder may not know of: it is asked to stop if it returns.
 UNKNOWN_TO_HOLDER = frozenset({"silent"})
-LATE_SHARE = 1 / 3  # of `lease_timeout_s`; heartbeats come at least every fifth of it
+LATE_SHARE, LATE_LEAST_S = 1 / 3, 5.0  # of `lease_timeout_s`; some heartbeats of a producer that is busy come late
 #: Prefix of the reasons of environments (`asyncrl.environment.EnvironmentFailure`).
 ENVIRONMENT = "environment."
 REASON_CHARS = 200
@@ -327,7 +327,7 @@ class GroupLeases:
         """A claim waits for the groups `late()`: those whose producers have been silent for `LATE_SHARE` of the time
         that costs a lease go to others. Whether one did. Every drain asks, so it looks once a second.
         """
-        now, limit = self.tx.now, LATE_SHARE * self.live.current.lease_timeout_s
+        now, limit = self.tx.now, max(LATE_LEAST_S, LATE_SHARE * self.live.current.lease_timeout_s)
         if 0 <= now - self._looked < 1.0:
             return False
         self._looked = now
