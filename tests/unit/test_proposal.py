@@ -137,7 +137,7 @@ def test_sizes_follow_the_memory_of_the_accelerators(place: Path, monkeypatch: p
     assert device_memory("cuda") == 16384 << 20
     roomy, share = slots(81559, 2)
     assert roomy == 128 and share <= SHARE
-    for mib, devices in ((16384, 2), (18432, 1)):
+    for mib, devices in ((16384, 2), (20480, 1)):
         fewer, share = slots(mib, devices)
         assert 8 <= fewer < 128 and share <= SHARE, (mib, devices, fewer, share)
     tool.write_text("#!/bin/sh\nexit 9\n")
