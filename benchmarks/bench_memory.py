@@ -86,7 +86,10 @@ def run(folder: Path, dtype: str, tokens: int) -> dict[str, Any]:
                 of = peaks.setdefault(line["role"], {})
                 of[kind] = max(of.get(kind, 0), size)
         time.sleep(0.05)
-    if process.wait(timeout=60):
+    if process.poll() is None:
+        process.kill()
+        raise SystemExit(f"the run took longer than {LIMIT_S:g} s; see {folder}")
+    if process.returncode:
         raise SystemExit(f"the run ended with {process.returncode}; see {folder}")
     steps = [json.loads(line) for line in (folder / "run" / "metrics" / "learner.jsonl").read_text().splitlines()]
     found: dict[str, Any] = {"first_step_s": round(steps[0]["t"] - began, 1), "run_s": round(time.time() - began, 1)}
