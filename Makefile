@@ -7,7 +7,7 @@ ASIDE := $(VENV)/aside/.installed
 TEST_WORKERS ?= 3
 LONG_WORKERS ?= 2
 # A run that hangs ends with its results so far.
-TEST_LIMIT_S ?= 2800
+TEST_LIMIT_S ?= 3300
 LONG_LIMIT_S ?= 2400
 RUN_TESTS = PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60
 export OMP_NUM_THREADS ?= 1
@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM = false
 # Every process of a run would compile the modules again, and every worker of the tests the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo recipe-reasoning test test-long test-node check check-docker unit chaos mutation fuzz install clean redis bwrap bench bench-learner docs screenshots docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers test-openenv test-verifiers
+.PHONY: demo recipe-reasoning test test-long test-node check check-docker unit chaos mutation fuzz install clean redis bwrap bench bench-learner docs screenshots docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers test-openenv test-nemo-gym test-verifiers
 
 install: $(STAMP)
 
@@ -108,6 +108,18 @@ test-openenv: $(STAMP)
 	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
 	.venv-openenv/bin/pip install -q --disable-pip-version-check "openenv-core>=0.3,<0.4"
 	timeout --foreground -s INT -k 60 600 $(BIN)/python -m pytest -n 0 tests/unit/test_openenv.py tests/e2e/test_openenv_run.py
+
+# The environment `nemo_gym` with resources servers of NeMo-Gym, which needs Python 3.12, and their example rows. Its
+# wheel requires Ray's dashboard, MLflow and datasets too, for what is not a server; these are what servers import.
+NEMO_GYM_PYTHON ?= python3.12
+NEMO_GYM = "openai<=2.7.2" fastapi uvicorn itsdangerous pydantic omegaconf hydra-core rich ray requests aiohttp orjson \
+	pandas wandb yappi gprof2dot pydot
+
+test-nemo-gym: $(STAMP)
+	test -x .venv-nemo-gym/bin/python || $(NEMO_GYM_PYTHON) -m venv .venv-nemo-gym
+	.venv-nemo-gym/bin/pip install -q --disable-pip-version-check $(NEMO_GYM)
+	.venv-nemo-gym/bin/pip install -q --disable-pip-version-check --no-deps "nemo-gym>=0.4,<0.5"
+	timeout --foreground -s INT -k 60 900 $(BIN)/python -m pytest -n 0 tests/unit/test_nemo_gym.py tests/e2e/test_nemo_gym_run.py
 
 # An environment of verifiers 0.4, which pins another mcp and openai, plays a run through the agents' endpoint.
 test-verifiers: $(STAMP)
@@ -229,5 +241,5 @@ test-sglang: $(STAMP) $(SGLANG_STAMP)
 		tests/engines/test_turn_parsers.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRL_VENV) $(TRACKERS_VENV) .venv-openenv .venv-verifiers .redis runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRL_VENV) $(TRACKERS_VENV) .venv-openenv .venv-nemo-gym .venv-verifiers .redis runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -53,6 +53,7 @@ class Turn(msgspec.Struct, frozen=True):
     calls: tuple[ToolCall, ...] = ()
     malformed: tuple[str, ...] = ()  # why calls cannot be parsed
     number: int = 0  # number of the turn in the session, from 0
+    answer: str = ""  # the text without reasoning (environment.reasoning_parser) and calls
 
     @property
     def over(self) -> bool:
@@ -84,7 +85,7 @@ class Chat(Protocol):
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """The schemas of the configured tools."""
+        """The schemas of the configured tools and of those in the row's prompt."""
 
     async def say(self, observation: Observation = None, *, max_new_tokens: int = 0) -> Turn:
         """Show something, then let the policy speak (0: up to the room that is left)."""
@@ -100,8 +101,10 @@ class Chat(Protocol):
     def reward(self, value: float, *, turn: int = -1) -> None:
         """Reward a past turn (-1: the last one). The sample's reward is the sum of these rewards and the result."""
 
-    async def call(self, turn: Turn) -> list[Message]:
-        """Run the tool calls of a turn within their limits; one message per call, errors included."""
+    async def call(self, turn: Turn, *, tools: Mapping[str, Any] = {}) -> list[Message]:
+        """Run the tool calls of a turn within their limits; one message per call, errors included. `tools`: those that
+        the environment has for this sample by name, each with `async def call(arguments) -> str`.
+        """
 
     @property
     def policy(self) -> str:

@@ -76,6 +76,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "tools": "producers.environments.tools:play",
         "gymnasium": "producers.environments.gymnasium:GymEnvironment",
         "openenv": "producers.environments.openenv:OpenEnvironment",
+        "nemo_gym": "producers.environments.nemo_gym:NemoGym",
         "verifiers": "producers.environments.verifiers:VerifiersRollout",
         "agent": "producers.agents.environment:Agents",
     },
@@ -84,6 +85,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "python": "producers.tools.python:PythonTool",
         "shell": "producers.tools.python:ShellTool",
         "search": "producers.tools.search:SearchTool",
+        "browser": "producers.tools.browser:BrowserTools",
         "mcp": "producers.tools.mcp:MCPTools",
     },
     "asyncrl.tool_parsers": {

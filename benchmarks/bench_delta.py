@@ -196,7 +196,7 @@ def run_trace(given: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {"task": given.task, "model": given.model.name, "by_lr": []}
     first = Trace(0.0, given.steps, given.prompts, given.samples, given.new_tokens)
     config = settings(given.task, given.model, first)
-    torch.set_num_threads(config.learner.threads)
+    torch.set_num_threads(config.learner.torch_threads)
     gang = Gang.join(config)
     report["setting"] = msgspec.structs.asdict(first) | {"beta2": config.learner.optim.beta2}
     del report["setting"]["lr"]

@@ -4,8 +4,13 @@
 
 Reports what is trained per second between the end of step `WARM` and the last step (start-up and the first batches,
 which are all of version 0, are left out), the learner's idle share, the ratio asynchronous / synchronous, and where the
-learner's time goes per group. The limit of the ratio is that of a learner that never waits and trains as fast as in the
-synchronous run, where it has both cores while it trains: what is left of it went to the parts that became longer.
+learner's time goes per group. Two limits:
+
+- `of_limit`: a learner that never waits and trains as fast as in the synchronous run, where nothing else runs while it
+  trains;
+- `of_cores`: all cores are busy all the time, and a group costs the time of the CPUs that it costs in the synchronous
+  run (all processes of the run, from step `WARM` to the last).
+
 Writes benchmarks/results/e2e.json.
 """
 
@@ -13,11 +18,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 WARM = 5
+CORES = os.cpu_count() or 1
 PARTS = ("wait_s", "train_s", "proximal_s", "assemble_s", "publish_s", "commit_s")
 VARIANTS = {"sync": 0, "async_1": 1, "async_2": 2, "async_4": 4}
 
@@ -55,10 +64,23 @@ def measure(task: str, name: str, staleness: int, steps: int) -> dict[str, float
     ]
     words = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-m", "asyncrl", "launch", "all", "configs/quickstart.toml", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stdout[-3000:]}\n{done.stderr[-2000:]}")
-    lines = [json.loads(line) for line in (folder / "metrics" / "learner.jsonl").read_text().splitlines()]
+    metrics, cpu = folder / "metrics" / "learner.jsonl", dict[int, float]()
+    with tempfile.TemporaryFile("w+") as said:
+        run = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said, text=True, start_new_session=True)
+        deadline = time.monotonic() + 900
+        while run.poll() is None:
+            trained = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+            if trained >= (steps if cpu else WARM) and len(cpu) < 2:
+                cpu[trained] = cpu_of_tree(run.pid)
+            time.sleep(0.02)
+            if time.monotonic() > deadline:
+                os.killpg(run.pid, signal.SIGKILL)
+        if run.returncode or len(cpu) < 2:
+            said.seek(0)
+            raise SystemExit(f"{name} failed:\n{said.read()[-5000:]}")
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    (_, before), (_, after) = cpu.items()
+    counted = sum(line["groups"] for line in lines[min(cpu) : max(cpu)])
     first, last = lines[WARM - 1], lines[-1]
     seconds = last["t"] - first["t"]
     steady = lines[WARM:]
@@ -71,20 +93,39 @@ def measure(task: str, name: str, staleness: int, steps: int) -> dict[str, float
         "lag_mean": statistics.mean(line["lag_mean"] for line in steady),
         "lag_max": max(line["lag_max"] for line in steady),
         "seconds": seconds,
+        "cpu_s": (after - before) / counted,
         **{part: sum(line[part] for line in steady) / sum(line["groups"] for line in steady) for part in PARTS},
     }
+
+
+def cpu_of_tree(root: int) -> float:
+    """Seconds of CPU time of a process and its living descendants, with those of their children that ended."""
+    parents, ticks = dict[int, int](), dict[int, int]()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        parents[int(path.parent.name)] = int(fields[1])
+        ticks[int(path.parent.name)] = sum(map(int, fields[11:15]))
+
+    def belongs(process: int) -> bool:
+        return process == root or (process in parents and belongs(parents[process]))
+
+    return sum(count for process, count in ticks.items() if belongs(process)) / os.sysconf("SC_CLK_TCK")
 
 
 def limit_shares(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
     """By variant: its ratio to the limit, and each part's seconds per group (medians) with the rest of the time."""
     found = {}
     for name, some in runs.items():
-        middle = {part: statistics.median(run[part] for run in some) for part in (*PARTS, "groups_per_s")}
-        period = 1 / middle.pop("groups_per_s")
-        found[name] = {"period_s": period, **middle, "other_s": period - sum(middle.values())}
+        middle = {part: statistics.median(run[part] for run in some) for part in (*PARTS, "groups_per_s", "cpu_s")}
+        period, cpu = 1 / middle.pop("groups_per_s"), middle.pop("cpu_s")
+        found[name] = {"period_s": period, **middle, "other_s": period - sum(middle.values()), "cpu_s": cpu}
     busy = found["sync"]["period_s"] - found["sync"]["wait_s"]
     for one in found.values():
         one["of_limit"] = busy / one["period_s"]
+        one["of_cores"] = found["sync"]["cpu_s"] / CORES / one["period_s"]
     return found
 
 
@@ -107,12 +148,13 @@ def main() -> None:
     ratios = {name: tokens[name] / tokens["sync"] for name in VARIANTS}
     print("tokens/s against max_staleness = 0:", {name: round(ratio, 2) for name, ratio in ratios.items()})
     shares = limit_shares(runs)
-    print("shares of the limit:", {name: round(one["of_limit"], 2) for name, one in shares.items()})
+    for limit in ("of_limit", "of_cores"):
+        print(limit, {name: round(one[limit], 2) for name, one in shares.items()})
     result: dict[str, Any] = {
         "command": f"python benchmarks/bench_e2e.py --steps {args.steps} --repeats {args.repeats} --task {args.task}",
         "date": time.strftime("%Y-%m-%d"),
         "machine": {
-            "cpus": __import__("os").cpu_count(),
+            "cpus": CORES,
             "arch": platform.machine(),
             "python": platform.python_version(),
         },

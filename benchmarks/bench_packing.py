@@ -237,7 +237,7 @@ def main() -> None:
         parameters = count_parameters(model)
         save_model(folder, model)
         config = make_config(folder, setting, [])
-        torch.set_num_threads(config.learner.threads)  # as the learner's process does on a CPU
+        torch.set_num_threads(config.learner.torch_threads)  # as the learner's process does on a CPU
         gang = Gang.join(config)
         for sigma in SIGMAS:
             rows.append(found := measure(setting, sigma, folder, gang, vocabulary))

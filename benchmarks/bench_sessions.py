@@ -77,21 +77,27 @@ def play(decoder: Decoder) -> tuple[float, dict[str, list[int]]]:
     return time.perf_counter() - began, found
 
 
-def main() -> None:
-    """Measure."""
+def make_model(longest: int) -> Any:
+    """Random weights, for contexts of this many tokens, on one thread."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8}
     shape = Qwen3Config(
-        vocab_size=VOCABULARY, num_key_value_heads=4, head_dim=32, max_position_embeddings=2 * MAX_LEN, **sizes
+        vocab_size=VOCABULARY, num_key_value_heads=4, head_dim=32, max_position_embeddings=longest, **sizes
     )
     model = Qwen3ForCausalLM._from_config(shape, attn_implementation="sdpa").eval()
     attention.install(model)
+    return model
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
+    model = make_model(2 * MAX_LEN)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     prompts: dict[bool, int] = {}
     same = total = 0

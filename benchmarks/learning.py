@@ -383,10 +383,10 @@ def preset_rows(runs: list[tuple[list[str], dict[str, Any]]]) -> list[str]:
 
 def acting(runs: Iterable[dict[str, Any]]) -> str:
     """The largest mean share of tokens that a clip, gate or truncation changed."""
+    lines = [line for run in runs for line in run["log"]]
     shares = {
-        name: statistics.fmean(line.get(name, 0.0) for run in runs for line in run["log"])
+        name: statistics.fmean(line.get(name, 0.0) for line in lines)
         for name in ("clip_share", "gated_share", "tis_capped_share")
-        for runs in [list(runs)]
     }
     name, share = max(shares.items(), key=lambda pair: pair[1])
     return f"`{name}` {share:.4f}" if share else "-"

@@ -26,21 +26,25 @@ from asyncrl.runtime.role import RoleArgs, Stop, run, run_key
 from asyncrl.runtime.run_dir import RunDir
 
 HEARTBEAT_TIMEOUT_S = 4.0
-MAPPED_BYTES = 1 << 20  # tensors of this size go back to the system when they are freed
+MAPPED_BYTES = 1 << 20  # a large model's tensors of this size go back to the system when they are freed
 
 
 def body(args: RoleArgs, config: Config, stop: Stop) -> None:
     """Report signs of life from the end of the heavy imports on, and train."""
     import torch
 
-    from asyncrl.net.frames import keep_memory
+    from asyncrl.net.frames import keep_memory, keep_tensors
+    from asyncrl.preflight.threads import is_large
 
     rank = int(os.environ.get("RANK", "0"))
     name = f"{args.name}-rank{rank}" if rank else args.name
     sign = Sign(RunDir(config.run_dir).alive, role="learner", name=name)
-    torch.set_num_threads(config.learner.threads)
-    # Else activations of a CPU's step leave holes in the heap: measured, a quarter more memory at the peak.
-    keep_memory(mapped_bytes=MAPPED_BYTES)
+    torch.set_num_threads(config.learner.torch_threads)
+    if is_large(config.model.path):
+        # On a CPU activations would leave holes in the heap: measured, a quarter more memory at the peak.
+        keep_memory(mapped_bytes=MAPPED_BYTES)
+    else:
+        keep_tensors()
     with Ticker(sign, every_s=config.log.heartbeat_s, waits=lambda: "its model to load") as ticker:
         _train(args, config, stop, ticker)
 

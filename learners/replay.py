@@ -23,7 +23,7 @@ import msgspec
 
 from asyncrl.config import Config, load
 from asyncrl.errors import AsyncRLError
-from asyncrl.metrics import CATALOGUE
+from asyncrl.metrics import CATALOGUE, open_lines
 from asyncrl.runs.replay_report import END, LINES, PLAN, Done, End, Plan, Step
 from asyncrl.runs.score_file import GroupScores, read_scores, responses_digest
 from asyncrl.runtime import batch_file
@@ -54,7 +54,7 @@ def body(args: RoleArgs, config: Config, stop: Stop) -> None:
     from learners.gang.gang import Gang
     from learners.main import _quiet
 
-    torch.set_num_threads(config.learner.threads)
+    torch.set_num_threads(config.learner.torch_threads)
     _quiet()
     out = RunDir(config.run_dir).root
     plan = msgspec.json.decode((out / PLAN).read_bytes(), type=Plan)
@@ -214,7 +214,7 @@ class Replay:
         digest = self._digest(step.step)
         if self._gang.lead:
             line = Done(step.step, digest, _numbers(runner.stats, result), result.skipped, tuple(self._left_out))
-            with (self._out / LINES).open("ab", buffering=0) as file:
+            with open_lines(self._out / LINES) as file:
                 file.write(msgspec.json.encode(line) + b"\n")
             print(f"replay: step {step.step}: {digest}", flush=True)
 

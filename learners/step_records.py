@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.metrics import MetricsLog
+from asyncrl.metrics import MetricsLog, open_lines
 from asyncrl.runtime.run_dir import RunDir
 from learners.batch import sample_log
 
@@ -74,12 +74,12 @@ class StepRecords:
         logprobs: Mapping[int, list[float]],
     ) -> None:
         if groups is not None:
-            with self._groups.open("ab", buffering=0) as file:
+            with open_lines(self._groups) as file:
                 file.write(msgspec.json.encode({"t": time.time(), **groups}) + b"\n")
         self._log.write(values, groups_of_step=[group.group for group in batch.groups])
         if self.tracker is not None:
             self.tracker.log({**batch.ledger, **values}, step=batch.step)
-        with self._samples.open("ab", buffering=0) as file:
+        with open_lines(self._samples) as file:
             for line in sample_log.lines(batch, self._config.log.samples_per_step, self._decode, logprobs):
                 file.write(msgspec.json.encode(line) + b"\n")
 

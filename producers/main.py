@@ -19,7 +19,7 @@ from asyncrl.config.mode import demonstrates, streams
 from asyncrl.device_turn import DeviceTurn
 from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.net.frames import keep_memory
+from asyncrl.net.frames import keep_tensors
 from asyncrl.plugins import find
 from asyncrl.process_plan.interpreters import own_url
 from asyncrl.runtime import role
@@ -178,7 +178,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop, *, evalu
 
 
 def body(args: role.RoleArgs, config: Config, stop: role.Stop, *, evaluates: bool = False) -> None:
-    keep_memory()  # payloads are made and freed all the time
+    keep_tensors()
     asyncio.run(produce(args, config, stop, evaluates=evaluates))
 
 

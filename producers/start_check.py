@@ -32,6 +32,7 @@ from asyncrl.images.model_inputs import open_inputs
 from asyncrl.images.rows import takes_images
 from asyncrl.runtime.start_report import read_settings, say, say_error
 from producers.data.evaluation_prompts import HeldOutPrompts
+from producers.data.prompt_forms import split_prompt
 from producers.data.prompts import BadPrompt, Prompts, Row, encode_prompt
 from producers.data.tokenizer import Tokenizer
 from producers.engines.dataset import encode_row
@@ -220,11 +221,11 @@ class StartCheck:
         """The first prompt as the policy reads it."""
         assert self.tokenizer is not None
         ids, _ = self.encode(row, tuple(self.images[digest] for digest in image_digests(row)))
-        prompt = row.get(self.config.data.prompt_key)
+        prompt, own = split_prompt(row.get(self.config.data.prompt_key))
         text = (
             prompt
             if isinstance(prompt, str)
-            else self.tokenizer.render_chat(prompt or [], opened=True, tools=self.tools_for(row))
+            else self.tokenizer.render_chat(prompt or [], opened=True, tools=(*self.tools_for(row), *own))
         )
         say("finding", "first prompt", _short(text), f"{len(ids)} tokens")
 

@@ -20,6 +20,7 @@ from producers.rollout.rollout import Finished
 
 ASCII = "".join(map(chr, range(32, 127))) + "\n"
 CHATML = calculator.TEMPLATE
+TOOLS_SHOWN = "{% if tools %}<bos>tools\n{{ tools | tojson }}<eos>\n{% endif %}" + CHATML
 #: As Qwen3's: reasoning is shown in answers behind the last question alone, an empty one where there is none.
 REASONING = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"

@@ -13,6 +13,7 @@ import pytest
 
 from asyncrl.errors import AsyncRLError
 from producers.sandbox import SandboxLimits, open_sandbox
+from producers.sandbox.chromium import find_chromium
 
 
 @functools.cache
@@ -58,3 +59,11 @@ def served(limits: SandboxLimits) -> Iterator[str]:
         process.terminate()
         process.wait(timeout=60)
         process.stdout.close()
+
+
+def needs_browser() -> None:
+    """Skip the test with the reason where no browser is installed."""
+    try:
+        find_chromium()
+    except AsyncRLError as error:
+        pytest.skip(error.message)

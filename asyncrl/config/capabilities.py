@@ -27,6 +27,7 @@ from asyncrl.config.model_facts import (
     find_cap,
     find_head_scale,
     find_senses,
+    find_state,
     find_variant,
     list_senses,
 )
@@ -160,27 +161,27 @@ FEATURES: dict[str, Feature] = {
     "varlen_float32": Feature(
         "`model.attn_implementation = \"varlen\"` in float32", "model.attn_implementation",
         lambda c, _: "model.attn_implementation = 'varlen' with model.dtype = 'float32'"
-        if (c.model.attn_implementation, c.model.dtype) == ("varlen", "float32") else "",
-    ),
+        if (c.model.attn_implementation, c.model.dtype) == ("varlen", "float32") else ""),
     "sequence_parallel": _switch("learner.megatron.sequence_parallel"),
     # of an engine
     "adapter": Feature(
         "`learner.lora.publish = \"adapter\"`", "learner.lora.publish",
         lambda c, _: "learner.lora.publish = 'adapter'"
-        if c.learner.lora.rank and c.learner.lora.publish == "adapter" else "",
-    ),
+        if c.learner.lora.rank and c.learner.lora.publish == "adapter" else ""),
     "exact_truncation": Feature(
         "`sampling.top_p`, `top_k` or `min_p` with `sampling.truncation = \"exact\"`", "sampling.truncation",
-        lambda c, _: f"{c.sampling.cut} with sampling.truncation = 'exact'" if c.sampling.wants_support else "",
-    ),
+        lambda c, _: f"{c.sampling.cut} with sampling.truncation = 'exact'" if c.sampling.wants_support else ""),
     "second_weights": _value("evaluation.lane", "second_weights"),
     "router_replay": _switch("learner.router_replay"),
     "speculation": _number("producers.speculative_tokens", 0),
+    "speculation_by_caches": Feature(
+        "`producers.speculative_tokens` with a model that decodes by caches", "producers.speculative_tokens",
+        lambda c, m: f"producers.speculative_tokens = {c.producers.speculative_tokens} with {found}"
+        if c.producers.speculative_tokens and (found := find_state(m)) else ""),
     "moving_tower": Feature(
         "a vision-language model whose vision tower or projector trains", "learner.vision",
         lambda c, m: "learner.vision.tower or learner.vision.projector = true"
-        if list_senses(m) and c.learner.trains_vision else "",
-    ),
+        if list_senses(m) and c.learner.trains_vision else ""),
     # of a model folder
     "mixture_of_experts": _model(
         "a mixture of experts", lambda m: f"mixture of experts ({n})" if (n := count_experts(m)) else ""),
@@ -195,24 +196,24 @@ FEATURES: dict[str, Feature] = {
     "architecture": _model(f"a decoder other than {', '.join(MEGATRON_MODELS)}", _architecture),
     "dense_variant": _model(
         "other activations, biases, attention windows, rotary scaling or ways to choose experts",
-        lambda m: find_variant(m) if _is_plain(m) and not _architecture(m) else "",
-    ),
+        lambda m: find_variant(m) if _is_plain(m) and not _architecture(m) else ""),
     "head_scale": _head("scaled", find_head_scale),
     "head_cap": _head("capped", lambda m: f"{HEAD_CAP} = {find_cap(m, HEAD_CAP)}" if find_cap(m, HEAD_CAP) else ""),
     "attention_cap": Feature(
         "capped attention scores, `model.attn_implementation = \"sdpa\"` or `\"varlen\"`", "model.attn_implementation",
         lambda c, m: _capped(c, m, "model.attn_implementation")
-        if c.model.attn_implementation in ("sdpa", "varlen") else "",
-    ),
+        if c.model.attn_implementation in ("sdpa", "varlen") else ""),
     "attention_cap_split": Feature(
         "capped attention scores, `learner.parallel.sequence`, no kernel named", "learner.parallel.sequence",
         lambda c, m: _capped(c, m, "learner.parallel.sequence")
-        if c.learner.parallel.sequence > 1 and c.model.attn_implementation in ("auto", "eager") else "",
-    ),
+        if c.learner.parallel.sequence > 1 and c.model.attn_implementation in ("auto", "eager") else ""),
 }  # fmt: skip
 SENSES = ("senses", "tile_senses", "other_senses")
 #: Features that a learner or an engine is asked for.
-ENGINES_ALONE = ("adapter", "exact_truncation", "second_weights", "router_replay", "speculation", "moving_tower")
+ENGINES_ALONE = (
+    "adapter", "exact_truncation", "second_weights", "router_replay", "speculation", "speculation_by_caches",
+    "moving_tower",
+)  # fmt: skip
 OF_ENGINES = (*ENGINES_ALONE, *SENSES, "encoder_decoder")
 OF_LEARNERS = tuple(name for name in FEATURES if name not in ENGINES_ALONE)
 
@@ -269,6 +270,7 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
         **dict.fromkeys(("attention_cap", "attention_cap_split"), ("has no layers for it", FSDP2)),
     },
     "hf": {
+        "speculation_by_caches": ("cannot forget a wrong draft in caches", "set producers.speculative_tokens = 0"),
         "other_senses": NO_FAMILY,
         "encoder_decoder": ("serves decoders alone", "use a decoder, or another engine (producers.engine)"),
     },
@@ -278,7 +280,7 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
             "exact_truncation": NO_SUPPORT,
             "second_weights": NO_SECOND,
             "router_replay": NO_CHOICES,
-            "speculation": NO_DRAFTS,
+            **dict.fromkeys(("speculation", "speculation_by_caches"), NO_DRAFTS),
             **dict.fromkeys(SENSES[1:], NO_IMAGES),
             **({"moving_tower": KEEPS_FEATURES} if name == "sglang" else {}),
         }

@@ -42,6 +42,23 @@ VISION_MODELS = (*MROPE_MODELS, *TILE_MODELS)
 BOTH_WAYS = ("gemma3", "paligemma")
 
 
+#: Models with layers that keep other state than K and V of every token, or with positions made of the padding mask.
+CACHE_MODELS = (
+    "bloom", "deepseek_v32", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "mamba", "mamba2", "nemotron_h",
+    "qwen3_next",
+)  # fmt: skip
+
+
+def find_state(model: Model) -> str:
+    """Why the hf engine decodes a model with transformers' own cache; empty: it does not, as far as is known.
+
+    >>> find_state({"model_type": "lfm2"})
+    "model_type 'lfm2'"
+    """
+    kind = model.get("model_type")
+    return f"model_type {kind!r}" if kind in CACHE_MODELS else ""
+
+
 def find_senses(model: Model, families: tuple[str, ...] = ()) -> str:
     """Inputs other than token ids of a model of these types; without types, of one that is not in VISION_MODELS."""
     senses, kind = list_senses(model), model.get("model_type")

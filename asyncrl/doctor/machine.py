@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from asyncrl.runtime.device import device_nodes
-from asyncrl.runtime.host_facts import filesystem
+from asyncrl.runtime.host_facts import count_cores, filesystem
 
 OK, WARN, MISSING, WRONG = "ok", "warn", "missing", "wrong"
 GIB = 1 << 30
@@ -53,12 +53,7 @@ def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Found:
 
 def processor(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> Found:
     """Cores, and this container's share of them."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = cpu_max.read_text().split()
-        share = int(quota) / int(period)
-    except (OSError, ValueError):  # no such file, or "max"
-        share = float(cores)
+    cores, share = count_cores(cpu_max)
     shown = f"{cores} cores" + (f", {share:g} of them for this container" if share < cores else "")
     if share < 2:
         return Found(WARN, shown, "give it at least 2: six processes share them even in the demo")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.launcher.launch import LaunchOptions, absolute, changes, checked_files, roles_here, worker_keys
+from asyncrl.preflight.threads import choose_threads
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan.interpreters import python_path, settle_interpreter
 from asyncrl.process_plan.plan import ENGINES, Joining, ProcessPlan, plan
@@ -27,6 +28,7 @@ def dry_run(paths: Sequence[Path], options: LaunchOptions, *, as_json: bool = Fa
     config, checked = checked_files(paths, options)
     config = absolute(config)
     roles = roles_here(config, options)
+    config = choose_threads(config)
     run = RunDir(config.run_dir)
     homed = settle_interpreter(config) if ENGINES & {*roles} else config
     joining = Joining(

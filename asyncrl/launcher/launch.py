@@ -40,6 +40,7 @@ from asyncrl.monitor.text import shown_mode
 from asyncrl.net.keys import worker_file
 from asyncrl.preflight import check as checks
 from asyncrl.preflight.derived import what_starts
+from asyncrl.preflight.threads import choose_threads
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan.interpreters import python_path, settle_interpreter
 from asyncrl.process_plan.plan import ENGINES, TARGETS, WORKERS, Joining, Outcome, ProcessPlan, only_judges, plan
@@ -126,6 +127,7 @@ def roles_here(config: Config, options: LaunchOptions) -> tuple[str, ...]:
 
 def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> Launched:
     roles = roles_here(config, options)
+    config = choose_threads(config)
     judges = only_judges(config, options.target, options.judge)
     check_gang(config, roles, options)
     started = time.time()

@@ -3,7 +3,8 @@
 Guarantees:
 1. a role without a sign of life (`asyncrl.runtime.liveness`) for `run.silent_timeout_s` is named once, with pid, host,
    state and the reason of its last wait; so is every process below a role that is stopped (SIGSTOP, a debugger) for
-   that long, such as the private Redis. This needs no answer of any role, and no late step;
+   that long, such as the private Redis. This needs no answer of any role, and no late step. What is in a sandbox is
+   left alone: its calls have limits of their own, and a browser is stopped between two of them;
 2. the end of a silence is reported too;
 3. a launcher that was stopped itself reports no silence. It ends nothing: `asyncrl.launcher.hang_watch` does if the run
    makes no step. A role that has not signed yet (it loads its model) is named only if it is stopped.
@@ -23,6 +24,7 @@ from asyncrl.runtime.liveness import STOPPED, read_signs
 from asyncrl.runtime.run_dir import RunDir
 
 LOOK_S = 0.5
+SANDBOX = "bwrap"  # its command
 
 
 class Silent(NamedTuple):
@@ -117,8 +119,8 @@ class Process(NamedTuple):
 
 
 def process_tree(started: Mapping[int, str], names: Mapping[int, str]) -> list[Process]:
-    """The started processes and all below them. `names`: pid -> name of roles; other processes are named after their
-    parent.
+    """The started processes and all below them, but for those in a sandbox. `names`: pid -> name of roles; other
+    processes are named after their parent.
 
     The tree may change during the walk: a process that just starts may be missing.
     """
@@ -129,6 +131,8 @@ def process_tree(started: Mapping[int, str], names: Mapping[int, str]) -> list[P
         if pid in found:
             continue
         found[pid] = name
+        if name.startswith(f"{SANDBOX} of "):
+            continue
         above = name.rpartition(" of ")[2]
         layer += [(child, names.get(child) or f"{_command(child)} of {above}") for child in child_pids(pid)]
     return [Process(name, pid) for pid, name in found.items()]

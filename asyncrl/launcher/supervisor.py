@@ -45,6 +45,7 @@ from asyncrl.launcher.forked import ForkServer
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.liveness_watch import SilenceWatch
 from asyncrl.launcher.process import Child, effective_exit_code, format_exit_code
+from asyncrl.metrics import open_lines
 from asyncrl.process_plan.plan import ONLOOKER, SERVICES, Outcome, ProcessPlan
 from asyncrl.runtime.host_facts import kill_group, reachable
 
@@ -380,7 +381,7 @@ class Supervisor:
     def _event(self, event: str, **fields: Any) -> None:
         line = msgspec.json.encode({"t": round(time.time(), 3), "event": event, **fields})
         try:
-            with self._events.open("ab", buffering=0) as file:
+            with open_lines(self._events) as file:
                 file.write(line + b"\n")
         except OSError as error:  # on a full disk the event is lost, not the run
             if not self._unnoted:

@@ -9,6 +9,7 @@ from asyncrl.metrics.log import (
     iterate_lines,
     line_number,
     line_time,
+    open_lines,
     read_lines,
 )
 
@@ -26,5 +27,6 @@ __all__ = [
     "iterate_lines",
     "line_number",
     "line_time",
+    "open_lines",
     "read_lines",
 ]

@@ -2,7 +2,8 @@
 
 Guarantees:
 1. writing a name that is not in `CATALOGUE` raises an error, so names cannot drift;
-2. a line is written completely or not at all (one `write` call of an append-only file) and carries the wall time;
+2. a line is one `write` call of an append-only file and carries the wall time; after one that a kill cut, the next
+   begins on a line of its own;
 3. values are finite numbers; other values are left out and listed in `skipped`;
 4. `JsonTail` never raises because of the file: after damaged lines, rotation, truncation or a missing folder it returns
    the readable lines, and the next call continues.
@@ -14,6 +15,8 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,17 @@ import msgspec
 
 from asyncrl.errors import UNREADABLE
 from asyncrl.metrics.catalogue import CATALOGUE, NUMBERS, OPEN, is_series
+
+
+def open_lines(path: Path) -> FileIO:
+    """Open a file to append lines, on a new line: a kill may have cut the last one in the middle of its `write`."""
+    file = path.open("a+b", buffering=0)
+    if size := file.seek(0, os.SEEK_END):
+        file.seek(size - 1)
+        if file.read(1) != b"\n":
+            with suppress(OSError):  # a full disk: what is written next says so
+                file.write(b"\n")
+    return file
 
 
 class MetricsLog:
@@ -33,7 +47,7 @@ class MetricsLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._most_bytes = most_bytes
-        self._file = path.open("ab", buffering=0)
+        self._file = open_lines(path)
         self._torn = b""
 
     def write(self, values: Mapping[str, float], **labels: Any) -> None:
@@ -56,7 +70,7 @@ class MetricsLog:
         if self._most_bytes and self._file.tell() > self._most_bytes:
             os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
             self._file.close()
-            self._file = self._path.open("ab", buffering=0)
+            self._file = open_lines(self._path)
 
     def close(self) -> None:
         self._file.close()

@@ -133,13 +133,14 @@ def plan_for(options: Options) -> Planned:
 
 def _weight_notes(config: Config) -> Iterator[str]:
     """What the weights take by the speeds of common links, which a forecast from logs does not know."""
-    if nbytes := weight_bytes(model_json(config.model.path), config.model.dtype):
+    sent = config.weightsync.dtype
+    if nbytes := weight_bytes(model_json(config.model.path), config.model.dtype if sent == "auto" else sent):
         workers = devices_each(config.producers.engine, config.producers.engine_args)
         one = sync_seconds(nbytes, workers=workers)
         yield (
             f"weights of {nbytes / 1e9:.3g} GB, computed for PCIe 5.0 and one port of 400 Gbit/s: the learner copies "
-            f"them in {one.blocked:.2g} s, an engine commits in {one.commit:.2g} s, or gets them direct in "
-            f"{one.direct:.2g} s"
+            f"them in {one.blocked:.2g} s, an engine commits in {one.commit:.2g} s"
+            + ("" if config.weightsync.quantised else f", or gets them direct in {one.direct:.2g} s")
         )
 
 

@@ -144,10 +144,10 @@ class Work:
             for t, number in curve.steps():
                 if (number > 0.5) != busy:
                     busy = not busy
-                    changes.append((t, config.producers.threads * (1.0 if busy else -1.0)))
+                    changes.append((t, config.producers.torch_threads * (1.0 if busy else -1.0)))
         for line in lines:
             start, end = training_interval(line)
-            threads = float(config.learner.threads * config.learner.ranks)
+            threads = float(config.learner.torch_threads * config.learner.ranks)
             changes += [(start, threads), (end, -threads)]
         if not changes:
             return
@@ -239,8 +239,8 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
         sync_s=tuple(rounds[1:] or rounds) or (0.05,),
         cores=shared,
         other_demand=OTHER_DEMAND if shared else 0.0,
-        producer_threads=config.producers.threads,
-        learner_threads=config.learner.threads * config.learner.ranks,
+        producer_threads=config.producers.torch_threads,
+        learner_threads=config.learner.torch_threads * config.learner.ranks,
         group_bytes=_group_bytes(run, events),
         members=max(1, len(live)),
     )

@@ -23,7 +23,7 @@ MOST_ENGINES = 16  # producers that are simulated one by one; beyond, one stands
 LEAST_GROUPS = 8
 MOST_STEPS = 40
 #: Capacity of one buffer: benchmarks/results/buffer.json, SQLite, `bench_buffer.py --repeats 5 --groups 6400`.
-BUFFER_GROUPS_S = 2614.0
+BUFFER_GROUPS_S = 1493.0
 BUFFER_GROUP_BYTES = 92_384.0
 BUFFER_USE = 0.7  # largest planned share of it
 #: Shares of the devices for the learner.
@@ -202,7 +202,7 @@ def buffers_for(groups_s: float, group_bytes: float) -> int:
     """Buffers needed for this many groups, by number and by bytes, each used up to `BUFFER_USE`.
 
     >>> buffers_for(100, 10_000), buffers_for(5000, 92_384), buffers_for(1000, 1_000_000)
-    (1, 3, 6)
+    (1, 5, 11)
     """
     by_bytes = groups_s * group_bytes / (BUFFER_GROUPS_S * BUFFER_GROUP_BYTES)
     return max(1, math.ceil(max(groups_s / BUFFER_GROUPS_S, by_bytes) / BUFFER_USE))

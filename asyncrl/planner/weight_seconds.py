@@ -43,9 +43,10 @@ class Seconds(NamedTuple):
 
 
 def weight_bytes(model: Mapping[str, Any], dtype: str) -> int:
-    """Bytes of a version of a model with this config.json; 0 for an unknown architecture."""
+    """Bytes of a version of a model with this config.json; 0 for an unknown architecture. `dtype`: as it is sent; int8
+    and fp8 count a byte for each parameter, without scales and the vectors that stay whole."""
     shape = model_shape(model)
-    return 0 if shape is None else shape.parameters * BYTES[dtype]
+    return 0 if shape is None else shape.parameters * BYTES.get(dtype, 1)
 
 
 def sync_seconds(nbytes: int, *, workers: int, copying: int = 1, senders: int = 1, links: Links = LINKS) -> Seconds:

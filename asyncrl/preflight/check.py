@@ -53,6 +53,7 @@ from asyncrl.preflight.memory import RoleMemory, estimate, format_bytes
 from asyncrl.preflight.policies import load_others, merge_errors
 from asyncrl.preflight.standby import check_address, check_folder
 from asyncrl.preflight.start import ask_roles
+from asyncrl.preflight.threads import choose_threads
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan import interpreters as engine_env
 from asyncrl.process_plan.plan import ENGINES, TARGETS
@@ -93,6 +94,7 @@ def check(
     files are still on the hub; `others`: the configurations of other policies.
     """
     errors: list[AsyncRLError] = []
+    config = choose_threads(config)
     findings = derive_findings(config, roles)
     notes: list[str] = []
     python = ""

@@ -22,6 +22,7 @@ from asyncrl.config import Config
 from asyncrl.config.media import MEDIA_REMEDY, MEDIA_WORDS, find_media
 from asyncrl.config.mode import answer_columns, derive_steps, evaluation_data, streams
 from asyncrl.config.rules import learner
+from asyncrl.config.sections.environment import REQUESTS
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
 from asyncrl.images.rows import takes_images
 from asyncrl.net.keys import read_keys
@@ -32,7 +33,7 @@ from asyncrl.runtime.model_folder import POSITIONS_REMEDY, model_json, positions
 
 COUNT_LIMIT_BYTES = 1 << 30  # larger files are not counted
 #: Prompt columns of known data sets, the likeliest first.
-PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "query", "messages", "input", "text")
+PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "query", "messages", "input", "text", REQUESTS)
 HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+")
 ON_THE_HUB = "nothing is fetched by itself; if it is a name of the Hugging Face hub"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")

@@ -29,6 +29,7 @@ from asyncrl.plugins import is_place, known_plugins
 from asyncrl.preflight.code import import_problem
 from asyncrl.preflight.memory import RoleMemory, format_bytes
 from asyncrl.runtime.device import device_nodes
+from asyncrl.runtime.host_facts import count_cores
 from asyncrl.runtime.run_dir import RunDir
 
 REDIS_SERVERS = ("redis-server", "valkey-server")
@@ -45,7 +46,7 @@ MEMORY_TOOL_S = 10.0
 class Machine(msgspec.Struct, frozen=True):
     """Resources of this machine, according to files."""
 
-    cores: int
+    cores: int  # of the machine, or of this container
     memory_bytes: int  # of the machine, or of this container
     devices: dict[str, int]  # accelerators by type
     disk_free_bytes: int  # at the run folder
@@ -58,7 +59,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def look_at_machine(run_dir: Path, *, dev: Path = Path("/dev"), meminfo: Path = Path("/proc/meminfo")) -> Machine:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = max(1, int(count_cores()[1]))
     devices = {kind: len(nodes) for kind, nodes in device_nodes(dev).items()}
     return Machine(cores, _memory(meminfo), devices, _free(run_dir), _free(dev / "shm"))
 

@@ -225,8 +225,8 @@ def is_gang(role: str, config: Config) -> bool:
 
 def role_threads(role: str, config: Config) -> int:
     """CPU threads of one process of the role."""
-    generates = dict.fromkeys(ENGINES, config.producers.threads)
-    return {**generates, "learner": config.learner.threads}.get(role, 1)
+    generates = dict.fromkeys(ENGINES, config.producers.torch_threads)
+    return {**generates, "learner": config.learner.torch_threads}.get(role, 1)
 
 
 def role_restarts(role: str, config: Config, *, judge: str = DEFAULT) -> int:

@@ -229,7 +229,7 @@ class Run:
     def export(self, out: str | Path, *, step: int | None = None, dtype: str = "auto") -> Path:
         """Write the weights of a checkpoint, by default the newest, as a folder for transformers and vLLM."""
         words = export_words(self.folder, step=step, out=Path(out), dtype=dtype, max_shard_size="5GB")
-        env = environment(load(self.files.config).learner.threads, python_path())
+        env = environment(load(self.files.config).learner.torch_threads, python_path())
         done = subprocess.run(
             words, env={**_environment(), **env}, capture_output=True, text=True, check=False, timeout=EXPORT_S
         )

@@ -37,7 +37,7 @@ def export_command(
     from asyncrl.process_plan.plan import environment
 
     words = export_words(folder, step=step, out=out, dtype=dtype, max_shard_size=max_shard_size)
-    threads = load(RunDir(folder).config).learner.threads
+    threads = load(RunDir(folder).config).learner.torch_threads
     sys.stdout.flush()
     replace(sys.executable, words, {**os.environ, **environment(threads, python_path())})
     return 0

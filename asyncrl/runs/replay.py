@@ -267,7 +267,9 @@ def _run(run: RunDir, todo: Plan, target: Path, say: Callable[[str], None]) -> N
         return seen
 
     words, limit_s = replay_command_line(own, place.config), config.run.hang_timeout_s
-    code = run_child(words, log, threads=config.learner.threads, limit_s=limit_s, progress=progress, where="replay")
+    code = run_child(
+        words, log, threads=config.learner.torch_threads, limit_s=limit_s, progress=progress, where="replay"
+    )
     if code:
         said = log.read_text(errors="replace").strip().splitlines()
         raise AsyncRLError(

@@ -15,6 +15,16 @@ from typing import Any
 from urllib.parse import urlparse
 
 
+def count_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> tuple[int, float]:
+    """CPU cores that this process may use, and this container's share of them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = cpu_max.read_text().split()
+        return cores, min(float(cores), int(quota) / int(period))
+    except (OSError, ValueError):  # no such file, or "max"
+        return cores, float(cores)
+
+
 def descendants(pid: int, *, depth: int = 99) -> list[int]:
     """Processes below `pid`, at most `depth` generations down, nearest first."""
     children: dict[int, list[int]] = {}

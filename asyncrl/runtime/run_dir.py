@@ -21,6 +21,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
+from asyncrl.metrics import open_lines
 from asyncrl.net.addresses import ipc_address
 from asyncrl.net.keys import Keys, read_keys, write_keys
 
@@ -89,7 +90,7 @@ class RunDir:
     def record_process(self, role: str, name: str) -> None:
         """Record that this process works for the run (for the report)."""
         line = {"t": time.time(), "role": role, "name": name, "pid": os.getpid(), "host": socket.gethostname()}
-        with self.processes.open("ab", buffering=0) as file:
+        with open_lines(self.processes) as file:
             file.write(msgspec.json.encode(line) + b"\n")
 
 

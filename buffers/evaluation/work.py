@@ -78,8 +78,9 @@ class PromptLeases:
             return ()
         workers, now = self.leases.workers, self.table.tx.now
         worker = workers.find("producer", producer, now)
-        self.holders.note(producer, engine_version)
         again, current = self.leases.find_granted(producer, request), self.table.meta.round
+        if request > worker.answered:  # an older request says what the engine had before
+            self.holders.note(producer, engine_version)
         if again or request <= worker.answered or current is None:
             return tuple(self._message(prompt) for prompt in again)
         fits = engine_version == current.version if current.version >= 0 else engine_version >= current.step

@@ -52,7 +52,7 @@ class Settings(msgspec.Struct, frozen=True):
     depth: int
     total_groups: int
     on_late: Literal["wait", "drop", "train"] = "wait"
-    late_timeout_s: float = 120.0
+    late_timeout_s: float = 300.0
     max_reissue: int = 3
     lease_timeout_s: float = 30.0
     reward_retries: int = 2

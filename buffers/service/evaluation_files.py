@@ -17,7 +17,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.evaluation.ids import METRICS
-from asyncrl.metrics import MetricsLog, read_lines
+from asyncrl.metrics import MetricsLog, open_lines, read_lines
 from asyncrl.runtime.run_dir import RunDir
 from buffers.service.event_log import write_all
 
@@ -37,7 +37,7 @@ class EvaluationFiles:
             by_step.setdefault(int(sample["step"]), []).append(msgspec.json.encode(sample))
         for step, lines in by_step.items():
             self._run.evaluations.mkdir(mode=0o700, exist_ok=True)
-            with (self._run.evaluations / f"step-{step}.jsonl").open("ab", buffering=0) as file:
+            with open_lines(self._run.evaluations / f"step-{step}.jsonl") as file:
                 write_all(file.fileno(), b"\n".join([*lines, b""]))
                 if self._durable:
                     os.fdatasync(file.fileno())

@@ -21,6 +21,8 @@ from buffers.payloads import partial_samples
 from buffers.service.context import Context
 from buffers.service.polls import Poll, Polls
 
+SUPERSEDED = "superseded by a newer request"
+
 
 def sample_limits(config: Config, max_new_tokens: int, *, guest: bool, support: bool = False) -> wire.SampleLimits:
     """What the configuration allows a sample. A guest sends rewards only of a row of a data set or an environment;
@@ -133,14 +135,18 @@ class ProducerRequests:
         self.context.machine.prompts.greet(ask.producer, ask.rows)
         worker = self.context.machine.workers.see("producer", ask.producer, self.context.now)
         waiting = self.polls.get(ask.producer)
-        if waiting is not None and waiting.call.request > call.request:
-            return  # an old request sent again: its producer waits for a newer one by now
         if waiting is not None and waiting.call.request < call.request:
-            self._answer(waiting.call, (), why="superseded by a newer request")
-        if call.request <= worker.answered:  # its answer was lost, or crossed with this copy
-            self._answer(call, self._lease(call, 0), ended=self.context.ended)
+            self._answer_again(waiting.call, why=SUPERSEDED)
+        superseded = waiting is not None and waiting.call.request > call.request
+        if superseded or call.request <= worker.answered:  # its answer was lost, or crossed with this copy
+            self._answer_again(call, why=SUPERSEDED if superseded else "")
             return
         self.polls.add(ask.producer, self.context.poll(call, ask.wait_s))
+
+    def _answer_again(self, call: Call, why: str) -> None:
+        """Answer with what the request was granted before, maybe by a service that died before it could answer."""
+        self.context.mark_answered("producer", call.message.producer, call)
+        self._answer(call, self._lease(call, 0), self.context.ended, why)
 
     # ------------------------------------------------------------ samples
 

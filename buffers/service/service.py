@@ -4,7 +4,8 @@ A drain handles up to 16 requests and looks at the polls. Then it writes payload
 and lines to the history, and only then sends the answers. Guarantees:
 1. nothing is answered that is not persisted;
 2. a long poll waits here without work and is answered once: on capacity, at its deadline or at the stop. The same
-   request sent again replaces the first; a newer LeaseRequest of a producer supersedes its older one;
+   request sent again replaces the first; a newer LeaseRequest of a producer supersedes its older one, which gets
+   nothing but what it was granted before, if its answer was lost;
 3. a message of a peer never ends the service: an error of the catalogue is the answer.
 """
 

@@ -28,6 +28,7 @@ from asyncrl.config import Config, dump
 from asyncrl.errors import WireError
 from asyncrl.images.batches import read_images
 from asyncrl.images.folder import ImageFolder
+from asyncrl.metrics import open_lines
 from asyncrl.runtime import batch_file
 from asyncrl.runtime.batch_file import BatchFile, Meta, Note
 from asyncrl.runtime.run_dir import RunDir, write_atomic
@@ -72,7 +73,7 @@ class Archive:
         """Record that a group of the step was quarantined."""
         try:
             self._prepare()
-            with (self.folder / batch_file.NOTES).open("ab", buffering=0) as file:
+            with open_lines(self.folder / batch_file.NOTES) as file:
                 file.write(msgspec.json.encode(Note(step, group, reason)) + b"\n")
         except OSError as error:
             self._say(f"ERROR: the archive does not know that group {group} was quarantined: {error}")

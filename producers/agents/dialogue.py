@@ -27,7 +27,8 @@ from msgspec.structs import replace
 from asyncrl.engine import Engine, GenDelta, GenRequest, join_deltas
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import AsyncRLError, ConfigError
-from producers.agents.interface import Answer, ApiError, ChatRequest, Message
+from producers.agents.interface import Answer, ChatRequest
+from producers.data.openai_items import ApiError, Message
 from producers.data.tokenizer import Tokenizer
 from producers.environments.conversation import Counts, GivenUp
 from producers.environments.rendering import ChatTemplate, PlainText, Renderer, encode_text

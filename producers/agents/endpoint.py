@@ -26,10 +26,11 @@ from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.net.descriptors import SILENT_S
 from producers.agents.dialogue import Dialogue
-from producers.agents.interface import Answer, ApiError, ChatRequest, Events, Interface, Message
+from producers.agents.interface import Answer, ChatRequest, Events, Interface
 from producers.agents.messages_api import MESSAGES, list_models, read_request
 from producers.agents.openai_api import CHAT, TEXT, models
 from producers.agents.responses_api import RESPONSES
+from producers.data.openai_items import ApiError, Message
 from producers.data.tokenizer import Tokenizer
 from producers.environments.conversation import require_number
 

@@ -10,28 +10,15 @@ stream. Guarantees:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from asyncrl.environment import ToolCall
-from asyncrl.errors import UNREADABLE
+from producers.data.openai_items import ApiError, Message, read_call
 
-Message = dict[str, Any]
 Conversations = Mapping[str, Sequence[Message]]  # of a session, by the ids of its answers
-
-
-class ApiError(Exception):
-    """An error response for the agent; `code` and `param` have the words of the OpenAI interface."""
-
-    def __init__(self, status: int, message: str, *, code: str = "", param: str = "") -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self.param = param
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
@@ -113,19 +100,6 @@ def read_object(body: Any) -> dict[str, Any]:
     return body
 
 
-def read_text(content: Any, *, param: str, kinds: Collection[str] = ("text",)) -> str:
-    """The text of a content: text, or parts of these types."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise ApiError(400, "the content of a message must be text, or parts of text", param=param)
-    return "".join(str(text) for text in texts)
-
-
 def read_limit(value: Any, *, param: str) -> int:
     """A number of tokens; 0 without one."""
     if value is None:
@@ -141,29 +115,6 @@ def read_stops(value: Any, *, param: str, most: int) -> tuple[str, ...]:
     if not isinstance(stops, list) or len(stops) > most or not all(isinstance(s, str) and s for s in stops):
         raise ApiError(400, f"{param} must be a text, or a list of at most {most}", param=param)
     return tuple(stops)
-
-
-def read_tools(tools: Any, *, kinds: Collection[str | None], schema: str) -> tuple[Message, ...]:
-    """Functions of the agent as chat templates know them. `schema`: the key of the parameters' schema."""
-    found: list[Message] = []
-    for tool in tools if isinstance(tools, list) else [] if tools is None else [tools]:
-        if not isinstance(tool, dict) or tool.get("type") not in kinds or not isinstance(tool.get("name"), str):
-            raise ApiError(400, f"not a function that the agent runs itself: {str(tool)[:80]}", param="tools")
-        function = {"name": tool["name"]}
-        if tool.get("description"):
-            function["description"] = tool["description"]
-        found.append({"type": "function", "function": {**function, "parameters": tool.get(schema) or {}}})
-    return tuple(found)
-
-
-def read_call(id: Any, name: Any, arguments: Any, *, param: str) -> Message:
-    """A tool call of an answer; arguments that are JSON text become an object."""
-    if not isinstance(name, str):
-        raise ApiError(400, f"a tool call without a name: {str(name)[:80]}", param=param)
-    if isinstance(arguments, str):
-        with contextlib.suppress(*UNREADABLE):  # kept as text
-            arguments = msgspec.json.decode(arguments)
-    return {"id": str(id or ""), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def event(body: Mapping[str, Any], *, named: bool = False) -> bytes:

@@ -14,20 +14,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from producers.agents.interface import (
-    Answer,
-    ApiError,
-    ChatRequest,
-    Interface,
-    Message,
-    event,
-    read_call,
-    read_limit,
-    read_object,
-    read_stops,
-    read_text,
-    read_tools,
-)
+from producers.agents.interface import Answer, ChatRequest, Interface, event, read_limit, read_object, read_stops
+from producers.data.openai_items import ApiError, Message, read_call, read_text, read_tools
 
 MOST_STOPS = 64
 THINKING = ("thinking", "redacted_thinking")

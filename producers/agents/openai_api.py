@@ -16,19 +16,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from producers.agents.interface import (
-    Answer,
-    ApiError,
-    ChatRequest,
-    Interface,
-    Message,
-    event,
-    read_call,
-    read_limit,
-    read_object,
-    read_stops,
-    read_text,
-)
+from producers.agents.interface import Answer, ChatRequest, Interface, event, read_limit, read_object, read_stops
+from producers.data.openai_items import ApiError, Message, read_call, read_text
 
 MOST_STOPS = 4
 DONE = b"data: [DONE]\n\n"

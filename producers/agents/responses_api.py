@@ -5,35 +5,20 @@ answer of the same session, log-probs by `include`, streams. Guarantees:
 1. parameters that would change the answer and are not supported are refused with 400 and their name, and so are items
    and tools that the agent does not run itself;
 2. reasoning items are left out of the context: the endpoint sends none, because the text holds the policy's reasoning;
-3. a function call belongs to the answer before it, so an answer that comes back as several items is one message;
-4. the instructions of an earlier response are not carried on by `previous_response_id`, as in the interface.
+3. the instructions of an earlier response are not carried on by `previous_response_id`, as in the interface.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from producers.agents.interface import (
-    Answer,
-    ApiError,
-    ChatRequest,
-    Conversations,
-    Interface,
-    Message,
-    event,
-    read_call,
-    read_limit,
-    read_object,
-    read_text,
-    read_tools,
-)
+from producers.agents.interface import Answer, ChatRequest, Conversations, Interface, event, read_limit, read_object
 from producers.agents.openai_api import error_body, token_logprobs
+from producers.data.openai_items import ApiError, answer_items, message_item, read_request
 
 REFUSED = ("background", "conversation", "prompt", "top_logprobs")
-TEXTS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -43,7 +28,7 @@ def read_response(body: Any, conversations: Conversations) -> ChatRequest:
     for name in REFUSED:
         if tree.get(name):
             raise ApiError(400, f"{name} is not supported", param=name)
-    previous, given, instructions = tree.get("previous_response_id"), tree.get("input"), tree.get("instructions")
+    previous = tree.get("previous_response_id")
     earlier = conversations.get(previous) if isinstance(previous, str) else () if previous is None else None
     if earlier is None:
         raise ApiError(
@@ -52,39 +37,15 @@ def read_response(body: Any, conversations: Conversations) -> ChatRequest:
             code="previous_response_not_found",
             param="previous_response_id",
         )
-    if not isinstance(given, str | list) or not (given or earlier):
-        raise ApiError(400, "input must be text, or a list of items", param="input")
-    own = [{"role": "system", "content": read_text(instructions, param="instructions")}] if instructions else []
-    tools = read_tools(tree.get("tools"), kinds=("function",), schema="parameters")
+    messages, tools = read_request(tree, earlier)
     return ChatRequest(
-        (*own, *earlier, *read_items([{"role": "user", "content": given}] if isinstance(given, str) else given)),
+        tuple(messages),
         tools=() if tree.get("tool_choice") == "none" else tools,
         max_tokens=read_limit(tree.get("max_output_tokens"), param="max_output_tokens"),
         stream=bool(tree.get("stream")),
         logprobs=isinstance(tree.get("include"), list) and LOGPROBS in tree["include"],
-        instructions=len(own),
+        instructions=int(bool(tree.get("instructions"))),
     )
-
-
-def read_items(items: Sequence[Any]) -> list[Message]:
-    """Items as messages in normal form. Raises ApiError."""
-    found: list[Message] = []
-    for item in items:
-        kind = item.get("type") or "message" if isinstance(item, dict) else None
-        if kind == "message" and isinstance(item.get("role"), str):
-            role = "system" if item["role"] == "developer" else item["role"]
-            found.append({"role": role, "content": read_text(item.get("content"), param="input", kinds=TEXTS)})
-        elif kind == "function_call":
-            call = read_call(item.get("call_id"), item.get("name"), item.get("arguments"), param="input")
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant", "content": ""})
-            found[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            text = read_text(item.get("output"), param="input", kinds=TEXTS)
-            found.append({"role": "tool", "content": text, "tool_call_id": str(item.get("call_id") or "")})
-        elif kind != "reasoning":
-            raise ApiError(400, f"an item that is not supported: {str(item)[:80]}", param="input")
-    return found
 
 
 def response(
@@ -111,29 +72,8 @@ def response(
 
 
 def _items(said: Answer, id: str, texts: Sequence[str], *, status: str) -> list[dict[str, Any]]:
-    """The text as a message, then the calls."""
-    number = id.partition("_")[2]
-    found: list[dict[str, Any]] = []
-    if said.text or not said.calls:
-        logprobs = token_logprobs(said, texts) if texts else []
-        part = {"type": "output_text", "text": said.text, "annotations": [], "logprobs": logprobs}
-        found.append(_message(number, [part], status))
-    for place, (name, call) in enumerate(said.calls):
-        found.append(
-            {
-                "id": f"fc_{number}_{place}",
-                "type": "function_call",
-                "status": "completed",
-                "call_id": name,
-                "name": call.name,
-                "arguments": json.dumps(call.arguments),
-            }
-        )
-    return found
-
-
-def _message(number: str, content: list[Any], status: str) -> dict[str, Any]:
-    return {"id": f"msg_{number}", "type": "message", "role": "assistant", "status": status, "content": content}
+    logprobs = token_logprobs(said, texts) if texts else ()
+    return answer_items(said.text, said.calls, number=id.partition("_")[2], status=status, logprobs=logprobs)
 
 
 def _usage(said: Answer) -> dict[str, Any]:
@@ -177,7 +117,7 @@ class ResponseEvents:
 
     def _open(self) -> bytes:
         self._opened = True
-        item = _message(self._head["id"].partition("_")[2], [], "in_progress")
+        item = message_item(self._head["id"].partition("_")[2], [], "in_progress")
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return self._event("response.output_item.added", output_index=0, item=item) + self._text_event(
             "response.content_part.added", part=part

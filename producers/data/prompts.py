@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,6 +37,8 @@ from asyncrl.plugins import load_object
 from asyncrl.runtime.data_files import list_files, read_table, split_paths, unknown_kind
 from producers.data.images import PromptImages
 from producers.data.mixing import Mix
+from producers.data.openai_items import ApiError
+from producers.data.prompt_forms import apply_settings, is_chat, split_prompt
 from producers.data.sampler import AllRows, Sampler
 from producers.data.tokenizer import Tokenizer
 
@@ -336,22 +338,6 @@ class _Table(Sequence[Any]):
         return self._table.slice(number, 1).to_pylist()[0]
 
 
-def apply_settings(row: Row, data: DataConfig) -> Row:
-    """The row with `data.as_chat` and `data.system_prompt` applied to its prompt; rewards get it like this too."""
-    prompt = row.get(data.prompt_key)
-    if data.as_chat and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if data.system_prompt and _is_chat(prompt) and all(message["role"] != "system" for message in prompt):
-        prompt = [{"role": "system", "content": data.system_prompt}, *prompt]
-    return row if prompt is row.get(data.prompt_key) else {**row, data.prompt_key: prompt}
-
-
-def _is_chat(prompt: Any) -> TypeGuard[list[dict[str, Any]]]:
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    return all(isinstance(item, dict) and "role" in item for item in prompt)
-
-
 # ---------------------------------------------------------------- token ids
 
 
@@ -364,8 +350,8 @@ def encode_prompt(
     inputs: ImageInputs | None = None,
     images: Sequence[bytes] = (),
 ) -> npt.NDArray[np.int32]:
-    """Token ids of a row's prompt, i4 `[P]`. `tools`: schemas that a chat template may show; `inputs`: of a
-    vision-language model, which gets the row's encoded `images`.
+    """Token ids of a row's prompt, i4 `[P]`. `tools`: schemas that a chat template may show, before those of the prompt
+    itself; `inputs`: of a vision-language model, which gets the row's encoded `images`.
 
     Raises:
         BadPrompt: an image that cannot be read, images for a language model, videos or audio (also in other columns),
@@ -374,14 +360,17 @@ def encode_prompt(
     """
     if media := find_media(row, sees=bool(image_digests(row))):
         raise BadPrompt(f"media: it has {media}, and prompts are text alone")
-    prompt = row.get(data.prompt_key)
+    try:
+        prompt, own = split_prompt(row.get(data.prompt_key))
+    except ApiError as error:
+        raise BadPrompt(f"prompt: {error}") from None
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt)
-    elif _is_chat(prompt):
+    elif is_chat(prompt):
         if not data.chat_template:
             message = f"column {data.prompt_key!r} holds chat messages and data.chat_template is off"
             raise ConfigError("config.data", message, where=data.source or data.path)
-        ids = tokenizer.encode_chat(prompt, tools)
+        ids = tokenizer.encode_chat(prompt, (*tools, *own))
     else:
         kind = "missing" if prompt is None else f"a {type(prompt).__name__}"
         raise BadPrompt(f"prompt: column {data.prompt_key!r} is {kind}, not text or chat messages")

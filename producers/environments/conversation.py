@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -59,6 +60,7 @@ class Setting(msgspec.Struct, frozen=True):
     inputs: Any  # asyncrl.images.model_inputs.ImageInputs | None: model or engine reads text alone
     policy: str = ""  # the trained one
     others: Mapping[str, Any] = {}  # producers.environments.other_policy.OtherPolicy by name
+    own: Sequence[Mapping[str, Any]] = ()  # schemas of the tools of the row's prompt
 
 
 class Conversation:
@@ -95,7 +97,7 @@ class Conversation:
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        return self._setting.tools.schemas
+        return [*self._setting.tools.schemas, *self._setting.own]
 
     @property
     def policy(self) -> str:
@@ -144,13 +146,15 @@ class Conversation:
         self._last, self._opened = int(delta.token_ids[-1]), False
         return self._turn(delta, number)
 
-    async def call(self, turn: Turn) -> list[Message]:
+    async def call(self, turn: Turn, *, tools: Mapping[str, Any] = MappingProxyType({})) -> list[Message]:
         config, counts = self._setting.config, self._setting.counts
         counts.tool_calls += len(turn.calls)
         counts.malformed_calls += len(turn.malformed)
         taken = turn.calls[: config.max_parallel_calls]
         # bounded: each call has its time limit
-        answers = await asyncio.gather(*(self._tools.call(one, timeout_s=config.step_timeout_s) for one in taken))
+        answers = await asyncio.gather(
+            *(self._tools.call(one, timeout_s=config.step_timeout_s, more=tools) for one in taken)
+        )
         counts.failed_calls = self._setting.tools.failed_calls
         found: list[Message] = [
             {"role": "tool", "name": one.name, "content": self._shorten(answer)}
@@ -214,7 +218,7 @@ class Conversation:
         read = self._setting.reader.read(text, ids, self.tools)
         self._setting.counts.turns += 1
         self._messages.append({"role": "assistant", "content": text})
-        return Turn(text, tuple(ids), delta.finish, read.calls, read.malformed, number)
+        return Turn(text, tuple(ids), delta.finish, read.calls, read.malformed, number, read.text)
 
     def _shorten(self, text: str | list[Message]) -> str | list[Message]:
         """A tool's answer within its limit; parts as they are."""

@@ -25,6 +25,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.images.model_inputs import ImageInputs, open_inputs
 from asyncrl.plugins import find, load_object
 from asyncrl.runtime.user_errors import format_user_error
+from producers.data.prompt_forms import split_prompt
 from producers.data.tokenizer import Tokenizer
 from producers.environments.conversation import Conversation, Counts, GivenUp, Setting, require_number
 from producers.environments.images import open_row
@@ -63,15 +64,20 @@ class Turns:
         )
 
     async def open(self) -> None:
-        """Connect the tools, before the first prompt is encoded."""
+        """Connect the tools and the environment, before the first prompt is encoded."""
         try:
-            await asyncio.wait_for(self._tools.open(), self._config.environment.episode_timeout_s)
+            await asyncio.wait_for(self._open(), self._config.environment.episode_timeout_s)
         except TimeoutError:
             raise ConfigError(
                 "config.environment",
-                "the tools did not open in environment.episode_timeout_s",
+                "the tools, or the environment, did not open in environment.episode_timeout_s",
                 where="environment.tools",
             ) from None
+
+    async def _open(self) -> None:
+        await self._tools.open()
+        if (opening := getattr(self._play_one, "open", None)) is not None:
+            await opening()
 
     async def close(self) -> None:
         await self._tools.close()
@@ -82,7 +88,8 @@ class Turns:
 
     def chats(self, engine: Engine, request: GenRequest, prompt: Any) -> list[Conversation]:
         """The engine handles of a group's samples."""
-        tools = self._tools.schemas
+        prompt, own = split_prompt(prompt)
+        tools = [*self._tools.schemas, *own]
         renderer = make_renderer(prompt, self._tokenizer, tools=tools, check=self._config.environment.template)
         longest = self._config.data.max_prompt_tokens + request.max_new_tokens
         setting = Setting(
@@ -97,6 +104,7 @@ class Turns:
             self._inputs_for(engine),
             self._config.run.policy,
             self.others,
+            own,
         )
         return [Conversation(setting, request, index=index, prompt=prompt or "") for index in request.indices]
 
@@ -285,7 +293,8 @@ def make_rollout(config: Config) -> Rollout:
 
 
 def _make_object(kind: Any, args: Mapping[str, Any], where: str) -> Rollout:
-    """An object with `async def __call__(chat, row)`: a rollout with state between samples."""
+    """An object with `async def __call__(chat, row)`: a rollout with state between samples. `async def open()`, if it
+    has one, runs before the first sample."""
     _check_args(kind, args, where)
     made: Rollout = kind(**args)
     return made

@@ -25,6 +25,7 @@ from asyncrl.config.judges import Judge, judges_for, list_judges
 from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.images.batches import read_images
 from asyncrl.images.folder import ImageFolder
+from asyncrl.metrics import open_lines
 from asyncrl.runs.rescore import LINES, PLAN, VERSIONS, Plan
 from asyncrl.runs.score_file import GroupScores, responses_digest
 from asyncrl.runtime import batch_file
@@ -208,7 +209,7 @@ def body(_args: RoleArgs, config: Config, stop: Stop) -> None:
     try:
         versions = {name: bench.version for name, bench in work.benches.items()}
         (folder / VERSIONS).write_bytes(msgspec.json.encode(versions))
-        with (folder / LINES).open("ab", buffering=0) as file:
+        with open_lines(folder / LINES) as file:
             for step in plan.steps:
                 if stop.is_set():
                     raise AsyncRLError("role.failed", f"asked to end before step {step}", where="rescore")

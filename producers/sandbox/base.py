@@ -65,7 +65,8 @@ class SandboxResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxSession(ABC):
-    """Programs of one sample, in order: variables, imports and files stay. A shell keeps its folder and its files."""
+    """Programs of one sample, in order: variables, imports and files stay. A shell keeps its folder and its files, a
+    browser its page; its programs are calls in JSON (`producers.sandbox.browser_runner`)."""
 
     @abstractmethod
     def run(self, code: str, *, timeout_s: float | None = None) -> SandboxResult:
@@ -86,12 +87,13 @@ class Sandbox(ABC):
     def run_job(self, job: SandboxJob) -> SandboxResult:
         """Run one program to its end."""
 
-    def open_session(self, *, shell: bool = False) -> SandboxSession:
-        """A session of Python, or of a shell. Raises `sandbox.unavailable` if this kind has none."""
+    def open_session(self, *, shell: bool = False, pages: str = "") -> SandboxSession:
+        """A session of Python, of a shell, or of a browser over the folder `pages`. Raises `sandbox.unavailable` if
+        this kind has none."""
         raise ConfigError(
             "sandbox.unavailable",
             "this kind of sandbox keeps no state between programs",
-            remedy="set sandbox.kind to bubblewrap, or do without the tool `shell` and `keep_state`",
+            remedy="set sandbox.kind to bubblewrap, or do without the tools `shell` and `browser` and `keep_state`",
         )
 
     def probe(self) -> None:

@@ -3,7 +3,8 @@
 What it gives a program:
 1. namespaces of its own (user or an unprivileged uid, pid, network, IPC, UTS, cgroup): no network, no other process;
 2. a read-only root with the interpreter, its library and the C library, and nothing else of the host (a shell has
-   its commands too): no home, no run folder, no keys; /tmp of `disk_bytes`, in memory; /dev and / cannot be written;
+   its commands too; a browser its program, fonts and pages): no home, no run folder, no keys; /tmp of `disk_bytes`, in
+   memory; /dev and / cannot be written;
 3. no capability, no new privileges, a filter of system calls (`producers.sandbox.seccomp`), a session of its own;
 4. limits for each process (memory, CPU time, file size, open files, no core) and for the whole (processes, resident
    memory, checked every `LOOK_S`), a wall clock, and a cap on its output;
@@ -26,8 +27,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.runtime.child_environment import child_environment
 from producers.sandbox import seccomp
 from producers.sandbox.base import SandboxLimits
+from producers.sandbox.chromium import FONTS, find_chromium
 from producers.sandbox.local import LocalSandbox
-from producers.sandbox.process import ENVIRONMENT, FLAGS, RUNNER, SESSION, spawn
+from producers.sandbox.process import BROWSER, ENVIRONMENT, FLAGS, RUNNER, SESSION, spawn
 
 NEEDED_CAPABILITIES = (1 << 21) | (1 << 7) | (1 << 6)  # SYS_ADMIN, SETUID, SETGID
 FIRST_UID, UIDS = 30_000, 30_000  # a sandbox that root starts takes one of these
@@ -41,7 +43,7 @@ class Bubblewrap(LocalSandbox):
     def is_isolated(self) -> bool:
         return True
 
-    def start(self, script: Path = RUNNER, *, shell: bool = False) -> subprocess.Popen[bytes]:
+    def start(self, script: Path = RUNNER, *, shell: bool = False, pages: str = "") -> subprocess.Popen[bytes]:
         """Raises `sandbox.unavailable` without bubblewrap."""
         found = shutil.which("bwrap")
         if sys.platform != "linux" or found is None:
@@ -54,6 +56,8 @@ class Bubblewrap(LocalSandbox):
             "folder": "/tmp",
             "max_processes": self.limits.max_processes,
             "paths": self.limits.paths,
+            "file_bytes": self.limits.disk_bytes,
+            "browser": find_chromium() if pages else "",
         }
         filters = os.memfd_create("filter", 0) if seccomp.program() else -1
         try:
@@ -64,7 +68,7 @@ class Bubblewrap(LocalSandbox):
                 extra = ["--seccomp", str(filters)]
             command = [
                 found,
-                *arguments(self.limits, as_root=bool(uid), shell=shell),
+                *arguments(self.limits, as_root=bool(uid), shell=shell, pages=pages),
                 *extra,
                 "--",
                 interpreter(),
@@ -92,7 +96,7 @@ def interpreter() -> str:
     return os.path.realpath(sys.executable)
 
 
-def arguments(limits: SandboxLimits, *, as_root: bool, shell: bool) -> list[str]:
+def arguments(limits: SandboxLimits, *, as_root: bool, shell: bool, pages: str = "") -> list[str]:
     """Arguments of bubblewrap. Root uses no user namespace: an unprivileged uid of the host bounds its processes."""
     isolate = [
         "--unshare-ipc",
@@ -120,13 +124,17 @@ def arguments(limits: SandboxLimits, *, as_root: bool, shell: bool) -> list[str]
         elif os.path.exists(place):
             result += ["--ro-bind", place, place]
     places = [*interpreter_paths(), *limits.paths]
+    if pages:
+        places += [place for place in (*FONTS, str(Path(find_chromium()).parent)) if os.path.exists(place)]
+        places = [place for place in places if not place.startswith("/usr/lib/")]  # it is there
     for folder in sorted({str(parent) for place in places for parent in Path(place).parents} - {"/", "/usr"}):
         result += ["--perms", "0755", "--dir", folder]
     for place in places:
         result += ["--ro-bind", place, place]
     result += ["--perms", "0755", "--dir", INNER]
-    for own in (RUNNER, SESSION):
+    for own in (RUNNER, SESSION, BROWSER):
         result += ["--ro-bind", str(own), f"{INNER}/{own.name}"]
+    result += ["--ro-bind", pages, f"{INNER}/pages"] if pages else []
     result += ["--proc", "/proc", "--dev", "/dev"]
     result += ["--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
     return [*result, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]

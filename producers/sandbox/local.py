@@ -22,7 +22,9 @@ import msgspec
 
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
 from producers.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult, SandboxSession, check_job
+from producers.sandbox.chromium import find_chromium
 from producers.sandbox.process import (
+    BROWSER,
     ENVIRONMENT,
     FLAGS,
     RUNNER,
@@ -50,8 +52,9 @@ class LocalSandbox(Sandbox):
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
 
     @abstractmethod
-    def start(self, script: Path = RUNNER, *, shell: bool = False) -> subprocess.Popen[bytes]:
-        """Start a process of `producers.sandbox.runner` or `session_runner`; `shell`: with commands of the host."""
+    def start(self, script: Path = RUNNER, *, shell: bool = False, pages: str = "") -> subprocess.Popen[bytes]:
+        """Start a process of `producers.sandbox.runner`, `session_runner` or `browser_runner`; `shell`: with commands
+        of the host; `pages`: folder of the browser's pages."""
 
     @property
     @abstractmethod
@@ -75,8 +78,12 @@ class LocalSandbox(Sandbox):
                 return result
         raise AssertionError
 
-    def open_session(self, *, shell: bool = False) -> SandboxSession:
-        return LocalSession(self, shell=shell)
+    def open_session(self, *, shell: bool = False, pages: str = "") -> SandboxSession:
+        if pages:
+            if not self.is_isolated:
+                raise ConfigError("sandbox.unavailable", "a browser runs only in bubblewrap")
+            find_chromium()
+        return LocalSession(self, shell=shell, pages=pages)
 
     def probe(self) -> None:
         """Start a process, and keep it for the first program."""
@@ -88,9 +95,9 @@ class LocalSandbox(Sandbox):
                 return self._idle.pop()
         return self.start_runner()
 
-    def start_runner(self, script: Path = RUNNER, *, shell: bool = False) -> RunnerProcess:
+    def start_runner(self, script: Path = RUNNER, *, shell: bool = False, pages: str = "") -> RunnerProcess:
         """A process that is ready for programs. Raises `sandbox.unavailable`."""
-        process = self._starter.submit(partial(self.start, script, shell=shell)).result(START_LIMIT_S)
+        process = self._starter.submit(partial(self.start, script, shell=shell, pages=pages)).result(START_LIMIT_S)
         runner = RunnerProcess(process, self.limits, watched=self.is_isolated)
         try:
             runner.wait_ready()
@@ -122,9 +129,10 @@ class LocalSandbox(Sandbox):
 class LocalSession(SandboxSession):
     """A process of its own, from the first program on."""
 
-    def __init__(self, sandbox: LocalSandbox, *, shell: bool) -> None:
+    def __init__(self, sandbox: LocalSandbox, *, shell: bool, pages: str) -> None:
         self._sandbox = sandbox
         self._shell = shell
+        self._pages = pages
         self._runner: RunnerProcess | None = None
         self._lock = threading.Lock()  # programs of a session follow each other
         self._closed = False
@@ -134,14 +142,16 @@ class LocalSession(SandboxSession):
             if self._closed:
                 return SandboxResult(status="killed", exit_code=-9)
             if self._runner is None:
-                self._runner = self._sandbox.start_runner(SESSION, shell=self._shell)
+                script = BROWSER if self._pages else SESSION
+                self._runner = self._sandbox.start_runner(script, shell=self._shell, pages=self._pages)
             runner = self._runner
             try:
-                result = runner.run(SandboxJob(code=code, timeout_s=timeout_s), shell=self._shell)
+                result = runner.run(SandboxJob(code=code, timeout_s=timeout_s), shell=self._shell, session=True)
             except Ended:
                 runner.close()
                 result = SandboxResult(status="killed", exit_code=-9)
             if not runner.usable:
+                runner.close()
                 self._runner = None
                 result = msgspec.structs.replace(result, state_lost=True)
             return result
@@ -165,7 +175,7 @@ class Unprotected(LocalSandbox):
         super().__init__(limits, workers=workers)
         self._folders = tempfile.TemporaryDirectory(prefix="asyncrl-program-")
 
-    def start(self, script: Path = RUNNER, *, shell: bool = False) -> subprocess.Popen[bytes]:
+    def start(self, script: Path = RUNNER, *, shell: bool = False, pages: str = "") -> subprocess.Popen[bytes]:
         """Start an ordinary process with its own folder."""
         folder = Path(self._folders.name, str(next(_numbers)))
         folder.mkdir()

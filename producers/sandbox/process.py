@@ -27,7 +27,9 @@ GRACE_S = 10.0  # beyond a program's own time, until its sandbox counts as stuck
 LOOK_S = 0.1
 OWN_BYTES = 64 * MIB  # for the runner itself, in addition to the program
 INODE_BYTES = 1 << 10
-RUNNER, SESSION = Path(__file__).with_name("runner.py"), Path(__file__).with_name("session_runner.py")
+RUNNER, SESSION, BROWSER = (
+    Path(__file__).with_name(name) for name in ("runner.py", "session_runner.py", "browser_runner.py")
+)
 FLAGS = ("-s", "-S", "-P")  # without the user's and the site's packages, and without the script's folder
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -71,8 +73,9 @@ class RunnerProcess:
         if self._watched:
             self._inner = [os.pidfd_open(pid) for pid in child_pids(self._process.pid)]
 
-    def run(self, job: SandboxJob, *, shell: bool = False) -> SandboxResult:
-        """Run one program, or a command of a shell. Raises Ended if the process is gone, or sent garbage."""
+    def run(self, job: SandboxJob, *, shell: bool = False, session: bool = False) -> SandboxResult:
+        """Run one program, or a command of a shell. `session`: something of it may stay. Raises Ended if the process is
+        gone, or sent garbage."""
         limits = self._limits
         timeout_s = job.timeout_s if job.timeout_s is not None else limits.timeout_s
         memory = job.memory_bytes if job.memory_bytes is not None else limits.memory_bytes
@@ -95,6 +98,7 @@ class RunnerProcess:
         try:
             self._send(frame, deadline)
             done = self._receive(deadline, most, memory + OWN_BYTES)
+            self._look(memory + OWN_BYTES if session else 0)  # short calls end before the first look
         except Stopped as stopped:
             self.close()
             return SandboxResult(status=stopped.status, exit_code=-9, wall_s=time.monotonic() - began)

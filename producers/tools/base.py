@@ -47,7 +47,8 @@ class Tool(Protocol):
 
 
 class ToolSource(Protocol):
-    """Several tools behind one name, known only after `open` (an MCP server)."""
+    """Several tools behind one name, known only after `open` (an MCP server). `begin()`, if present, gives the tools of
+    one sample, which are closed with it (a browser)."""
 
     async def open(self) -> Sequence[Tool]: ...
 
@@ -117,6 +118,7 @@ class Toolbox:
     def begin(self) -> SampleTools:
         """The tools of one sample. Raises `sandbox.unavailable`."""
         own = {name: tool.begin() for name, tool in self._tools.items() if hasattr(tool, "begin")}
+        own |= {tool.name: tool for each in self._sources if hasattr(each, "begin") for tool in each.begin()}
         return SampleTools(self, {name: tool for name, tool in own.items() if tool is not self._tools[name]})
 
     async def call(
@@ -125,7 +127,7 @@ class Toolbox:
         """The answer to a call, as content of a message, or an error message. `own`: tools of the sample."""
         tool = own.get(call.name) or self._tools.get(call.name)
         if tool is None:
-            return f"{ERROR}no tool {call.name!r}; there are: {', '.join(self._tools)}"
+            return f"{ERROR}no tool {call.name!r}; there are: {', '.join({**self._tools, **own})}"
         try:
             return await asyncio.wait_for(tool.call(call.arguments), timeout_s)
         except TimeoutError:
@@ -157,9 +159,11 @@ class SampleTools:
         self._toolbox = toolbox
         self._own = own
 
-    async def call(self, call: ToolCall, *, timeout_s: float) -> str | list[Message]:
-        """As `Toolbox.call`."""
-        return await self._toolbox.call(call, timeout_s=timeout_s, own=self._own)
+    async def call(
+        self, call: ToolCall, *, timeout_s: float, more: Mapping[str, Tool] = MappingProxyType({})
+    ) -> str | list[Message]:
+        """As `Toolbox.call`; `more`: tools of the environment."""
+        return await self._toolbox.call(call, timeout_s=timeout_s, own={**self._own, **more})
 
     async def end(self) -> None:
         """End what the sample's tools hold."""
@@ -204,7 +208,8 @@ def make_toolbox(
                 _tool(load_object(name, code="config.environment", where="environment.tools"), name, mine, sandbox)
             )
         else:
-            tools.append(_tool(find("asyncrl.tools", name), name, mine, sandbox))
+            made = _tool(find("asyncrl.tools", name), name, mine, sandbox)
+            (sources if hasattr(made, "open") else tools).append(made)  # type: ignore[arg-type]
     twice = {tool.name for tool in tools if sum(other.name == tool.name for other in tools) > 1}
     if twice:
         raise _two(min(twice))

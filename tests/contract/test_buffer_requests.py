@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -311,21 +312,32 @@ def test_hostile_frames_do_not_disturb_the_others(make: Make) -> None:
     context.term()
 
 
+class Asker:
+    """A producer that numbers its requests itself."""
+
+    def __init__(self, address: str) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.connect(address)
+        self.socket.send_multipart(wire.encode(wire.Hello("producer", "p", 1, "h"), request=1))
+        self.answer()
+
+    def ask(self, number: int, wait_s: float, *, groups: int = 1) -> None:
+        self.socket.send_multipart(wire.encode(wire.LeaseRequest("p", 0, groups, wait_s), request=number))
+
+    def answer(self) -> wire.Packet:
+        assert self.socket.poll(60_000)
+        return wire.decode(self.socket.recv_multipart())
+
+    def close(self) -> None:
+        self.socket.close(0)
+        self.context.term()
+
+
 def test_a_lease_request_sent_twice_is_granted_once(make: Make) -> None:
     service = make().start()
-    context: zmq.Context[Any] = zmq.Context()
-    asker = context.socket(zmq.DEALER)
-    asker.connect(service.address)
-
-    def ask(number: int, wait_s: float) -> None:
-        asker.send_multipart(wire.encode(wire.LeaseRequest("p", 0, 1, wait_s), request=number))
-
-    def answer() -> wire.Packet:
-        assert asker.poll(5000)
-        return wire.decode(asker.recv_multipart())
-
-    asker.send_multipart(wire.encode(wire.Hello("producer", "p", 1, "h"), request=1))
-    answer()
+    asker = Asker(service.address)
+    ask, answer = asker.ask, asker.answer
     ask(2, 0.0)
     first = answer()
     ask(2, 0.0)
@@ -345,8 +357,29 @@ def test_a_lease_request_sent_twice_is_granted_once(make: Make) -> None:
     replies = [answer(), answer()]
     assert [reply.request for reply in replies] == [6, 7] and replies[0].message.reason.startswith("superseded")
     assert "the learner must take a batch" in replies[1].message.reason
-    asker.close(0)
-    context.term()
+    asker.close()
+
+
+def test_a_grant_whose_answer_was_lost_is_repeated_with_a_newer_request_present(make: Make) -> None:
+    """A producer with newer weights asks again while its older request waits; both are sent again after a kill."""
+    service = make().start()
+    asker = Asker(service.address)
+    ask, answer = partial(asker.ask, groups=4), asker.answer
+    ask(2, 20.0)
+    granted = answer().message.leases
+    assert len(granted) == 4  # (F) allows no more
+    service.kill()
+    ask(2, 20.0)  # as if the answer had not arrived; both wait in the socket, and come together
+    ask(3, 20.0)
+    service.start()
+    repeated = answer()
+    assert repeated.request == 2 and repeated.message.leases == granted
+    ask(2, 20.0)  # while 3 waits
+    repeated = answer()
+    assert repeated.request == 2 and repeated.message.leases == granted
+    ask(4, 0.0)
+    assert [(reply.request, reply.message.leases) for reply in (answer(), answer())] == [(3, ()), (4, ())]
+    asker.close()
 
 
 def test_a_burst_is_answered_together_and_each_asker_gets_its_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from asyncrl import config as configuration
 from asyncrl.config.capabilities import refuse
+from asyncrl.config.model_facts import CACHE_MODELS
 from asyncrl.engine import GenDelta, GenRequest, join_deltas
 from asyncrl.errors import ConfigError
 from asyncrl.versions import expand
@@ -27,6 +28,10 @@ PROMPTS = [[3, 4, 5, 6, 7], [9], [*range(10, 32)], [30, 31]]
 GAP = 1e-3  # recurrent layers add up more noise than attention: 4e-4 was seen, 1e-5 without them
 BOTH_WAYS = ("qwen3", "mistral", "gemma2", "gemma3n_text", "llama4_text", "deepseek_v3", "qwen3_moe", "gpt_oss")
 RUNNING = [kind for kind, case in CASES.items() if case.way != REFUSED]
+
+
+def test_check_knows_the_models_that_decode_by_caches() -> None:
+    assert {kind for kind, case in CASES.items() if case.way == CACHES} == set(CACHE_MODELS)
 
 
 def build(model: PreTrainedModel, *, recompute: bool = False, tried: tuple[str, ...] = (SLOTS, CACHES)) -> Built:

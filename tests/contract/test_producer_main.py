@@ -225,7 +225,7 @@ def produce(
 
         watching = asyncio.create_task(watch()) if stop_when is not None else None
         try:
-            await asyncio.wait_for(main.produce(args, config, stop), 40)
+            await asyncio.wait_for(main.produce(args, config, stop), 120)
         finally:
             if watching is not None:
                 watching.cancel()
@@ -483,7 +483,8 @@ def test_held_out_prompts_get_the_kept_version_while_training_goes_on_with_the_n
         versions = 2
 
         async def between(self, version: int) -> None:
-            while not buffer.granted:  # bounded: the test has a deadline
+            """Not before the first version is kept: without it the held-out prompts would be given back."""
+            while all(kept < 0 for _, kept in buffer.versions):  # bounded: the test has a deadline
                 await asyncio.sleep(0.005)
 
     config = prepare(tmp_path, ROWS)

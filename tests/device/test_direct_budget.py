@@ -97,7 +97,7 @@ ROWS = [Case(2, "float32", 0.0), Case(2, "bfloat16", 0.5), Case(1, "bfloat16", 0
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.chaos_cases("*float32*")
+@pytest.mark.chaos_cases("*float32*", "*ranks=1*")
 @pytest.mark.parametrize("case", ROWS, ids=str)
 def test_a_rank_copies_its_rows_alone(
     library: Path, tmp_path: Path, tiny_model: Path, case: Case, figure: Callable[[str], None]

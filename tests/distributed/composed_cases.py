@@ -51,12 +51,12 @@ CASES: dict[int, dict[str, Case]] = {
         "tensor_checkpointing": Case("tensor=2 sequence=2", extra="learner.gradient_checkpointing=true"),
     },
 }
-#: Of the long form: all but one case for each rule of `learners.backends.fsdp2.mesh` and the chunks of queries.
+#: Of the long form: all but the chunks of queries and one case of tensors and of experts with split rows.
 LONG = tuple(
     f"{count} {name}"
     for count, each in CASES.items()
     for name in each
-    if (count, name) not in {(2, "expert_sequence"), (4, "two_heads"), (4, "expert_replicate"), (4, "tensor_sequence")}
+    if (count, name) not in {(2, "expert_sequence"), (4, "two_heads"), (4, "tensor_sequence")}
 )
 DENSE = "dense"  # the folder of the dense model's checkpoint
 

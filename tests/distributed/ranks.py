@@ -114,7 +114,7 @@ if HAS_PEFT:
 #: Set where a test of the long form (`chaos`) was chosen: its cases are trained too. Case modules name them in `LONG`.
 EVERY_CASE = "ASYNCRL_TEST_EVERY_CASE"
 #: Jobs of the long form: number of ranks and name.
-LONG_JOBS = ((4, "megatron_both"), (4, "lora_hsdp"))
+LONG_JOBS = ((4, "megatron_both"), (4, "megatron_mixed"), (4, "expert"), (4, "lora_hsdp"))
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCH_S = 480
 #: Of the ranks: the library, and what tests share.

@@ -53,7 +53,7 @@ def trained(run: Run) -> Iterator[Any]:
         yield from decode_batch(file.batch, file.payloads).groups
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 def test_three_data_sets_keep_their_ratios_through_a_resume(run: Run) -> None:
     settings = mixed(run, {"sums": 40, "words": 7, "codes": 300})

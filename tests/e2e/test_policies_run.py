@@ -121,3 +121,40 @@ def test_a_producer_that_restarts_gets_the_last_weights_of_a_policy_that_is_done
     assert used <= {0, 1} and 1 in used
     assert game.command("audit", str(game.dir), timeout=60).returncode == 0
     assert Path(first.dir / "export").is_dir()
+
+
+THREE = '''
+"""The first letter of each other policy after the trained one's; a point for each that is the same."""
+NAMES = ("first", "second", "third")
+
+
+async def play(chat, row):
+    own = await chat.say(max_new_tokens=1)
+    points = 0
+    for name in NAMES:
+        if name != chat.policy:
+            other = chat.other(name)
+            other.show(row["prompt"])
+            points += (await other.say(own.text, max_new_tokens=1)).text == own.text
+    return float(points)
+'''
+
+
+@pytest.mark.chaos
+def test_three_policies_in_one_run(game: Run) -> None:
+    parts = game.folder / "runs" / "kuhn-parts"
+    shutil.copytree(parts / "models" / "second", parts / "models" / "third")
+    shutil.copy(parts / "second.jsonl", parts / "third.jsonl")
+    (game.folder / "kuhn.py").write_text(THREE)
+    paths = 'model.path = "runs/kuhn-parts/models/third"\ndata.path = "runs/kuhn-parts/third.jsonl"\n'
+    game.config.write_text(f"{game.config.read_text()}\n[policies.third]\n{paths}")
+    words = [word for setting in (*SMALL, "learner.steps=3") for word in ("--set", setting)]
+    done = game.command("launch", "all", str(game.config), *words, timeout=900)
+    assert done.returncode == 0, done.stdout
+    found = json.loads(game.command("audit", str(game.dir), "--json", timeout=60).stdout)
+    assert found["ok"] and {name: one["trained"] for name, one in found["policies"].items()} == dict.fromkeys(
+        ("first", "second", "third"), 3 * 6
+    )
+    for name in found["policies"]:
+        turns = [policy for line in of(game, name).lines("samples.jsonl") for _, policy, _ in line["others"]]
+        assert set(turns) == set(found["policies"]) - {name}, "each sample hears both others"

@@ -49,7 +49,7 @@ def plain_logprobs(folder: Path, prompt: Any, response: Any) -> torch.Tensor:
     return logs.gather(-1, ids[0, len(prompt) :, None])[:, 0]
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 @pytest.mark.timeout(400)
 def test_teachers_that_are_killed_lose_nothing(run: Run) -> None:
     folders = {"maths": make_teacher(run.folder / "maths", 5), "rest": make_teacher(run.folder / "rest", 6)}

@@ -43,6 +43,7 @@ class SGLang:
             ("/server_info", self.server_info),
             ("/health", self.health),
             ("/standin/calls", self.calls),
+            ("/standin/tokens", self.tokens),
         ):
             app.router.add_get(path, handler)
         for path, handler in (
@@ -97,6 +98,10 @@ class SGLang:
 
     async def calls(self, _request: web.Request) -> web.Response:
         return web.json_response(self.faults.calls)
+
+    async def tokens(self, _request: web.Request) -> web.Response:
+        """How many tokens each sample under way has."""
+        return web.json_response({name: len(job.tokens) for name, job in self.core.jobs.items()})
 
     # ------------------------------------------------------------ samples
 

@@ -22,6 +22,7 @@ from weightsync.plan.buckets import bucket_starts, group_by_bucket
 
 HERE = Path(__file__).parent
 PROMPT = [3, 4, 5, 6, 7]
+LONG = 400  # tokens of a sample that is to be met under way: at least 0.8 s
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,14 @@ async def _up(client: HttpClient) -> None:
     raise AssertionError("the stand-in does not start")
 
 
+async def begun(client: HttpClient, *names: str) -> None:
+    """Wait until these samples have tokens."""
+    made: dict[str, int] = {}
+    while not all(made.get(name) for name in names):
+        await asyncio.sleep(0.005)
+        made = await client.get("/standin/tokens", timeout_s=60)
+
+
 def sglang_body(**more: Any) -> dict[str, Any]:
     chosen = {"max_new_tokens": 24, "temperature": 1.0, "ignore_eos": True, "sampling_seed": 5} | more.pop("chosen", {})
     return {"input_ids": PROMPT, "sampling_params": chosen, "return_logprob": True, "rid": "r", "extra_key": "s"} | more
@@ -87,8 +96,10 @@ def test_sglang_takes_weights_in_a_session_and_names_the_tokens(sglang: Served) 
         await asyncio.gather(joining, sender.join())
         with pytest.raises(Refused, match="no weight-update session"):
             await server.end()
-        asked = asyncio.create_task(client.post("/generate", sglang_body(chosen={"max_new_tokens": 64}), timeout_s=60))
-        await asyncio.sleep(0.06)
+        asked = asyncio.create_task(
+            client.post("/generate", sglang_body(chosen={"max_new_tokens": LONG}), timeout_s=60)
+        )
+        await begun(client, "r")
         await server.pause("in_place")
         with pytest.raises(Refused, match="requests are running"):
             await server.flush()
@@ -110,7 +121,7 @@ def test_sglang_takes_weights_in_a_session_and_names_the_tokens(sglang: Served) 
         await server.resume()
         meta = (await asked)["meta_info"]
         spans = meta["weight_versions"]
-        assert [span["version"] for span in spans] == ["default", "one"] and spans[1]["end"] == 64
+        assert [span["version"] for span in spans] == ["default", "one"] and spans[1]["end"] == LONG
         later = (await client.post("/generate", sglang_body(rid="later", extra_key="t"), timeout_s=60))["meta_info"]
         values = [value for value, _, _ in later["output_token_logprobs"]]
         check(PROMPT, [token for _, token, _ in later["output_token_logprobs"]], values, seed=1)
@@ -154,20 +165,20 @@ def test_sglang_refuses_what_does_not_fit(sglang: Served) -> None:
 def test_sglang_gives_up_and_retracts(sglang: Served) -> None:
     async def body(client: HttpClient) -> None:
         server = SGLangServer(client, swap_s=30)
-        chosen = {"max_new_tokens": 200}
+        chosen = {"max_new_tokens": LONG}
         given_up = asyncio.create_task(client.post("/generate", sglang_body(rid="g/1;", chosen=chosen), timeout_s=60))
         kept = asyncio.create_task(
-            client.post("/generate", sglang_body(rid="k", chosen={"max_new_tokens": 60}), timeout_s=60)
+            client.post("/generate", sglang_body(rid="k", chosen={"max_new_tokens": LONG}), timeout_s=60)
         )
-        await asyncio.sleep(0.1)
+        await begun(client, "g/1;", "k")
         await server.abort("g/")
         answer = await given_up
-        assert answer["meta_info"]["finish_reason"]["type"] == "abort" and 0 < len(answer["output_ids"]) < 200
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort" and 0 < len(answer["output_ids"]) < LONG
         await server.pause("retract")
         await server.flush()
         await server.resume()
         answer = await kept
-        assert len(answer["output_ids"]) == 60 and answer["meta_info"]["num_retractions"] <= 1
+        assert len(answer["output_ids"]) == LONG and answer["meta_info"]["num_retractions"] <= 1
 
     run(sglang, body)
 
@@ -198,7 +209,7 @@ def test_vllm_takes_a_version_from_a_file(vllm: Served, tmp_path: Path) -> None:
         events: list[dict[str, Any]] = []
 
         async def ask() -> None:
-            wanted = vllm_body(stream=True, chosen={"max_tokens": 64})
+            wanted = vllm_body(stream=True, chosen={"max_tokens": LONG})
             async for event in client.stream("/inference/v1/generate", wanted, idle_s=30):
                 events.append(event["choices"][0])
 
@@ -215,8 +226,8 @@ def test_vllm_takes_a_version_from_a_file(vllm: Served, tmp_path: Path) -> None:
         await client.post("/resume", timeout_s=30)
         await asked
         spans = events[-1]["weight_versions"]
-        assert [span["version"] for span in spans] == ["default", "one"] and spans[1]["end"] == 64
-        assert sum(len(event["token_ids"]) for event in events) == 64 and events[-1]["finish_reason"] == "length"
+        assert [span["version"] for span in spans] == ["default", "one"] and spans[1]["end"] == LONG
+        assert sum(len(event["token_ids"]) for event in events) == LONG and events[-1]["finish_reason"] == "length"
         assert all(event["weight_versions"] is None for event in events[:-1])
         answer = await client.post("/inference/v1/generate", vllm_body(request_id="n", cache_salt="t"), timeout_s=60)
         choice = answer["choices"][0]

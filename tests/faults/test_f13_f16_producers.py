@@ -56,10 +56,9 @@ def test_f14_a_slow_learner_paces_the_producers(tmp_path: Path, figure: Any) -> 
     with Plant(tmp_path, extra=extra) as plant:
         plant.start()
         plant.wait("some steps", lambda: plant.committed() >= 5)
-        plant.kill("learner", signal.SIGSTOP)
         bound = plant.config.buffer.max_in_flight_groups
         size = lambda: _rss(plant.roles["buffer"].pid)  # noqa: E731
-        plant.wait("the buffer to be full", lambda: plant.status()["ledger"]["ready"] >= bound - 8)
+        plant.wait("the buffer to be full", lambda: _stop_learner_and_fill(plant, bound - 8))
         time.sleep(1.0)
         first, seen, leases = size(), [], len(plant.history("lease"))
         for _ in range(5):
@@ -73,6 +72,22 @@ def test_f14_a_slow_learner_paces_the_producers(tmp_path: Path, figure: Any) -> 
         found = plant.assert_accounted()
         assert not found.dropped and not found.dead
         figure(f"learner stopped: outstanding at most {bound}, buffer {first >> 20} MiB -> {max(seen) >> 20} MiB")
+
+
+def _stop_learner_and_fill(plant: Plant, groups: int) -> bool:
+    """Stop the learner until this many groups are ready. False if it was stopped before it sent weights without which
+    no producer may go on; it runs again then.
+    """
+    plant.kill("learner", signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    while (status := plant.status())["ledger"]["ready"] < groups:
+        behind = all("it must sync" in one["waiting_for"] for one in status["producers"])
+        if behind or time.monotonic() > deadline:
+            plant.kill("learner", signal.SIGCONT)
+            time.sleep(0.5)
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _rss(pid: int) -> int:

@@ -88,7 +88,7 @@ def test_every_role_is_killed_once(seeing: Run, where: str) -> None:
     assert replayed.returncode == 0, replayed.stdout
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 def test_groups_whose_images_are_lost_are_set_aside(seeing: Run) -> None:
     """The images of everything under way vanish: no group is trained as text, and the run ends with others."""
     launched = seeing.start("launch", "all", str(seeing.config), "--set", "producers.checkpoint_tokens=0")

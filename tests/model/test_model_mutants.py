@@ -22,6 +22,7 @@ def name_pair(pair: tuple[dict[str, tuple[type, ...]], object]) -> str:
     return "+".join(kind.__name__ for kinds in pair[0].values() for kind in kinds)
 
 
+@pytest.mark.chaos_cases("CheckpointsWithoutRoom")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_wrong_rule_is_caught(mutant: Mutant, figure: Callable[[str], None]) -> None:
     found = search(mutant.case, parts=Parts(**mutant.parts), limit=20_000)
@@ -41,6 +42,7 @@ def test_two_wrong_rules_do_not_hide_each_other(pair: tuple, figure: Callable[[s
     figure(f"caught after {found.states} states: {caught(found)}")
 
 
+@pytest.mark.chaos
 def test_the_right_rules_pass_the_cases_of_the_mutants() -> None:
     """What is caught above is the mutant, not the case."""
     for case in {mutant.case for mutant in MUTANTS} | {case for _, case in PAIRS}:

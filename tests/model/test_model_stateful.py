@@ -462,6 +462,7 @@ def test_larger_systems_for_longer(figure: Callable[[str], None]) -> None:
     figure(f"{SEEN['completed']} schedules completed; {dict(sorted(SEEN.items()))}")
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     "wrong",
     [{"batches": RequiredIgnored}, {"samples": OlderTokensIgnored}, {"group_leases": BoundOfTheMoment}],

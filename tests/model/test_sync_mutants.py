@@ -18,6 +18,7 @@ def test_a_wrong_rule_is_caught(mutant: Mutant, figure: Callable[[str], None]) -
     figure(f"caught after {found.states} states, {len(found.trace)} moves: {how}")
 
 
+@pytest.mark.chaos
 def test_the_right_rules_pass_the_cases_of_the_mutants() -> None:
     """What is caught above is the mutant, not the case."""
     for case in {mutant.case for mutant in MUTANTS}:

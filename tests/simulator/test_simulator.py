@@ -52,6 +52,7 @@ def test_nothing_is_lost_doubled_or_too_old_in_twenty_thousand_others(figure: Ca
     check(20_000, first=1_000_001, figure=figure)
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(900)
 def test_every_mutant_is_caught(figure: Callable[[str], None]) -> None:
     found = hunt_all(processes=2, limit=3000)

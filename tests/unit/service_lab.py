@@ -38,7 +38,7 @@ class ServiceLab:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        config = parse(TOML.format(dir=folder / "run"))
+        self.config = config = parse(TOML.format(dir=folder / "run"))
         self.run = RunDir(config.run_dir).create()
         clocked = lambda config, **parts: BufferService(config, clock=lambda: self.now, **parts)  # noqa: E731
         monkeypatch.setattr(server, "BufferService", clocked)
@@ -49,10 +49,21 @@ class ServiceLab:
     def groups(self) -> Any:
         return self.service.machine
 
+    def restart(self) -> None:
+        """Another service over the same store. What the first one did not answer stays without an answer."""
+        self.service.close(hands_over=True)
+        self.service = server.open_service(self.config, server.open_store(self.config, lambda: False))
+
     def ask(self, message: Any, payload: bytes = b"", *, request: int) -> Asked:
-        asked = Asked()
-        frames = wire.encode(message, (payload,) if payload else (), request=request)
-        self.service.handle([Call(asked, b"peer", wire.decode(frames))])  # type: ignore[arg-type]
+        return self.ask_together((request, message), payload=payload)[0]
+
+    def ask_together(self, *requests: tuple[int, Any], payload: bytes = b"") -> list[Asked]:
+        """Requests (number, message) of one drain."""
+        asked = [Asked() for _ in requests]
+        payloads = (payload,) if payload else ()
+        packets = [wire.decode(wire.encode(message, payloads, request=number)) for number, message in requests]
+        calls = [Call(one, b"peer", packet) for one, packet in zip(asked, packets, strict=True)]  # type: ignore[arg-type]
+        self.service.handle(calls)
         return asked
 
     def hello(self, role: str, name: str, pid: int = 7) -> Any:

@@ -16,22 +16,22 @@ import aiohttp
 import anthropic
 import openai
 import pytest
-from env_lab import CHATML, SayingEngine, config_of, tokenizer_in
+from env_lab import TOOLS_SHOWN, SayingEngine, config_of, tokenizer_in
 from test_agents import ROW, Streaming, folder, played, settings, texts_of, tokenizer, user  # noqa: F401
 
 import producers.agents.endpoint as endpoint_module
 from asyncrl.engine import GenDelta, GenRequest
 from producers.agents.environment import Connection
-from producers.agents.interface import ApiError, ChatRequest
+from producers.agents.interface import ChatRequest
 from producers.agents.messages_api import read_request
 from producers.agents.openai_api import read_chat, read_completion
 from producers.agents.responses_api import read_response
+from producers.data.openai_items import ApiError
 from producers.data.tokenizer import Tokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ONLY_CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 CALL = f"Let me see. {ONLY_CALL}"
-TOOLS_SHOWN = "{% if tools %}<bos>tools\n{{ tools | tojson }}<eos>\n{% endif %}" + CHATML
 
 
 class Said(NamedTuple):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 
@@ -51,6 +52,7 @@ def test_synthetic_figures(tmp_path: Path) -> None:
     assert kinds["last places"]["share_of_full"] < kinds["random bits"]["share_of_full"]
 
 
+@pytest.mark.chaos
 def test_a_training_trace(tmp_path: Path) -> None:
     """With a model that knows nothing: rewards of our own, so that there is something to learn."""
     model = tmp_path / "model"

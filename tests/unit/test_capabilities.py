@@ -92,6 +92,7 @@ ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "second_weights": (("evaluation.path=rows.jsonl", "evaluation.lane=second_weights"), {}),
     "router_replay": (("learner.router_replay=true",), {"model_type": "qwen3_moe", "num_experts": 8}),
     "speculation": (("producers.speculative_tokens=4",), {}),
+    "speculation_by_caches": (("producers.speculative_tokens=4",), {"model_type": "lfm2"}),
     "mixture_of_experts": ((), {"model_type": "qwen3_moe", "num_experts": 8}),
     "senses": (FROZEN, {"vision_config": {"hidden_size": 8}, "model_type": "qwen2_vl"}),
     "tile_senses": (FROZEN, {"vision_config": {"hidden_size": 8}, "model_type": "llava"}),

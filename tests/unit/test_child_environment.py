@@ -248,6 +248,7 @@ NEVER = {"system", "popen", "fork", "forkpty", "posix_spawn", "Process", "Pool",
 NEVER |= {f"{verb}{end}" for verb in ("exec", "spawn") for end in ("l", "le", "lp", "lpe", "v", "ve", "vp", "vpe")}
 FORKS = {
     "producers/sandbox/runner.py": "a program of the sandbox, whose environment is made here",
+    "producers/sandbox/browser_runner.py": "the browser of the sandbox, in the environment of the sandbox",
     "producers/sandbox/session_runner.py": "a command of the sandbox's shell, in the environment of the sandbox",
 }
 

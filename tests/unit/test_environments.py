@@ -415,8 +415,8 @@ async def strange(chat: Any) -> None:
         (f'name = "{__name__}:ROW"', "neither a class with reset and step nor"),
         (f'name = "{__name__}:Guess"\nargs = {{colour = 1}}', "colour"),
         (f'name = "{__name__}:nothing"', "has no 'nothing'"),
-        ('name = "no_such"', "one of agent, chat, gymnasium, openenv, single_turn, tools, verifiers"),
-        ('name = "tools"\ntools = ["no_such"]', "one of calculator, mcp, python, search, shell"),
+        ('name = "no_such"', "one of agent, chat, gymnasium, nemo_gym, openenv, single_turn, tools, verifiers"),
+        ('name = "tools"\ntools = ["no_such"]', "one of browser, calculator, mcp, python, search, shell"),
         ('name = "chat"\nparser = "no_such"', "one of hermes, json, qwen3"),
     ],
 )

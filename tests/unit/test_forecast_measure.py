@@ -259,5 +259,5 @@ def test_devices_are_divided_and_the_batch_grows_with_them(tmp_path: Path) -> No
     assert {way.scenario.batch_groups for way in splits(config, plant, devices=100, scale_batch=False)} == {8}
     assert all(way.scenario.learner_speed == way.learner for way in ways)
     assert levels(500, 2) == 8 and levels(500, 0) == 500
-    assert buffers_for(1000.0, 0.0) == 1 and buffers_for(1e5, 1e3) == 55
+    assert buffers_for(1000.0, 0.0) == 1 and buffers_for(1e5, 1e3) == 96
     assert settings_for(Scenario(asked_samples=10, group_size=8)).over_issue == 2

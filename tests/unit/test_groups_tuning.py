@@ -46,7 +46,7 @@ def test_a_change_is_numbered_told_and_in_force() -> None:
     number, changed, note = tune(run, max_staleness=2, on_late="drop", late_timeout_s=5)
     assert number == 1 and "keep their bound" in note
     assert changed == {
-        "buffer.late_timeout_s": (120.0, 5.0),
+        "buffer.late_timeout_s": (300.0, 5.0),
         "buffer.max_staleness": (4, 2),
         "buffer.on_late": ("wait", "drop"),
     }

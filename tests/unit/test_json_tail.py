@@ -9,7 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.metrics import JsonTail, MetricsLog, Position
+from asyncrl.config import parse
+from asyncrl.metrics import JsonTail, MetricsLog, Position, open_lines, read_lines
+from asyncrl.runtime.run_dir import RunDir
+from buffers.service.evaluation_files import EvaluationFiles
 
 
 def append(path: Path, text: str) -> None:
@@ -154,3 +157,31 @@ def test_a_log_of_guests_has_a_limited_size(tmp_path: Path) -> None:
     assert seen == list(range(200)), "who follows the file misses nothing"
     assert sum(one.stat().st_size for one in path.parent.iterdir()) < 4200
     assert {one.name for one in path.parent.iterdir()} == {"roles.jsonl", "roles.jsonl.1"}
+
+
+def test_what_follows_a_line_that_a_kill_cut_begins_on_a_line_of_its_own(tmp_path: Path) -> None:
+    path, whole = tmp_path / "metrics.jsonl", b'{"step": 1}\n{"step": 2}\n'
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        known = read_lines(path)
+        log = MetricsLog(path)
+        log.write({}, step=3)
+        log.close()
+        assert [line["step"] for line in read_lines(path)] == [*(line["step"] for line in known), 3], whole[:cut]
+    with open_lines(path) as file:
+        file.write(b"")
+    assert path.read_bytes().endswith(b"\n") and b"\n\n" not in path.read_bytes()
+
+
+def test_scored_samples_and_processes_after_a_line_that_a_kill_cut(tmp_path: Path) -> None:
+    run = RunDir(tmp_path).create()
+    run.evaluations.mkdir()
+    scores = run.evaluations / "step-4.jsonl"
+    scores.write_bytes(b'{"step": 4, "row": 0}\n{"step": 4, "ro')
+    reward = '[[reward]]\nfunction = "none:none"\n'
+    config = parse(f'[run]\ndir = "{tmp_path}"\n[model]\npath = "m"\n[data]\npath = "d.jsonl"\n{reward}')
+    EvaluationFiles(config).write_samples([{"step": 4, "row": 1}, {"step": 4, "row": 2}])
+    assert [line["row"] for line in read_lines(scores)] == [0, 1, 2]
+    run.processes.write_bytes(b'{"role": "buf')
+    run.record_process("buffer", "buffer")
+    assert [line["role"] for line in read_lines(run.processes)] == ["buffer"]

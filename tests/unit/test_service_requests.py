@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from service_lab import ServiceLab
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from service_lab import Asked, ServiceLab
 
 from asyncrl import wire
 
@@ -34,6 +37,78 @@ def test_late_copies_of_answered_requests_are_granted_nothing_new(lab: ServiceLa
     assert granted(lab.lease("p", 2).answer) == []
     assert granted(lab.lease("p", 3).answer) == third
     assert lab.groups.table.indexes.held["p"] == set(third)
+
+
+def test_a_late_copy_does_not_take_the_version_of_its_producer_back(lab: ServiceLab) -> None:
+    """Else an evaluation of version 1 would end because nobody has its weights any more."""
+    lab.hello("producer", "p")
+    holders = lab.service.evaluations.prompt_leases.holders
+    holders.begin(1)
+    for request, version in ((1, 0), (2, 1), (1, 0)):
+        lab.ask(wire.LeaseRequest("p", version, 1, 0.0), request=request)
+        lab.tick()
+    assert not holders.all_gone(1, lab.now, 30.0)
+
+
+class ForgetfulNetwork:
+    """A producer with up to two lease requests under way; answers may be lost, and then the request is sent again."""
+
+    def __init__(self, lab: ServiceLab) -> None:
+        self.lab = lab
+        self.sent = 0
+        self.waiting: dict[int, list[tuple[Asked, bool]]] = {}  # request -> copies, and whether their answers arrive
+        self.held: set[tuple[int, int]] = set()
+
+    def ask(self, *numbers: int, arrives: bool) -> None:
+        asked = self.lab.ask_together(*((number, wire.LeaseRequest("p", 0, 1, 1.0)) for number in numbers))
+        for number, one in zip(numbers, asked, strict=True):
+            self.waiting.setdefault(number, []).append((one, arrives))
+        self.receive()
+
+    def receive(self) -> None:
+        for number, copies in list(self.waiting.items()):
+            arrived = [one.answers[0] for one, arrives in copies if arrives and one.answers]
+            if arrived:
+                del self.waiting[number]
+                self.held |= {(lease.group, lease.token) for lease in arrived[0].leases}
+
+    def do(self, action: str, arrives: bool) -> None:
+        if action == "ask" and len(self.waiting) < 2:
+            self.sent += 1
+            self.ask(self.sent, arrives=arrives)
+        elif action == "again" and self.waiting:
+            self.ask(*sorted(self.waiting), arrives=arrives)
+        elif action == "kill":
+            self.lab.restart()
+        elif action == "return" and self.held:
+            given = tuple(self.held)
+            self.lab.ask(wire.LeaseReturn("p", given, "stop"), request=0)
+            self.held.clear()
+        else:
+            self.lab.tick()
+            self.receive()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(["ask", "again", "kill", "return", "tick"]), st.booleans()), max_size=14)
+)
+@example(steps=[("ask", False), ("ask", False), ("kill", False)])
+def test_every_grant_reaches_its_producer(steps: list[tuple[str, bool]]) -> None:
+    """Whatever answers were lost, and whenever the service was killed: once its requests are answered, it knows all."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        lab = ServiceLab(Path(folder), patch)
+        lab.hello("producer", "p")
+        network = ForgetfulNetwork(lab)
+        for action, arrives in steps:
+            network.do(action, arrives)
+        network.do("again", True)
+        lab.tick(1.1)  # the requests wait for 1 s
+        network.receive()
+        assert not network.waiting
+        table = lab.groups.table
+        assert network.held == {(number, table.groups[number].token) for number in table.indexes.held.get("p", ())}
+        lab.close()
 
 
 def test_a_copy_of_an_answered_reward_request_is_answered_at_once(lab: ServiceLab) -> None:

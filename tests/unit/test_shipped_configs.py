@@ -23,11 +23,10 @@ from asyncrl.process_plan.plan import TARGETS, plan
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
+#: Files that are put on top of others: tests/unit/test_tool_examples.py checks those of the tools together.
+PARTS = (ROOT / "configs" / "presets", ROOT / "examples" / "tools")
 SHIPPED = sorted(
-    path
-    for folder in ("configs", "examples")
-    for path in (ROOT / folder).rglob("*.toml")
-    if path.parent.name != "presets"
+    path for folder in ("configs", "examples") for path in (ROOT / folder).rglob("*.toml") if path.parent not in PARTS
 )
 EXAMPLES = [path for path in SHIPPED if path.parent == ROOT / "configs" / "examples"]
 #: What this machine may lack: packages and environments of engines, a Redis server. Never a mistake of the file.

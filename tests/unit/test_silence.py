@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.launcher.liveness_watch import SilenceWatch
-from asyncrl.runtime.host_facts import child_pids, process_state
+from asyncrl.runtime.host_facts import child_pids, descendants, process_state
 from asyncrl.runtime.liveness import Sign, Ticker, read_signs
 from asyncrl.runtime.run_dir import RunDir
 
@@ -123,6 +123,30 @@ def test_a_stopped_process_below_a_role_is_named_after_it(tmp_path: Path, sleepe
     os.kill(below, signal.SIGCONT)
     wait_for(lambda: process_state(below) != "T")
     assert [kind for kind, _ in watched.look(9.0)] == ["back"]
+
+
+def test_what_is_stopped_in_a_sandbox_is_left_alone(tmp_path: Path) -> None:
+    inside = (
+        "import subprocess; open('/proc/self/comm', 'w').write('bwrap'); subprocess.run(['sleep', '60'], timeout=60)"
+    )
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inside!r}], timeout=60)"
+    child = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        wait_for(lambda: any(child_pids(pid) for pid in child_pids(child.pid)))
+        sandbox = child_pids(child.pid)[0]
+        below = child_pids(sandbox)[0]
+        watched = Watched(tmp_path, child.pid)
+        os.kill(below, signal.SIGSTOP)
+        wait_for(lambda: process_state(below) == "T")
+        assert watched.look(8.0) == []
+        os.kill(sandbox, signal.SIGSTOP)
+        wait_for(lambda: process_state(sandbox) == "T")
+        assert [f"bwrap of producer-0 (pid {sandbox} on " in text for _, text in watched.look(16.0)] == [True]
+    finally:
+        for pid in descendants(child.pid):
+            os.kill(pid, signal.SIGKILL)
+        child.kill()
+        child.wait(timeout=60)
 
 
 def test_a_watch_that_was_stopped_itself_accuses_nobody(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:

@@ -59,6 +59,13 @@ FOREVER = """
     print("up", flush=True)
     time.sleep(60)
 """
+#: Ends once the launcher has given a process up.
+GIVEN_UP = """
+    import pathlib, time
+    log, until = pathlib.Path('{log}'), time.monotonic() + 120
+    while time.monotonic() < until and not (log.exists() and '"given up"' in log.read_text()):
+        time.sleep(0.05)
+"""
 STUBBORN = """
     import signal, time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -213,7 +220,7 @@ def test_the_run_goes_on_while_another_worker_of_the_role_lives(tmp_path: Path, 
     plans = [
         script(role, killed, name=f"{role}-0", restarts=1),
         script(role, FOREVER, name=f"{role}-1"),
-        script("learner", "import time; time.sleep(4)"),
+        script("learner", GIVEN_UP.format(log=tmp_path / "logs" / "launch.jsonl")),
     ]
     outcome, said, events = supervise(tmp_path, plans)
     assert outcome.code == 0 and outcome.given_up == {f"{role}-0": 137} and outcome.restarts == {f"{role}-0": 1}

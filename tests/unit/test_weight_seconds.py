@@ -31,7 +31,11 @@ def test_each_stage_has_the_speed_of_its_narrowest_link() -> None:
     assert many == (90 / 200, 90 / 200, 90 / 300), "host memory, and the links between the devices, are the limit"
     slow = LINKS._replace(network=1e9)
     assert sync_seconds(90_000_000_000, workers=1, links=slow).direct == 90.0
-    assert weight_bytes({"model_type": "unheard of"}, "bfloat16") == 0
+    assert (
+        weight_bytes({"model_type": "unheard of"}, "bfloat16") == weight_bytes({"model_type": "unheard of"}, "fp8") == 0
+    )
+    model = MODELS["Qwen2.5-7B"][0]
+    assert weight_bytes(model, "int8") == weight_bytes(model, "float32") // 4, "sent in 8 bits"
 
 
 @pytest.mark.parametrize(("name", "senders", "limit_s"), [("Qwen3-30B-A3B", 1, 4.0), ("Qwen3-235B-A22B", PORTS, 6.0)])

@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.config.locations import parse_dotted
 from asyncrl.config.mode import sends_adapters, streams
 from asyncrl.config.rules import Conflict, conflict
-from asyncrl.config.sections.environment import AGENT, engine_parser
+from asyncrl.config.sections.environment import AGENT, NEMO_GYM, REQUESTS, engine_parser
 from asyncrl.config.sections.tracker import ONLINE, tracker_label
 from asyncrl.config.tree import Config
 from asyncrl.plugins import is_place
@@ -223,6 +223,12 @@ def _environment_problems(config: Config) -> Iterator[Conflict]:
         yield conflict(
             "environment.name",
             f"environment.name = {environment.name!r} is not 'module:name' or 'file.py:name'",
+            code="config.environment",
+        )
+    if environment.name == NEMO_GYM and config.data.prompt_key != REQUESTS:
+        yield conflict(
+            "data.prompt_key",
+            f"environment.name = {NEMO_GYM!r} plays rows of NeMo-Gym: set data.prompt_key = {REQUESTS!r}",
             code="config.environment",
         )
     if environment.name == "tools" and not environment.tools:

@@ -20,7 +20,7 @@ class BufferConfig(Section, frozen=True):
     learner_idle_target: Share = 0.03  # pipeline_depth = auto: smallest depth with a smaller idle share
     batch_groups: Positive = 16  # groups in the batch of one learner step
     on_late: Literal["wait", "drop", "train"] = "wait"  # what to do with a group that is due but not ready
-    late_timeout_s: Seconds = 120.0  # on_late = wait: drop the group after this time
+    late_timeout_s: Seconds = 300.0  # on_late = wait: drop the group after this time; half of run.hang_timeout_s
     max_reissue: Count = 3  # further attempts at a prompt after a lost lease or a late drop
     lease_timeout_s: Seconds = 30.0  # a producer that is silent for this long loses its leases
     store: Literal["auto", "sqlite", "redis"] = "sqlite"  # auto: redis if a URL or a server is found, else sqlite

@@ -29,17 +29,18 @@ class AgentConfig(Section, frozen=True):
 
 
 SINGLE_TURN = "single_turn"
+NEMO_GYM, REQUESTS = "nemo_gym", "responses_create_params"  # the environment, and the column of its rows' prompts
 UNSCORED = ("chat", "tools")  # environments of several turns that leave the reward to reward workers
 
 
 class EnvironmentConfig(Section, frozen=True):
     """`[environment]`: several turns, tools, custom environments."""
 
-    name: str = SINGLE_TURN  # single_turn, chat, tools, agent, gymnasium, openenv, verifiers, 'module:name' or plugin
+    name: str = SINGLE_TURN  # chat, tools, agent, gymnasium, openenv, nemo_gym, verifiers, a plugin, 'module:name'
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the environment
     max_turns: Positive = 8  # most turns of the model; then the sample ends
-    tools: tuple[str, ...] = ()  # calculator, python, shell, search, mcp:NAME, 'file.py:name', or a .json with schemas
-    tool_args: dict[str, Any] = field(default_factory=dict)  # tool -> its settings (search, python, mcp servers)
+    tools: tuple[str, ...] = ()  # calculator, python, shell, search, browser, mcp:NAME, 'file.py:name', or a .json file
+    tool_args: dict[str, Any] = field(default_factory=dict)  # tool -> its settings (search, browser, python, mcp)
     parser: str = "hermes"  # calls: hermes, qwen3, json, 'vllm:NAME', 'sglang:NAME', 'file.py:name', or an entry point
     reasoning_parser: str = ""  # 'vllm:NAME' or 'sglang:NAME': takes the reasoning out of what agents and tools see
     max_parallel_calls: Positive = 4  # calls of one turn; further ones are answered with an error

@@ -116,7 +116,7 @@ class LearnerConfig(Section, frozen=True):
     micro_batch_tokens: Positive = 16384  # tokens of one packed row
     packing: bool = True  # pack several samples into one row; false: padded rows
     logprob_chunk_tokens: Positive = 1024  # tokens whose logits are in memory at once
-    threads: Positive = 1  # torch threads of one rank on a CPU
+    threads: Count = 0  # torch threads of one rank on a CPU; 0: the cores are shared with the engines
     device: str = "auto"  # auto: an accelerator if the host has one, else cpu
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
     cpu_offload: bool = False  # keep parameters and optimizer state in host memory
@@ -147,6 +147,11 @@ class LearnerConfig(Section, frozen=True):
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @property
+    def torch_threads(self) -> int:
+        """`threads`, or one where no launcher has chosen a number."""
+        return self.threads or 1
 
     @property
     def trains_vision(self) -> bool:

@@ -19,13 +19,18 @@ class ProducersConfig(Section, frozen=True):
     checkpoint_tokens: Count = 0  # send longer samples, or turns, in pieces of this size: others can go on; 0: off
     kv_at_swap: Literal["keep", "recompute"] = "keep"  # KV cache of samples in progress when weights change
     speculative_tokens: Count = 0  # hf: drafts per sample and step, of its own earlier text (n-grams); 0: off
-    threads: Positive = 1  # torch threads of one engine on a CPU
+    threads: Count = 0  # torch threads of one engine on a CPU; 0: the cores are shared with the learner's ranks
     device: str = "auto"  # auto: an accelerator if the host has one, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: model.dtype
     restarts: Count = 5  # in 10 minutes
     python: str = ""  # interpreter with the engine; empty: this one, or .venv-ENGINE in the same folder
     url: tuple[str, ...] = ()  # servers of engines behind HTTP; producer number i uses the i-th
     engine_args: dict[str, Any] = field(default_factory=dict)  # arguments of the engine, under its own names
+
+    @property
+    def torch_threads(self) -> int:
+        """`threads`, or one where no launcher has chosen a number."""
+        return self.threads or 1
 
     def groups_in_flight(self, group_size: int) -> int:
         """Groups in one producer: the setting, or `ceil(2 * slots group_size)` if the KV cache holds them."""

@@ -84,7 +84,7 @@ class HFEngine:
 
     async def start(self) -> None:
         """Load the model and start the decode thread; the version is -1 until the first update is committed."""
-        torch.set_num_threads(self._config.producers.threads)
+        torch.set_num_threads(self._config.producers.torch_threads)
         self._decoder = await asyncio.to_thread(self._build)
         self._thread = DecodeThread(
             self._decoders, deliver=partial(_deliver, self._outboxes), on_failure=partial(_end_all, self._outboxes)

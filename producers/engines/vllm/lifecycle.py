@@ -27,7 +27,7 @@ OWN_S = 1.0  # vLLM's processes seldom end by themselves
 
 def prepare(config: Config) -> None:
     """Set the environment of this process and of vLLM's."""
-    threads = str(config.producers.threads)
+    threads = str(config.producers.torch_threads)
     mine = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind every engine of a host to the same cores
         "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE",

@@ -25,6 +25,7 @@ from asyncrl.images.model_inputs import ImageInputs
 from asyncrl.images.rows import takes_images
 from asyncrl.runtime.device import Device
 from asyncrl.runtime.model_folder import Kind, load_model
+from producers.data.prompt_forms import split_prompt
 from producers.data.tokenizer import Tokenizer
 from producers.rewards.outcome import (
     JudgeSettings,
@@ -164,7 +165,7 @@ class Classifier(LocalModel):
         if self._as == "ids":
             ids = [*sample.prompt_ids, *sample.response_ids]
         elif self._as == "chat":
-            prompt = sample.row.get(self._settings.prompt_key)
+            prompt, _ = split_prompt(sample.row.get(self._settings.prompt_key))
             question = prompt if isinstance(prompt, list) else [{"role": "user", "content": sample.prompt}]
             answered = [*question, {"role": "assistant", "content": sample.response}]
             ids = self._tokenizer.encode_part(self._tokenizer.render_chat(answered, opened=False))
