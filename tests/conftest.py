@@ -60,6 +60,12 @@ def _is_named(item: pytest.Item, marker: str) -> bool:
     return any(fnmatch(case, pattern) for mark in item.iter_markers(marker) for pattern in mark.args)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Commands that a test ran in this process make files private from then on: not so in the next test."""
+    os.umask(0o022)
+
+
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """`figure("20000 schedules, 0 lost")`: one line under the test's name in the summary, also with workers."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from pathlib import Path
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.child_environment import child_environment
 from producers.sandbox import seccomp
-from producers.sandbox.base import SandboxLimits
+from producers.sandbox.base import SandboxLimits, SandboxSession
 from producers.sandbox.chromium import FONTS, find_chromium
 from producers.sandbox.local import LocalSandbox
 from producers.sandbox.process import BROWSER, ENVIRONMENT, FLAGS, RUNNER, SESSION, spawn
@@ -39,9 +40,18 @@ _numbers = itertools.count()
 
 
 class Bubblewrap(LocalSandbox):
+    _readable = ""  # pages that the browser can read
+
     @property
     def is_isolated(self) -> bool:
         return True
+
+    def open_session(self, *, shell: bool = False, pages: str = "") -> SandboxSession:
+        session = super().open_session(shell=shell, pages=pages)
+        if pages not in ("", self._readable) and is_privileged():
+            _check_readable(Path(pages))
+            self._readable = pages
+        return session
 
     def start(self, script: Path = RUNNER, *, shell: bool = False, pages: str = "") -> subprocess.Popen[bytes]:
         """Raises `sandbox.unavailable` without bubblewrap."""
@@ -89,6 +99,19 @@ def is_privileged() -> bool:
     status = Path("/proc/self/status").read_text()
     held = int(status.partition("CapEff:")[2].split()[0], 16)
     return held & NEEDED_CAPABILITIES == NEEDED_CAPABILITIES
+
+
+def _check_readable(folder: Path) -> None:
+    """Raises `sandbox.unavailable` for a file or folder that other users cannot read: the browser is one of them."""
+    for place in (folder, *folder.rglob("*")):
+        needed = 0o005 if place.is_dir() else 0o004
+        if place.exists() and place.stat().st_mode & needed != needed:
+            raise ConfigError(
+                "sandbox.unavailable",
+                "the browser runs as another user, who may not read it",
+                where=str(place),
+                remedy=f"chmod -R o+rX {shlex.quote(str(folder))}",
+            )
 
 
 def interpreter() -> str:

@@ -18,6 +18,7 @@ from asyncrl.environment import ToolCall
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.host_facts import descendants
 from producers.sandbox import SandboxLimits, chromium, open_sandbox
+from producers.sandbox.bubblewrap import is_privileged
 from producers.tools.base import SampleTools, Toolbox, make_toolbox
 
 PAGE = "<!doctype html><meta charset=utf-8>"
@@ -213,3 +214,14 @@ def test_it_is_refused_where_it_cannot_run(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ConfigError, match="there is no browser: none of /no/chromium") as found:
         make("bubblewrap")
     assert found.value.remedy == "apt-get install chromium-headless-shell"
+
+
+@pytest.mark.parametrize("closed", [".", "sub", "more.html"])
+def test_pages_that_the_browser_could_not_read_are_refused(pages: Path, closed: str) -> None:
+    (pages / closed).chmod(0o700)
+    if not is_privileged():
+        Player(pages).close()  # then the browser runs as the user of the files
+        return
+    with pytest.raises(ConfigError, match="may not read it") as caught:
+        Player(pages)
+    assert caught.value.where == str(pages / closed) and str(pages) in caught.value.remedy
