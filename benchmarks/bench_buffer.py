@@ -40,11 +40,11 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import stages  # noqa: E402, RUF100
 
 from asyncrl import wire  # noqa: E402, RUF100
+from asyncrl.allocator import keep_memory
 from asyncrl.config import Config, dump, parse  # noqa: E402, RUF100
 from asyncrl.engine import GenDelta  # noqa: E402, RUF100
 from asyncrl.images.digests import image_digest
 from asyncrl.monitor.control import ServiceClient
-from asyncrl.net.frames import keep_memory
 from asyncrl.runtime.run_dir import RunDir, endpoint
 from asyncrl.wire.batch_arrays import ClaimedBatch, group_data
 from buffers.client.learner import LearnerClient

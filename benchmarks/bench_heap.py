@@ -1,4 +1,4 @@
-"""What it is worth that the freed tensors of a CPU's steps stay in the process (`asyncrl.net.frames.keep_tensors`).
+"""What it is worth that the freed tensors of a CPU's steps stay in the process (`asyncrl.allocator.keep_tensors`).
 
     python benchmarks/bench_heap.py [--rounds 3]
 
@@ -91,7 +91,7 @@ def measure(what: str, way: str) -> None:
     """Print the figures as JSON; in a process of its own."""
     import torch
 
-    from asyncrl.net.frames import keep_memory, keep_tensors
+    from asyncrl.allocator import keep_memory, keep_tensors
 
     torch.set_num_threads(1)
     if way == "kept":

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from asyncrl import wire  # noqa: E402, RUF100
+from asyncrl.allocator import keep_memory
 from asyncrl.config import dump, parse  # noqa: E402, RUF100
-from asyncrl.net.frames import keep_memory
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import Packet  # noqa: E402, RUF100
 from buffers import main as server

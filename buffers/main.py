@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+from asyncrl.allocator import keep_memory
 from asyncrl.config import BufferConfig, Config
 from asyncrl.evaluation.ids import is_evaluation
-from asyncrl.net.frames import keep_memory
 from asyncrl.net.keys import Keys
 from asyncrl.net.responder import Responder
 from asyncrl.runtime.failpoints import failpoint

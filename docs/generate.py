@@ -17,6 +17,7 @@ import msgspec
 
 from asyncrl import cli, config, errors, metrics, wire
 from asyncrl.config import capabilities, media, presets
+from asyncrl.config.features import FEATURES, OF_ENGINES, OF_LEARNERS
 from asyncrl.config.json_schema import field_meanings
 from asyncrl.config.mode import explain_update
 from asyncrl.config.sections import algorithm_catalogue as algorithms
@@ -289,7 +290,6 @@ def _needs(entry: algorithms.Entry) -> str:
 
 def capability_tables() -> str:
     """What back-ends, engines, devices and readers of data refuse."""
-    features = capabilities.FEATURES
 
     def answer(part: str, name: str) -> str:
         if name in capabilities.UNUSED.get(part, ()):
@@ -305,16 +305,16 @@ def capability_tables() -> str:
         "checked too and explained where they occur. Engines and back-ends of other packages refuse by themselves.",
     ]
     tables = (
-        ("Back-ends (`learner.backend`)", capabilities.BACKENDS, capabilities.OF_LEARNERS),
-        ("Engines (`producers.engine`)", capabilities.ENGINES, capabilities.OF_ENGINES),
+        ("Back-ends (`learner.backend`)", capabilities.BACKENDS, OF_LEARNERS),
+        ("Engines (`producers.engine`)", capabilities.ENGINES, OF_ENGINES),
     )
     for title, names, asked in tables:
         parts += ["", f"## {title}", "", f"| | {' | '.join(names)} |", f"|{' --- |' * (len(names) + 1)}"]
-        parts += [f"| {features[one].title} | {' | '.join(answer(name, one) for name in names)} |" for one in asked]
-    kinds, needs = capabilities.DEVICES, {name: one.needs for name, one in features.items() if one.needs}
+        parts += [f"| {FEATURES[one].title} | {' | '.join(answer(name, one) for name in names)} |" for one in asked]
+    kinds, needs = capabilities.DEVICES, {name: one.needs for name, one in FEATURES.items() if one.needs}
     parts += ["", "## Devices (`learner.device`)", "", f"| | {' | '.join(kinds)} |", f"|{' --- |' * (len(kinds) + 1)}"]
     parts += [
-        f"| {features[name].title} | "
+        f"| {FEATURES[name].title} | "
         + " | ".join("yes" if need in kinds[kind] else f"refused: needs {need}" for kind in kinds)
         + " |"
         for name, need in needs.items()

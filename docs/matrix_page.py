@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import find_conflicts, parse
-from asyncrl.config.capabilities import FEATURES, find_refusals
 from asyncrl.config.capabilities import UNUSED as UNUSED_BY
+from asyncrl.config.capabilities import find_refusals
+from asyncrl.config.features import FEATURES
 from asyncrl.config.model_facts import count_experts
 from asyncrl.config.rules.learner import model_problems
 from asyncrl.errors import ConfigError

@@ -33,7 +33,7 @@ def body(args: RoleArgs, config: Config, stop: Stop) -> None:
     """Report signs of life from the end of the heavy imports on, and train."""
     import torch
 
-    from asyncrl.net.frames import keep_memory, keep_tensors
+    from asyncrl.allocator import keep_memory, keep_tensors
     from asyncrl.preflight.threads import is_large
 
     rank = int(os.environ.get("RANK", "0"))

@@ -13,13 +13,13 @@ import socket
 import sys
 from typing import Any
 
+from asyncrl.allocator import keep_tensors
 from asyncrl.config import Config
 from asyncrl.config.capabilities import NO_CHOICES, NO_SECOND, refuse, refuse_cuts
 from asyncrl.config.mode import demonstrates, streams
 from asyncrl.device_turn import DeviceTurn
 from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.net.frames import keep_tensors
 from asyncrl.plugins import find
 from asyncrl.process_plan.interpreters import own_url
 from asyncrl.runtime import role

@@ -19,13 +19,11 @@ from asyncrl.config.capabilities import (
     BACKENDS,
     DEVICES,
     ENGINES,
-    FEATURES,
-    OF_ENGINES,
-    OF_LEARNERS,
     REFUSED,
     UNUSED,
     refuse,
 )
+from asyncrl.config.features import FEATURES, OF_ENGINES, OF_LEARNERS
 from asyncrl.config.tree import Config
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.preflight import check as checks

@@ -445,7 +445,7 @@ def _user_timeout(descriptor: str) -> int:
 HOLES = """
 import sys
 import numpy as np
-from asyncrl.net.frames import keep_memory
+from asyncrl.allocator import keep_memory
 
 def resident_mb():
     return int(open("/proc/self/statm").read().split()[1]) * 4 // 1024
