@@ -34,7 +34,8 @@ from buffers.groups.failure_budget import load_filters  # noqa: E402, RUF100
 HELD_OUT = 1024
 SEED_STRIDE = 1_000_003  # between the random numbers of two seeds
 AVERAGES = (0.7, 0.8, 0.9)  # decay by step of averages of the weights, from the start weights on
-MOST_ATTEMPTS = 20  # to fill a batch with groups that the filters keep
+SEEDS_A_STEP = 20
+MOST_ATTEMPTS = 100  # to fill a batch with groups that the filters keep
 
 
 class Drawn(NamedTuple):
@@ -192,7 +193,8 @@ class Prompts:
         """The batch of a step from the sampler's weights. Raises RuntimeError if filters reject nearly everything."""
         wanted, groups = self.config.buffer.batch_groups, list[GroupData]()
         for attempt in range(MOST_ATTEMPTS):
-            seed = SEED_STRIDE * (self.source.seed + 1) + step * MOST_ATTEMPTS + attempt
+            more, place = divmod(attempt, SEEDS_A_STEP)
+            seed = SEED_STRIDE * (self.source.seed + 1) + (step + 1000 * more) * SEEDS_A_STEP + place
             groups += [group for group in self._groups(step, wanted - len(groups), seed) if not self._rejected(group)]
             if len(groups) == wanted:
                 return ClaimedBatch(step, step - 1, False, tuple(groups), {})

@@ -159,8 +159,11 @@ def train_at_ages(cells: Iterable[tuple[str, int, str, tuple[str, ...], int]], a
     with ProcessPoolExecutor(args.workers) as pool:
         waiting = {pool.submit(_train_cell, args.task, cell, until): cell for cell in missing}
         for one in as_completed(waiting):
-            if (result := one.result()) is not None:
-                keep(run_name(args.task, *waiting[one]), result)
+            name = run_name(args.task, *waiting[one])
+            if isinstance(error := one.exception(), RuntimeError):
+                print(f"{name}: {error}", flush=True)
+            elif (result := one.result()) is not None:
+                keep(name, result)
 
 
 def _train_cell(task: str, cell: tuple[str, int, str, tuple[str, ...], int], until: float) -> dict[str, Any] | None:

@@ -40,7 +40,7 @@ from asyncrl.wire import (
 )
 
 WARN_S = 60.0  # between two warnings about a socket that is open without keys
-HEARTBEAT_MS, SILENT_MS = 2000, 6000  # heartbeats of a service; longest silence of a connection
+HEARTBEAT_MS, SILENT_MS = 3000, 6000  # heartbeats of a service; longest silence of a connection
 
 
 def _beat(socket: zmq.Socket[bytes]) -> None:
