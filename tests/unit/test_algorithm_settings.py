@@ -181,7 +181,7 @@ def test_presets_are_whole_and_read_back() -> None:
     for name in presets.names():
         named = made(text=f'learner.algorithm.preset = "{name}"')
         assert parse(dump(named)) == named == made(f"{presets.KEY}={name}")
-        assert list(notes.notes(named)) == [], name
+        assert list(notes.notes(made("buffer.batch_groups=64", f"{presets.KEY}={name}"))) == [], name
         assert (presets.FOLDER / f"{name}.toml").read_text().startswith("# ")
     same = made(f"{presets.KEY}=grpo_decoupled").learner.algorithm
     default = made().learner.algorithm
@@ -219,6 +219,13 @@ def test_a_preset_makes_no_more_updates_than_the_batch_has_groups() -> None:
     assert updates == [16, 6, 5, 2]
     said = refused(key("minibatches=9"), text=f"{text}buffer.batch_groups = 6")
     assert "learner.algorithm.minibatches exceeds buffer.batch_groups" in said
+
+
+def test_updates_of_few_groups_are_noted() -> None:
+    (told,) = notes.notes(made(key("minibatches=8")))
+    assert "an update sees 2 groups" in told and "raise batch_groups to 32" in told
+    for enough in ("buffer.batch_groups=32", key("minibatches=4")):
+        assert not list(notes.notes(made(key("minibatches=8"), enough)))
 
 
 def test_a_clip_that_cannot_act_is_noted_with_the_remedy() -> None:

@@ -1,4 +1,5 @@
-"""Notes of `asyncrl check`: settings that work and may surprise. The default configuration has none, nor has a preset.
+"""Notes of `asyncrl check`: settings that work and may surprise. The default configuration has none, nor has a preset
+with a batch that is large enough for its updates.
 
 Example: `correction = "none"` with `buffer.max_staleness = 4` gives "correction = 'none': samples of older policies
 count in full; the gradient is biased by their lag (up to 4 steps)".
@@ -14,6 +15,8 @@ from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.algorithm_catalogue import ROW_RATIOS, effective_correction, entry, idle_limit
 from asyncrl.config.tree import Config
 from asyncrl.evaluation.ids import METRICS
+
+GROUPS_PER_UPDATE = 4  # updates of fewer may overshoot at the learning rate of a whole batch (docs/learning.md)
 
 
 def notes(config: Config) -> Iterator[str]:
@@ -63,6 +66,7 @@ def _algorithm_notes(config: Config) -> Iterator[str]:
     if config.learner.mode == "rl":
         yield from _correction_notes(config)
         yield from _loss_notes(config)
+        yield from _update_notes(config)
         yield from _companion_notes(config)
         yield from _entropy_notes(config)
 
@@ -105,6 +109,17 @@ def _loss_notes(config: Config) -> Iterator[str]:
         yield (
             "loss = 'kl_cov' holds tokens back by |current - proximal|, which is 0 with minibatches = 1: it has no "
             "effect before the second mini-batch"
+        )
+
+
+def _update_notes(config: Config) -> Iterator[str]:
+    updates, groups = config.learner.algorithm.minibatches, config.buffer.batch_groups
+    if updates > 1 and groups < updates * GROUPS_PER_UPDATE:
+        seen = "1 group" if groups == updates else f"{groups / updates:.3g} groups"
+        yield (
+            f"minibatches = {updates} with buffer.batch_groups = {groups}: an update sees {seen}. Updates of fewer than "
+            f"{GROUPS_PER_UPDATE} may overshoot at the learning rate of a whole batch: raise batch_groups to "
+            f"{updates * GROUPS_PER_UPDATE}, or lower minibatches or learner.optim.lr"
         )
 
 
