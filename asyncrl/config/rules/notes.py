@@ -117,8 +117,8 @@ def _update_notes(config: Config) -> Iterator[str]:
     if updates > 1 and groups < updates * GROUPS_PER_UPDATE:
         seen = "1 group" if groups == updates else f"{groups / updates:.3g} groups"
         yield (
-            f"minibatches = {updates} with buffer.batch_groups = {groups}: an update sees {seen}. Updates of fewer than "
-            f"{GROUPS_PER_UPDATE} may overshoot at the learning rate of a whole batch: raise batch_groups to "
+            f"minibatches = {updates} with buffer.batch_groups = {groups}: an update sees {seen}. Updates of fewer "
+            f"than {GROUPS_PER_UPDATE} may overshoot at the learning rate of a whole batch: raise batch_groups to "
             f"{updates * GROUPS_PER_UPDATE}, or lower minibatches or learner.optim.lr"
         )
 
