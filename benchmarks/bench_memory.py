@@ -1,7 +1,8 @@
 """Peak memory of the learner and of a producer against what `asyncrl check` says, with a 0.5B-shaped model on a CPU.
 
 Run: `python benchmarks/bench_memory.py [--dtypes float32 bfloat16] [--layers 24] [--tokens 32]`. Weights are random. A
-run has four steps of 16 answers of 32 tokens (`--tokens`: fewer, where the CPU has no instructions for bfloat16).
+run has four steps of 16 answers of 32 tokens. Where the CPU has no instructions for bfloat16, take fewer (`--tokens`),
+and packed rows that they fill (`--row-tokens`): the estimate is for full rows.
 Resident memory is looked at 20 times a second: what a process has of its own, and versions of the weights in shared
 memory, which the estimate counts at the learner. The results also say how long the run takes to its first step and in
 all. Needs about 20 GiB. Results go to benchmarks/results/memory.json.
@@ -48,11 +49,12 @@ def make_model(folder: Path, tokenizer: Path, *, layers: int, dtype: str) -> Non
         shutil.copy(path, folder)
 
 
-def settings(folder: Path, dtype: str, tokens: int) -> list[str]:
+def settings(folder: Path, dtype: str, tokens: int, row_tokens: int) -> list[str]:
     chosen = {
         "model.path": folder / "model", "model.dtype": dtype, "run.dir": folder / "run", "learner.steps": STEPS,
         "buffer.batch_groups": 4, "sampling.group_size": 4, "sampling.max_new_tokens": tokens, "producers.count": 1,
-        "producers.slots": 16, "evaluation.every": 0, "evaluation.at_start": "false", "evaluation.at_end": "false",
+        "producers.slots": 16, "learner.micro_batch_tokens": row_tokens,
+        "evaluation.every": 0, "evaluation.at_start": "false", "evaluation.at_end": "false",
         "log.archive": "false", "log.tensorboard": "false", "learner.checkpoint_every": 1000,
     }  # fmt: skip
     every = [*task_settings(TASK), *(f"{name}={value}" for name, value in chosen.items())]
@@ -70,8 +72,8 @@ def resident(pid: int) -> dict[str, int]:
     return {"own": found["RssAnon"] + found["RssFile"], "shared": found["RssShmem"]} if found else {}
 
 
-def run(folder: Path, dtype: str, tokens: int) -> dict[str, Any]:
-    words = ["configs/quickstart.toml", *settings(folder, dtype, tokens)]
+def run(folder: Path, dtype: str, tokens: int, row_tokens: int) -> dict[str, Any]:
+    words = ["configs/quickstart.toml", *settings(folder, dtype, tokens, row_tokens)]
     asyncrl = [sys.executable, "-m", "asyncrl"]
     said = subprocess.run([*asyncrl, "check", "--json", *words], cwd=ROOT, capture_output=True, timeout=300, check=True)
     estimates = {one["role"]: one["total_bytes"] for one in json.loads(said.stdout)["memory"] if one["place"] == "host"}
@@ -109,6 +111,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--row-tokens", type=int, default=512)
     args = parser.parse_args()
     subprocess.run(
         [sys.executable, "-m", "asyncrl", "demo", "--task", TASK, "--prepare-only"], cwd=ROOT, check=True, timeout=900
@@ -118,11 +121,16 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=ROOT / "runs") as made:
             folder = Path(made)
             make_model(folder / "model", ROOT / "runs" / "models" / TASK, layers=args.layers, dtype=dtype)
-            runs[dtype] = run(folder, dtype, args.tokens)
+            runs[dtype] = run(folder, dtype, args.tokens, args.row_tokens)
             print(dtype, json.dumps(runs[dtype]), flush=True)
     what = "peak memory of a process against the estimate of `asyncrl check`, 0.5B-shaped model"
     reports.write(
-        ROOT / "benchmarks" / "results" / "memory.json", what, layers=args.layers, tokens=args.tokens, runs=runs
+        ROOT / "benchmarks" / "results" / "memory.json",
+        what,
+        layers=args.layers,
+        tokens=args.tokens,
+        row_tokens=args.row_tokens,
+        runs=runs,
     )
 
 
