@@ -1,4 +1,4 @@
-"""What a configuration and its models ask of back-ends, engines and devices: one name, and how to see it.
+"""The features that a configuration and its models ask of back-ends, engines and devices, by name.
 
 Nothing is imported and no file is read: a model is its config.json. What each part refuses of it is in
 `asyncrl.config.capabilities`.
