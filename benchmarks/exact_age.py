@@ -34,7 +34,7 @@ from buffers.groups.failure_budget import load_filters  # noqa: E402, RUF100
 HELD_OUT = 1024
 SEED_STRIDE = 1_000_003  # between the random numbers of two seeds
 AVERAGES = (0.7, 0.8, 0.9)  # decay by step of averages of the weights, from the start weights on
-SEEDS_A_STEP = 20
+SEEDS_A_STEP = 20  # of random numbers; an attempt beyond them has those of a step 1,000 later, which no run reaches
 MOST_ATTEMPTS = 100  # to fill a batch with groups that the filters keep
 
 
