@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = {"hidden_size": 320, "layers": 8, "heads": 10, "kv_heads
 STOP_S = 120.0  # for a stopped run to write its checkpoint
 
 
-def prepare(_: argparse.Namespace) -> None:
+def prepare(args: argparse.Namespace) -> None:
     """Rows, and a model with random weights."""
     from learners.warm_start.tiny_model import SPECIAL_TOKENS, make_tiny_qwen3, make_tokenizer, save_model
 
@@ -45,7 +45,7 @@ def prepare(_: argparse.Namespace) -> None:
     tokens = len(SPECIAL_TOKENS) + len(problems.CHARACTERS) + len(problems.WORDS)
     make_tokenizer(RUNS / "start", characters=problems.CHARACTERS, words=problems.WORDS)
     save_model(RUNS / "start", make_tiny_qwen3(tokens, seed=0, **SIZES))
-    write_jsonl(RUNS / "demonstrations.jsonl", problems.demonstration_rows(DEMONSTRATIONS, 0, noise=NOISE))
+    write_jsonl(RUNS / "demonstrations.jsonl", problems.demonstration_rows(args.demonstrations, 0, noise=NOISE))
     write_jsonl(RUNS / "train.jsonl", problems.rows(TRAIN, 0))
     write_jsonl(RUNS / "heldout.jsonl", problems.rows(HELD_OUT, 0, split="heldout"))
 
@@ -126,6 +126,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", default=["prepare", "sft", "rl", "report"], help="all without any")
+    parser.add_argument("--demonstrations", type=int, default=DEMONSTRATIONS, help="of `prepare`")
     parser.add_argument("--bounds", type=int, nargs="+", default=[0, 2, 4])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--hours", type=float, default=0.0, help="of `rl`; 0: until it is complete")

@@ -10,8 +10,7 @@ Guarantees:
    float32 if a rank's part of a tensor is smaller than 4096 or no multiple of 256. Master weights stay float32.
 
 `muon` trains the matrices of the decoder layers; embeddings, heads, norms, biases and fused experts use AdamW with the
-same learning rate, because Muon's updates are scaled to the size of AdamW's (arXiv 2502.16982, eq. 4). It iterates in
-bfloat16 over the whole matrix: several ranks equal one up to that precision.
+same learning rate, because Muon's updates are scaled to the size of AdamW's (arXiv 2502.16982, eq. 4).
 Example: Qwen3 with 2 layers and tied embeddings: 14 matrices in Muon, the embedding and 9 norms in AdamW.
 """
 
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from asyncrl.config import OptimConfig
 from asyncrl.errors import ConfigError
+from learners.backends.muon import Muon
 
 
 class Optimizers:
@@ -91,7 +91,7 @@ def _fresh(part: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
             "exp_avg": make._new_buffer(parameter, True),
             "exp_avg_sq": make._new_buffer(parameter, False),
         }
-    if isinstance(part, torch.optim.Muon):
+    if isinstance(part, Muon):
         return {"momentum_buffer": torch.zeros_like(parameter)}
     # Fused kernels need the step count on the device of the parameter, the others on the host.
     device = parameter.device if part.defaults.get("fused") else torch.device("cpu")
@@ -122,12 +122,11 @@ def make_optimizer(
     parts: list[torch.optim.Optimizer] = []
     if matrices:
         parts.append(
-            torch.optim.Muon(
+            Muon(
                 list(_groups(matrices, scales)),
                 lr=optim.lr,
-                weight_decay=optim.weight_decay,
                 momentum=optim.momentum,
-                adjust_lr_fn="match_rms_adamw",
+                weight_decay=optim.weight_decay,
             )
         )
     if rest:

@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch.nn import functional
 
+from learners.backends.muon import Muon
+
 IGNORE = -100  # label of a token that does not count in the loss
 IMAGE_ARRAYS = ("pixel_values", "image_grid_thw")  # of a batch, not by token
 
@@ -141,41 +143,6 @@ def make_optimizers(model: torch.nn.Module, *, lr: float, optimizer: OptimizerNa
     if matrices:
         made.append(Muon(matrices, lr=lr))
     return made
-
-
-class Muon(torch.optim.Optimizer):
-    """`torch.optim.Muon` without weight decay, scaled by `match_rms_adamw`, and with its iteration in float32.
-
-    torch iterates in bfloat16, which CPUs without instructions for it emulate: a step takes them three times as long.
-    Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; the scale: Liu et al., arXiv 2502.16982, eq. 4.
-    """
-
-    MOMENTUM = 0.95
-
-    def __init__(self, matrices: Iterable[torch.nn.Parameter], *, lr: float) -> None:
-        super().__init__(matrices, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every matrix that has a gradient."""
-        for group in self.param_groups:
-            for matrix in group["params"]:
-                if matrix.grad is None:
-                    continue
-                momentum = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
-                momentum.lerp_(matrix.grad, 1 - self.MOMENTUM)
-                update = orthogonalized(matrix.grad.lerp(momentum, self.MOMENTUM))
-                matrix.add_(update, alpha=-0.2 * math.sqrt(max(matrix.shape)) * group["lr"])
-
-
-def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """Return roughly U V' of the singular value decomposition U S V', by five Newton-Schulz steps."""
-    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    wide = wide / wide.norm().clamp(min=1e-7)
-    for _ in range(5):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), wide, beta=3.4445)
-    return wide if matrix.shape[0] <= matrix.shape[1] else wide.T
 
 
 def sft(

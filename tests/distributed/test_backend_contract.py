@@ -35,8 +35,6 @@ def job_of(layout: tuple[int, str]) -> ranks.Job:
 
 CASES = [(layout, name) for layout in LAYOUTS for name in cases.wanted_of(job_of(layout).layout)]
 LONG = [f"{layout[1]}-{name}" for layout, name in CASES if name in cases.long_of(job_of(layout).layout)]
-#: Muon iterates in bfloat16 over a matrix whose sums are made in another order.
-LIMITS = {"muon": 5e-4}
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=[name for _, name in LAYOUTS])
 
 
@@ -79,7 +77,7 @@ def compare(got: dict[str, Any], wanted: dict[str, Any], *, limit: float = 1e-5)
 @pytest.mark.parametrize(("layout", "name"), CASES, ids=[f"{layout[1]}-{name}" for layout, name in CASES])
 def test_steps_equal_one_process(results_of: Any, single: Any, layout: tuple[int, str], name: str) -> None:
     got, wanted = results_of(*layout)[0][name], single(layout)[0][name]
-    compare(got, wanted, limit=LIMITS.get(name, 1e-5))
+    compare(got, wanted, limit=1e-5)
     if "specs" in got:
         assert got["specs"] == [[*spec[:2], list(spec[2])] for spec in wanted["specs"]]
     else:
