@@ -12,7 +12,7 @@ float32, all cores. Different: asyncrl drops groups with equal rewards and sampl
 setting for.
 
 Afterwards the weights of every 40th step of both answer the held-out prompts, with the same sampler and the same
-rewards: `--samples` answers at temperature 1 for each. Writes benchmarks/results/reasoning_trl.json.
+rewards: `--samples` answers at temperature 1 for each. Writes benchmarks/results/reasoning_trl-seed-N.json.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from children import Answers, Child  # noqa: E402, RUF100
 RUNS = ROOT / "runs" / "reasoning"
 START = RUNS / "sft" / "export"
 RECIPE = ROOT / "examples" / "reasoning" / "rl.toml"
-RESULTS = ROOT / "benchmarks" / "results" / "reasoning_trl.json"
+RESULTS = ROOT / "benchmarks" / "results"
 EVERY = 40  # steps between kept weights
 GROUPS, SAMPLES, MOST_TOKENS = 16, 8, 96
 
@@ -64,14 +64,13 @@ def train_with_trl() -> None:
     tokenizer = AutoTokenizer.from_pretrained(START)
     out = Path(given["out"])
     kept: list[dict[str, Any]] = []
-    tokens, rewards = [0], list[float]()
+    tokens = [0]
     clock = dict[str, float]()
 
     def reward(completions: list[str], completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
         answers.say({"score": list(zip(index, completions, strict=True))})
         tokens.append(tokens[-1] + sum(map(len, completion_ids)))
         found: list[float] = answers.hear()["rewards"]
-        rewards.append(round(statistics.fmean(found), 4))
         return found
 
     class Keep(TrainerCallback):
@@ -127,7 +126,7 @@ def train_with_trl() -> None:
         ),
     )
     trainer.train()
-    answers.say({"kept": kept, "rewards": rewards, "version": __version__})
+    answers.say({"kept": kept, "version": __version__})
 
 
 # ---------------------------------------------------------------- both sides, from here
@@ -241,8 +240,6 @@ def main() -> None:
     if args.trl:
         train_with_trl()
         return
-    import reports
-
     from asyncrl.config import load
 
     folder = RUNS / f"beside-trl-seed{args.seed}"
@@ -265,11 +262,20 @@ def main() -> None:
     for side, found in figures.items():
         for one in found:
             print(f"{side}: version {one['version']}, {one['seconds']} s, {one['tokens']} tokens: {one['held_out']}")
+    write_report(args.seed, start, figures, said["version"])
+
+
+def write_report(seed: int, start: dict[str, float], figures: dict[str, Any], trl_version: str) -> None:
+    """`figures`: by side, its kept versions in order."""
+    import reports
+
     reports.write(
-        RESULTS, "held-out reward of the recipe by asyncrl and by TRL, from the same checkpoint, in the same time",
-        packages=("torch", "transformers"), trl=said["version"], start=start, training_rewards_trl=said["rewards"],
+        RESULTS / f"reasoning_trl-seed-{seed}.json",
+        "held-out reward of the recipe by asyncrl and by TRL, from the same checkpoint, in the same time",
+        trl_version=trl_version,
+        start=start,
         **figures,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":
