@@ -55,7 +55,7 @@ def train_with_trl() -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer, __version__
+    from trl import GRPOTrainer, __version__
 
     answers = Answers()
     given = answers.hear()
@@ -97,36 +97,43 @@ def train_with_trl() -> None:
             {"prompt": [row["prompt"] for row in rows], "index": [row["extra_info"]["index"] for row in rows]}
         ),
         callbacks=[Keep()],
-        args=GRPOConfig(
-            str(out / "trainer"),
-            seed=given["seed"],
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            learning_rate=given["lr"],
-            adam_beta2=given["beta2"],
-            lr_scheduler_type="constant_with_warmup",
-            warmup_steps=given["warmup_steps"],
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            beta=0.0,
-            loss_type="dapo",
-            scale_rewards="group",
-            temperature=1.0,
-            per_device_train_batch_size=GROUPS * SAMPLES // 2,
-            gradient_accumulation_steps=2,
-            num_generations=SAMPLES,
-            max_completion_length=MOST_TOKENS,
-            logging_steps=10,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            max_steps=10_000,
-            model_init_kwargs={"dtype": "float32"},
-        ),
+        args=trl_settings(given),
     )
     trainer.train()
     answers.say({"kept": kept, "version": __version__})
+
+
+def trl_settings(given: dict[str, Any]) -> Any:
+    """TRL's configuration for what the recipe does."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        str(Path(given["out"]) / "trainer"),
+        seed=given["seed"],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        learning_rate=given["lr"],
+        adam_beta2=given["beta2"],
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=given["warmup_steps"],
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        beta=0.0,
+        loss_type="dapo",
+        scale_rewards="group",
+        temperature=1.0,
+        per_device_train_batch_size=GROUPS * SAMPLES // 2,
+        gradient_accumulation_steps=2,
+        num_generations=SAMPLES,
+        max_completion_length=MOST_TOKENS,
+        logging_steps=10,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        max_steps=10_000,
+        model_init_kwargs={"dtype": "float32"},
+    )
 
 
 # ---------------------------------------------------------------- both sides, from here

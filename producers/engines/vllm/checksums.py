@@ -35,7 +35,8 @@ class Checksums:
 
     def record(self, label: str) -> None:
         """A commit is done: take the checksums that later ones are compared with, if that is cheap."""
-        self._label = label
+        # Checksums that were under way are of the version before, or of a half-loaded one.
+        self._label, self._recorded = label, ""
         since, self._committed_at = time.monotonic() - self._committed_at, time.monotonic()
         self.close()
         if self._took_s <= max(CHEAP_S, SHARE * since):
