@@ -4,6 +4,7 @@
     python benchmarks/learning.py averages [--seeds 8] [--ages 0 4 8]
     python benchmarks/learning.py presets [--seeds 4] [--only dapo,ppo]
     python benchmarks/learning.py bounds [--seeds 3]
+    python benchmarks/learning.py full_pipeline [--ages 8] [--ways default "sequence ratio"] [--seeds 3]
     python benchmarks/learning.py layouts --seeds 2 [--only "one process;FSDP2 on 2 ranks"]
     python benchmarks/learning.py table
 
@@ -12,6 +13,7 @@
   random numbers, so ways are compared in pairs, and the load of the machine changes nothing;
 - `bounds` are whole runs through all processes, `asyncrl launch all configs/quickstart.toml`, at `buffer.max_staleness`
   of 0, 2, 8 and 16 and otherwise default settings; the exported weights answer the same held-out prompts;
+- `full_pipeline` are whole runs with `buffer.pipeline_depth = "max"`: samples are about as old as the bound (`--ages`);
 - `layouts` are whole runs too, with the learner's back-ends and layouts.
 
 Runs that stand in benchmarks/results/learning.json are not repeated (`--again` does), so a sweep can be stopped at any
@@ -29,7 +31,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,8 @@ WAYS: dict[str, tuple[str, ...]] = {
     "sequence ratio": (f'{_ALGORITHM}correction_options={{level="sequence"}}',),
     "IcePop": (f"{_ALGORITHM}correction=icepop",),
     "second moment (M2PO)": (f"{_ALGORITHM}correction=m2po",),
+    "preset topr": ("learner.algorithm.preset=topr",),
+    "preset very_stale": ("learner.algorithm.preset=very_stale",),
     "no momentum": ("learner.optim.beta1=0.0",),
     "momentum 0.5": ("learner.optim.beta1=0.5",),
     "linear decay": ("learner.optim.schedule=linear",),
@@ -221,6 +225,17 @@ def bounds(args: argparse.Namespace) -> None:
             keep(name, run_whole(args.task, (f"buffer.max_staleness={bound}",), steps=STEPS, seed=seed))
 
 
+def full_pipeline(args: argparse.Namespace) -> None:
+    """Whole runs with as much work in flight as the bound allows, so that samples are old, in several ways."""
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
+        for bound in args.ages:
+            for way in args.ways:
+                name = f"full pipeline/{args.task}/{way}/{bound}/{seed}"
+                if args.again or name not in known():
+                    deep = (f"buffer.max_staleness={bound}", "buffer.pipeline_depth=max")
+                    keep(name, run_whole(args.task, (*deep, *WAYS[way]), steps=STEPS, seed=seed))
+
+
 def layouts(args: argparse.Namespace) -> None:
     """Back-ends and layouts, interleaved."""
     wanted = args.only.split(";") if args.only else LAYOUTS
@@ -248,6 +263,10 @@ def table(_: argparse.Namespace) -> None:
         lines += ["### Averages of the weights, on samples of an exact age", "", *average_rows(runs["averages"]), ""]
     if "bounds" in runs:
         lines += ["### Whole runs", "", *bound_rows(runs["bounds"]), ""]
+    if "full pipeline" in runs:
+        synchronous = {(task, int(seed)): run for (task, bound, seed), run in runs["bounds"] if bound == "0"}
+        rows = full_pipeline_rows(runs["full pipeline"], synchronous=synchronous)
+        lines += ["### Whole runs with a full pipeline", "", *rows, ""]
     if EARLIER in runs:
         lines += ["### Whole runs with the earlier rule of the depth", "", *bound_rows(runs[EARLIER]), ""]
     if "presets" in runs:
@@ -262,30 +281,33 @@ Cells = dict[tuple[str, int, int], dict[str, Any]]
 
 
 def age_rows(cells: Cells) -> list[str]:
-    """Rows: way and age. Columns: held-out reward at half and at all of the steps, at equal tokens, and the difference
-    to the same seeds of the default way at age 0."""
+    """Rows: way and age. Columns: held-out reward at half and at all of the steps, at equal tokens, and the differences
+    to the same seeds of the default way, at age 0 and at the same age."""
     budget = min(sum(run["tokens"]) for run in cells.values())
     lines = [
         f"| way | age | seeds | after {STEPS // 2} steps | after {STEPS} steps | after {budget:,} tokens | "
-        "difference to age 0, default |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "difference to default, age 0 | difference to default, same age |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for way in WAYS:
         for age in sorted({age for name, age, _ in cells if name == way}):
             mine = {seed: run for (name, at, seed), run in cells.items() if (name, at) == (way, age)}
-            paired = [
-                last(run) - last(cells["default", 0, seed])
-                for seed, run in mine.items()
-                if ("default", 0, seed) in cells
-            ]
             columns = [
                 [run["held_out"][str(STEPS // 2)] for run in mine.values()],
                 [last(run) for run in mine.values()],
                 [at_tokens(run, budget) for run in mine.values()],
             ]
             said = " | ".join(f"{statistics.fmean(column):.3f}" for column in columns)
-            lines.append(f"| {way} | {age} | {len(mine)} | {said} | {interval(paired)} |")
+            fresh, same = (interval(list(paired(mine, cells, at))) for at in (0, age))
+            lines.append(f"| {way} | {age} | {len(mine)} | {said} | {fresh} | {same if way != 'default' else '-'} |")
     return lines
+
+
+def paired(runs: dict[int, dict[str, Any]], cells: Cells, age: int) -> Iterator[float]:
+    """Last held-out reward less that of the default way at this age, by equal seeds."""
+    for seed, run in runs.items():
+        if ("default", age, seed) in cells:
+            yield last(run) - last(cells["default", age, seed])
 
 
 def last(run: dict[str, Any]) -> float:
@@ -360,6 +382,32 @@ def bound_rows(runs: list[tuple[list[str], dict[str, Any]]]) -> list[str]:
     return lines
 
 
+def full_pipeline_rows(
+    runs: list[tuple[list[str], dict[str, Any]]], *, synchronous: dict[tuple[str, int], Any]
+) -> list[str]:
+    """Whole runs by task, bound and way; differences to the same seeds of bound 0 and of the default way.
+
+    `synchronous`: runs at bound 0 by task and seed.
+    """
+    lines = [
+        "| task | bound | way | seeds | mean lag | held-out reward | difference to bound 0 | "
+        "difference to default | audit |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    cells = {(task, int(bound), way, int(seed)): run for (task, way, bound, seed), run in runs}
+    for task, bound, way in sorted({name[:3] for name in cells}):
+        mine = {name[3]: run for name, run in cells.items() if name[:3] == (task, bound, way)}
+        fresh = [last(run) - last(synchronous[task, seed]) for seed, run in mine.items() if (task, seed) in synchronous]
+        usual = [last(run) - last(cells[task, bound, "default", seed]) for seed, run in mine.items()]
+        lag = statistics.fmean(run["lag_mean"] for run in mine.values())
+        reward = statistics.fmean(map(last, mine.values()))
+        lines.append(
+            f"| `{task}` | {bound} | {way} | {len(mine)} | {lag:.2f} | {reward:.3f} | {interval(fresh)} | "
+            f"{interval(usual) if way != 'default' else '-'} | {sound(mine.values())} |"
+        )
+    return lines
+
+
 def sound(runs: Iterable[dict[str, Any]]) -> str:
     return "OK" if all(run["audit"] == run["code"] == 0 and run["finite"] for run in runs) else "NOT OK"
 
@@ -415,7 +463,7 @@ def layout_rows(runs: list[tuple[list[str], dict[str, Any]]]) -> list[str]:
     return lines
 
 
-PARTS = {part.__name__: part for part in (ages, averages, presets, bounds, layouts, table)}
+PARTS = {part.__name__: part for part in (ages, averages, presets, bounds, full_pipeline, layouts, table)}
 
 
 def main() -> None:

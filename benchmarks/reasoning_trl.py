@@ -12,7 +12,8 @@ float32, all cores. Different: asyncrl drops groups with equal rewards and sampl
 setting for.
 
 Afterwards the weights of every 40th step of both answer the held-out prompts, with the same sampler and the same
-rewards: `--samples` answers at temperature 1 for each. Writes benchmarks/results/reasoning_trl-seed-N.json.
+rewards: `--samples` answers at temperature 1 for each; `--figures` does this once more, without training. Writes
+benchmarks/results/reasoning_trl-seed-N.json.
 """
 
 from __future__ import annotations
@@ -241,6 +242,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bound", type=int, default=2, help="of staleness")
     parser.add_argument("--samples", type=int, default=4, help="for each held-out prompt")
+    parser.add_argument("--figures", action="store_true", help="train nothing: evaluate what was kept")
     parser.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl" / "bin" / "python")
     parser.add_argument("--trl", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -250,13 +252,16 @@ def main() -> None:
     from asyncrl.config import load
 
     folder = RUNS / f"beside-trl-seed{args.seed}"
-    shutil.rmtree(folder, ignore_errors=True)
-    ours = run_ours(args, folder / "asyncrl")
-    config = load(RECIPE)
-    rewards = Rewards(config)
-    said = run_trl(args, config, rewards, folder / "trl", ours[-1]["seconds"])
+    kept_file = folder / "kept.json"
+    rewards = Rewards(config := load(RECIPE))
+    if not args.figures:
+        shutil.rmtree(folder, ignore_errors=True)
+        ours = run_ours(args, folder / "asyncrl")
+        said = run_trl(args, config, rewards, folder / "trl", ours[-1]["seconds"])
+        kept_file.write_text(json.dumps({"asyncrl": ours, "trl": said["kept"], "trl_version": said["version"]}))
+    sides = json.loads(kept_file.read_text())
+    trl_version = sides.pop("trl_version")
     look = functools.partial(held_out, rewards=rewards, samples=args.samples)
-    sides = {"asyncrl": ours, "trl": said["kept"]}
     figures = {
         side: [
             {**{name: one[name] for name in ("version", "seconds", "tokens")}, "held_out": look(Path(one["folder"]))}
@@ -269,7 +274,7 @@ def main() -> None:
     for side, found in figures.items():
         for one in found:
             print(f"{side}: version {one['version']}, {one['seconds']} s, {one['tokens']} tokens: {one['held_out']}")
-    write_report(args.seed, start, figures, said["version"])
+    write_report(args.seed, start, figures, trl_version)
 
 
 def write_report(seed: int, start: dict[str, float], figures: dict[str, Any], trl_version: str) -> None:

@@ -18,6 +18,7 @@ FLAT_SHARE = 0.7
 CUT_SHARE = 0.3
 GAP = 0.05  # nats per token at lag 0
 LOW_ESS = 0.5
+OLD_STEPS = 4
 BIAS = -0.1
 SYNC_SHARE = 0.2
 FULL_KV = 0.9
@@ -193,10 +194,22 @@ def engine_and_learner_differ(s: Snapshot) -> str:
     return f"engine and learner differ by {gap:.2g} nats per token under the same weights: docs/engines.md"
 
 
+def samples_are_old(s: Snapshot) -> str:
+    """Samples are four steps old or more, with weights of single tokens."""
+    lag = s.recent("lag_mean")
+    if s.ended or lag is None or lag < OLD_STEPS or len(s.lines) < FEW_STEPS or s.weight_level != "token":
+        return ""
+    return (
+        f"samples are {lag:.1f} steps old: lower max_staleness ({s.max_staleness}), or weigh whole responses: "
+        "docs/tune-staleness.md"
+    )
+
+
 def weights_count_for_little(s: Snapshot) -> str:
-    """The effective sample size is below half of the samples."""
+    """The effective sample size is below half of the samples, with weights of single tokens."""
     ess = s.recent("ess")
-    if ess is None or ess >= LOW_ESS or len(s.lines) < FEW_STEPS:
+    # Weights of whole responses vary more, and learn more from old samples all the same (docs/learning.md).
+    if ess is None or ess >= LOW_ESS or len(s.lines) < FEW_STEPS or s.weight_level != "token":
         return ""
     return f"the effective sample size is {ess:.2f}: the data is too old, lower max_staleness ({s.max_staleness})"
 
@@ -264,7 +277,7 @@ RULES: Sequence[Callable[[Snapshot], str]] = (
     a_process_is_stopped, a_process_is_silent, a_process_keeps_ending, nobody_generates, nobody_scores,
     a_judge_is_missing, weights_do_not_arrive, updates_are_skipped, rewards_fail, groups_die, much_is_too_old,
     scores_are_late, engine_and_learner_differ, memory_is_short, the_learner_waits, the_pipeline_is_shallow,
-    weights_count_for_little, nothing_to_learn, answers_are_cut, short_answers_win, weights_take_long,
+    weights_count_for_little, samples_are_old, nothing_to_learn, answers_are_cut, short_answers_win, weights_take_long,
     producers_wait, all_is_well,
 )  # fmt: skip
 

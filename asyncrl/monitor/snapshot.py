@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.config import AlgorithmConfig
+from asyncrl.config.sections.algorithm_catalogue import weight_level
 from asyncrl.metrics import line_number
 from asyncrl.monitor.source import Line, Observed
 from asyncrl.monitor.status_schema import Alive, Judge, Member, Worker
@@ -26,6 +28,7 @@ RATE_S = 15.0
 SHOWN_STEPS = 60
 SHOWN_FAULTS = 5
 TROUBLE = frozenset({"exit", "kill", "given up", "silent", "back", "restart", "dead", "lost"})
+WEIGHT_SETTINGS = ("advantage", "correction", "correction_options", "loss", "proximal")
 SYNC_PARTS = ("publish_s", "commit_s", "checkpoint_s")
 WAIT_PARTS = ("wait_s", "fetch_s")
 
@@ -92,6 +95,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int = -1
     batch_groups: int = 0
     slots: int = 0
+    weight_level: str = ""  # of the importance weights: token, sequence, geometric; empty: unknown
     why: str = ""  # reason if the next batch is not ready
     learner: Learner = Learner()
     producers: tuple[Row, ...] = ()
@@ -136,6 +140,12 @@ def _parts(lines: Sequence[Line]) -> dict[str, float]:
     }
 
 
+def _weight_level(settings: Mapping[str, Any]) -> str:
+    """Level of the importance weights in force; empty if the buffer does not answer."""
+    found = {name: settings[key] for name in WEIGHT_SETTINGS if (key := f"learner.algorithm.{name}") in settings}
+    return weight_level(AlgorithmConfig(**found)) if found else ""
+
+
 def snapshot(seen: Observed) -> Snapshot:
     """The view of one look."""
     status, buffer = seen.status, seen.status.buffer
@@ -167,6 +177,7 @@ def snapshot(seen: Observed) -> Snapshot:
         max_staleness=seen.max_staleness,
         batch_groups=buffer.tuning.batch_groups,
         slots=seen.slots,
+        weight_level=_weight_level(buffer.tuning.settings),
         why=buffer.waiting_for,
         learner=_learner(seen, until),
         producers=_rows(seen, "producer", until),

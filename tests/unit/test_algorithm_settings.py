@@ -228,6 +228,19 @@ def test_updates_of_few_groups_are_noted() -> None:
         assert not list(notes.notes(made(key("minibatches=8"), enough)))
 
 
+def test_old_samples_with_weights_of_single_tokens_are_noted() -> None:
+    deep = "buffer.max_staleness=8", "buffer.pipeline_depth=max"
+    (told,) = notes.notes(made(*deep))
+    assert "samples are up to 8 steps old" in told and "level = 'sequence'" in told
+    for remedy in (
+        key('correction_options={level="sequence"}'),
+        "buffer.pipeline_depth=auto",
+        "buffer.pipeline_depth=3",
+        "buffer.max_staleness=3",
+    ):
+        assert not list(notes.notes(made(*deep, remedy)))
+
+
 def test_a_clip_that_cannot_act_is_noted_with_the_remedy() -> None:
     for loss, word in (("ppo", "clip"), ("gspo", "clip"), ("sapo", "gate"), ("dppo_tv", "trust region")):
         (told,) = (note for note in notes.notes(made(key(f"loss={loss}"))) if "cannot act" in note)

@@ -28,6 +28,7 @@ def view(**changes: object) -> Snapshot:
         "at": 1000.0, "folder": "runs/my", "steps": 50, "step": 6, "lines": steps(), "producers": (row(),),
         "rewards": (row("reward-0", busy=0.2, stats={"scored_samples": 900.0}),), "depth": 2, "max_staleness": 4,
         "queue": {"leased": 4, "unscored": 1, "ready": 3, "claimed": 4, "issued": 100}, "capacity": 16, "slots": 64,
+        "weight_level": "token",
         "learner": Learner(waiting=0.1, training=0.85, other=0.05), "version": 6, "committed": 6,
         "members": {"producer-0": Member("serving", version=6)},
     }  # fmt: skip
@@ -68,6 +69,7 @@ SPEAK = {
         view(learner=Learner(waiting=0.5), producers=(row(busy=0.3),)), "raise pipeline_depth (2)",
     ),
     "weights_count_for_little": (view(lines=steps(ess=0.2)), "effective sample size is 0.20"),
+    "samples_are_old": (view(lines=steps(lag_mean=6.5)), "samples are 6.5 steps old: lower max_staleness (4)"),
     "nothing_to_learn": (view(lines=steps(zero_advantage_share=0.8, reward_mean=0.99)), "80% of the groups have no"),
     "answers_are_cut": (view(lines=steps(truncated_share=0.5)), "50% of the samples are cut"),
     "short_answers_win": (view(lines=steps(length_bias=-0.2)), "20% shorter"),
@@ -101,6 +103,11 @@ def test_the_most_urgent_comes_first() -> None:
 def test_a_deep_pipeline_is_not_told_to_be_deeper() -> None:
     seen = view(learner=Learner(waiting=0.5), producers=(row(busy=0.3),), depth=4)
     assert "raise max_staleness (4)" in advice(seen)
+
+
+def test_weights_of_whole_responses_may_count_for_little_and_suit_old_samples() -> None:
+    seen = view(lines=steps(ess=0.2, lag_mean=8.0), weight_level="sequence")
+    assert rules.weights_count_for_little(seen) == rules.samples_are_old(seen) == ""
 
 
 def test_the_page_lists_every_rule_in_order() -> None:

@@ -15,6 +15,7 @@ from status_form import strangers
 from synthetic_run import START, write_run
 
 from asyncrl.cli import main
+from asyncrl.config import load
 from asyncrl.errors import AsyncRLError
 from asyncrl.metrics import JsonTail
 from asyncrl.monitor.plain import plain, sparkline
@@ -24,6 +25,8 @@ from asyncrl.monitor.source import FileSource, Observed
 from asyncrl.monitor.status_schema import Buffer, Judge, Member, Status, Tuning, WeightSync, Worker
 from asyncrl.monitor.top import Looks, exit_code, top_command
 from asyncrl.runtime.run_dir import RunDir
+from buffers.groups.records import settings_of
+from buffers.groups.tunable_settings import flatten
 
 NOW = START + 100
 
@@ -112,6 +115,20 @@ def test_a_running_system_in_numbers() -> None:
         ("restart", "producer-1 in 0.5 s"),
         ("exit", "producer-1 code 137"),
     ]
+
+
+def test_the_level_of_the_weights_is_the_one_in_force() -> None:
+    algorithm = settings_of(load(Path(__file__).parents[2] / "configs" / "quickstart.toml")).algorithm
+    told = {f"learner.algorithm.{name}": value for name, value in flatten(algorithm).items()}
+    seen = running()
+    assert snapshot(seen).weight_level == ""
+    for changes, level in (
+        (dict[str, Any](), "token"),
+        ({"learner.algorithm.correction_options": {"level": "sequence"}}, "sequence"),
+        ({"learner.algorithm.correction": "none", "learner.algorithm.correction_options": {}}, ""),
+    ):
+        seen.status.buffer.tuning.settings = told | changes
+        assert snapshot(seen).weight_level == level
 
 
 def test_lines_and_picture_say_the_same() -> None:

@@ -12,10 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.config.sections.algorithm_catalogue import ROW_RATIOS, effective_correction, entry, idle_limit
+from asyncrl.config.sections.algorithm_catalogue import (
+    ROW_RATIOS,
+    effective_correction,
+    entry,
+    idle_limit,
+    weight_level,
+)
 from asyncrl.config.tree import Config
 from asyncrl.evaluation.ids import METRICS
 
+OLD_STEPS = 4  # age from which weights of single tokens cost held-out reward (docs/learning.md)
 GROUPS_PER_UPDATE = 4  # updates of fewer may overshoot at the learning rate of a whole batch (docs/learning.md)
 
 
@@ -82,6 +89,13 @@ def _correction_notes(config: Config) -> Iterator[str]:
         )
     if loss is not None and loss.ratio == "none" and algorithm.proximal == "behaviour":
         yield f"loss = {algorithm.loss!r} with proximal = 'behaviour' corrects nothing: the age of samples is ignored"
+    age = min(config.buffer.depth, config.buffer.max_staleness)
+    if stale and config.buffer.pipeline_depth != "auto" and age >= OLD_STEPS and weight_level(algorithm) == "token":
+        yield (
+            f"pipeline_depth = {config.buffer.pipeline_depth!r}: samples are up to {age} steps old. From {OLD_STEPS} "
+            "steps on, weights of whole responses learn more from answers of up to a few hundred tokens than those of "
+            "single tokens: set correction_options = { level = 'sequence' }, or pipeline_depth = 'auto'"
+        )
     if correction != "tis" and algorithm.tis_cap not in (2.0, "off"):
         yield f"tis_cap = {algorithm.tis_cap} has no effect with correction = {correction!r}"
     if algorithm.proximal == "loglinear" and algorithm.minibatches == 1:
