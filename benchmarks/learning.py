@@ -59,7 +59,6 @@ WAYS: dict[str, tuple[str, ...]] = {
     "sequence ratio": (f'{_ALGORITHM}correction_options={{level="sequence"}}',),
     "IcePop": (f"{_ALGORITHM}correction=icepop",),
     "second moment (M2PO)": (f"{_ALGORITHM}correction=m2po",),
-    "preset topr": ("learner.algorithm.preset=topr",),
     "preset very_stale": ("learner.algorithm.preset=very_stale",),
     "no momentum": ("learner.optim.beta1=0.0",),
     "momentum 0.5": ("learner.optim.beta1=0.5",),
@@ -128,13 +127,13 @@ def run_whole(task: str, settings: tuple[str, ...], *, steps: int, seed: int) ->
         "last5": round(statistics.fmean(rewards[-5:]), 4) if rewards else 0.0,
         "lag_mean": round(statistics.fmean(line["lag_mean"] for line in lines), 3) if lines else 0.0,
         "lag_max": max((line["lag_max"] for line in lines), default=0),
-        "held_out": {str(steps): in_child(exact_age.held_out_reward, str(folder / "export"), task, seed)},
+        "held_out": {str(steps): run_in_child(exact_age.held_out_reward, str(folder / "export"), task, seed)},
         "seconds": round(time.monotonic() - began, 1),
         "error": "" if done.returncode == 0 else done.stdout[-600:],
     }
 
 
-def in_child(function: Any, *given: Any) -> Any:
+def run_in_child(function: Any, *given: Any) -> Any:
     """The result of a function in a process of its own, which ends with its torch."""
     with ProcessPoolExecutor(1) as pool:
         return pool.submit(function, *given).result()
@@ -295,7 +294,7 @@ def age_rows(cells: Cells) -> list[str]:
             columns = [
                 [run["held_out"][str(STEPS // 2)] for run in mine.values()],
                 [last(run) for run in mine.values()],
-                [at_tokens(run, budget) for run in mine.values()],
+                [reward_at_tokens(run, budget) for run in mine.values()],
             ]
             said = " | ".join(f"{statistics.fmean(column):.3f}" for column in columns)
             fresh, same = (interval(list(paired(mine, cells, at))) for at in (0, age))
@@ -314,7 +313,7 @@ def last(run: dict[str, Any]) -> float:
     return float(run["held_out"][str(STEPS)])
 
 
-def at_tokens(run: dict[str, Any], budget: int) -> float:
+def reward_at_tokens(run: dict[str, Any], budget: int) -> float:
     """Held-out reward after this many trained tokens, between the two nearest looks."""
     looks = sorted((int(version), value) for version, value in run["held_out"].items())
     before = (0, looks[0][1])
@@ -398,7 +397,11 @@ def full_pipeline_rows(
     for task, bound, way in sorted({name[:3] for name in cells}):
         mine = {name[3]: run for name, run in cells.items() if name[:3] == (task, bound, way)}
         fresh = [last(run) - last(synchronous[task, seed]) for seed, run in mine.items() if (task, seed) in synchronous]
-        usual = [last(run) - last(cells[task, bound, "default", seed]) for seed, run in mine.items()]
+        usual = [
+            last(run) - last(cells[task, bound, "default", seed])
+            for seed, run in mine.items()
+            if (task, bound, "default", seed) in cells
+        ]
         lag = statistics.fmean(run["lag_mean"] for run in mine.values())
         reward = statistics.fmean(map(last, mine.values()))
         lines.append(

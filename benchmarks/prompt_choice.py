@@ -142,7 +142,7 @@ def main() -> None:
             for name in ("uniform", "difficulty"):
                 if f"{name} {seed}" not in entry["runs"]:
                     work = {**mixture, "seed": seed, "chooses": name == "difficulty"}
-                    entry["runs"][f"{name} {seed}"] = learning.in_child(_measure, work)
+                    entry["runs"][f"{name} {seed}"] = learning.run_in_child(_measure, work)
         entry |= summary(entry["runs"], seeds=given.seeds, steps=int(mixture["steps"]))
         what = "steps that data.sampler = 'difficulty' needs for the final held-out reward of the uniform order"
         reports.write(RESULTS, what, task=TASK, age=AGE, mixtures=results)

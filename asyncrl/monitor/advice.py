@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from asyncrl.config.sections.algorithm_catalogue import OLD_STEPS
 from asyncrl.monitor.snapshot import Row, Snapshot
 
 WAITS = 0.3  # share of time above which waiting is worth advice
@@ -18,7 +19,6 @@ FLAT_SHARE = 0.7
 CUT_SHARE = 0.3
 GAP = 0.05  # nats per token at lag 0
 LOW_ESS = 0.5
-OLD_STEPS = 4
 BIAS = -0.1
 SYNC_SHARE = 0.2
 FULL_KV = 0.9
@@ -200,16 +200,16 @@ def samples_are_old(s: Snapshot) -> str:
     if s.ended or lag is None or lag < OLD_STEPS or len(s.lines) < FEW_STEPS or s.weight_level != "token":
         return ""
     return (
-        f"samples are {lag:.1f} steps old: lower max_staleness ({s.max_staleness}), or weigh whole responses: "
-        "docs/tune-staleness.md"
+        f"samples are {lag:.1f} steps old: lower max_staleness ({s.max_staleness}), or, for answers of up to a few "
+        "hundred tokens, weigh whole responses: docs/tune-staleness.md"
     )
 
 
 def weights_count_for_little(s: Snapshot) -> str:
-    """The effective sample size is below half of the samples, with weights of single tokens."""
+    """The effective sample size is below half of the samples, without weights of whole responses."""
     ess = s.recent("ess")
     # Weights of whole responses vary more, and learn more from old samples all the same (docs/learning.md).
-    if ess is None or ess >= LOW_ESS or len(s.lines) < FEW_STEPS or s.weight_level != "token":
+    if ess is None or ess >= LOW_ESS or len(s.lines) < FEW_STEPS or s.weight_level == "sequence":
         return ""
     return f"the effective sample size is {ess:.2f}: the data is too old, lower max_staleness ({s.max_staleness})"
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import AlgorithmConfig
-from asyncrl.config.sections.algorithm_catalogue import weight_level
+from asyncrl.config.sections.algorithm_catalogue import level_of_age
 from asyncrl.metrics import line_number
 from asyncrl.monitor.source import Line, Observed
 from asyncrl.monitor.status_schema import Alive, Judge, Member, Worker
@@ -95,7 +95,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int = -1
     batch_groups: int = 0
     slots: int = 0
-    weight_level: str = ""  # of the importance weights: token, sequence, geometric; empty: unknown
+    weight_level: str = ""  # of the importance weights that make up for age: token, sequence, geometric; empty: unknown
     why: str = ""  # reason if the next batch is not ready
     learner: Learner = Learner()
     producers: tuple[Row, ...] = ()
@@ -141,9 +141,9 @@ def _parts(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def _weight_level(settings: Mapping[str, Any]) -> str:
-    """Level of the importance weights in force; empty if the buffer does not answer."""
+    """Level of the importance weights in force; empty if the buffer does not answer, or the loss has its own."""
     found = {name: settings[key] for name in WEIGHT_SETTINGS if (key := f"learner.algorithm.{name}") in settings}
-    return weight_level(AlgorithmConfig(**found)) if found else ""
+    return level_of_age(AlgorithmConfig(**found)) if found else ""
 
 
 def snapshot(seen: Observed) -> Snapshot:

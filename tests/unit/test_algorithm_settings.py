@@ -234,6 +234,7 @@ def test_old_samples_with_weights_of_single_tokens_are_noted() -> None:
     assert "samples are up to 8 steps old" in told and "level = 'sequence'" in told
     for remedy in (
         key('correction_options={level="sequence"}'),
+        key("preset=very_stale"),
         "buffer.pipeline_depth=auto",
         "buffer.pipeline_depth=3",
         "buffer.max_staleness=3",

@@ -108,6 +108,8 @@ def test_a_deep_pipeline_is_not_told_to_be_deeper() -> None:
 def test_weights_of_whole_responses_may_count_for_little_and_suit_old_samples() -> None:
     seen = view(lines=steps(ess=0.2, lag_mean=8.0), weight_level="sequence")
     assert rules.weights_count_for_little(seen) == rules.samples_are_old(seen) == ""
+    other = view(lines=steps(ess=0.2, lag_mean=8.0), weight_level="")  # of another correction, or of the loss itself
+    assert rules.weights_count_for_little(other) and not rules.samples_are_old(other)
 
 
 def test_the_page_lists_every_rule_in_order() -> None:

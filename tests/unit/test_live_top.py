@@ -126,6 +126,7 @@ def test_the_level_of_the_weights_is_the_one_in_force() -> None:
         (dict[str, Any](), "token"),
         ({"learner.algorithm.correction_options": {"level": "sequence"}}, "sequence"),
         ({"learner.algorithm.correction": "none", "learner.algorithm.correction_options": {}}, ""),
+        ({"learner.algorithm.loss": "vespo"}, ""),
     ):
         seen.status.buffer.tuning.settings = told | changes
         assert snapshot(seen).weight_level == level

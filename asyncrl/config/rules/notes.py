@@ -13,16 +13,16 @@ from pathlib import Path
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.algorithm_catalogue import (
+    OLD_STEPS,
     ROW_RATIOS,
     effective_correction,
     entry,
     idle_limit,
-    weight_level,
+    level_of_age,
 )
 from asyncrl.config.tree import Config
 from asyncrl.evaluation.ids import METRICS
 
-OLD_STEPS = 4  # age from which weights of single tokens cost held-out reward (docs/learning.md)
 GROUPS_PER_UPDATE = 4  # updates of fewer may overshoot at the learning rate of a whole batch (docs/learning.md)
 
 
@@ -90,7 +90,7 @@ def _correction_notes(config: Config) -> Iterator[str]:
     if loss is not None and loss.ratio == "none" and algorithm.proximal == "behaviour":
         yield f"loss = {algorithm.loss!r} with proximal = 'behaviour' corrects nothing: the age of samples is ignored"
     age = min(config.buffer.depth, config.buffer.max_staleness)
-    if stale and config.buffer.pipeline_depth != "auto" and age >= OLD_STEPS and weight_level(algorithm) == "token":
+    if stale and config.buffer.pipeline_depth != "auto" and age >= OLD_STEPS and level_of_age(algorithm) == "token":
         yield (
             f"pipeline_depth = {config.buffer.pipeline_depth!r}: samples are up to {age} steps old. From {OLD_STEPS} "
             "steps on, weights of whole responses learn more from answers of up to a few hundred tokens than those of "

@@ -92,6 +92,8 @@ CORRECTIONS: dict[str, Entry] = {
     "rejection": Entry("corrections:rejection", "2512.02556"),
     "m2po": Entry("corrections:m2po", "2510.01161", whole=True),
 }
+#: Age in steps from which weights of single tokens cost held-out reward (docs/learning.md).
+OLD_STEPS = 4
 #: Losses with one ratio per row.
 ROW_RATIOS = frozenset({"gspo", "luspo", "gmpo", "vespo", "topr"})
 TABLES: dict[str, dict[str, Entry]] = {"advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS}
@@ -129,6 +131,15 @@ def weight_level(algorithm: AlgorithmConfig) -> str:
     """
     usual = {"tis": "token", "mis": "sequence", "icepop": "token"}.get(effective_correction(algorithm), "")
     return str(algorithm.correction_options.get("level", usual))
+
+
+def level_of_age(algorithm: AlgorithmConfig) -> str:
+    """Level at which the correction alone makes up for age; empty if the loss has ratios of whole responses itself.
+
+    >>> level_of_age(AlgorithmConfig()), level_of_age(AlgorithmConfig(loss="vespo"))
+    ('token', '')
+    """
+    return "" if algorithm.loss in ROW_RATIOS else weight_level(algorithm)
 
 
 def effective_options(algorithm: AlgorithmConfig, kind: str) -> dict[str, Any]:
