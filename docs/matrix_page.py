@@ -31,7 +31,7 @@ Generated from `tests/distributed/matrix.py`.
 - **-**: not refused, and not run here.
 
 Layouts have 2 ranks, or 4 if two things are split; "shares" are ranks that train other rows, "context" splits rows over
-more ranks than there are heads of K/V. Nothing here has run on an accelerator ([why](gpus.md)).
+more ranks than there are heads of K/V. Accelerators have hardly been tried ([what ran](gpus.md)).
 """
 CHECKPOINTS = """
 ## Checkpoints
