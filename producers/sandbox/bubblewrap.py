@@ -19,6 +19,7 @@ import json
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -104,8 +105,12 @@ def is_privileged() -> bool:
 def _check_readable(folder: Path) -> None:
     """Raises `sandbox.unavailable` for a file or folder that other users cannot read: the browser is one of them."""
     for place in (folder, *folder.rglob("*")):
-        needed = 0o005 if place.is_dir() else 0o004
-        if place.exists() and place.stat().st_mode & needed != needed:
+        try:
+            mode = place.stat().st_mode
+        except FileNotFoundError:  # it is gone, or a link that leads nowhere
+            continue
+        needed = 0o005 if stat.S_ISDIR(mode) else 0o004
+        if mode & needed != needed:
             raise ConfigError(
                 "sandbox.unavailable",
                 "the browser runs as another user, who may not read it",
