@@ -1,4 +1,4 @@
-"""Draws the learning curves of `docs/gallery.md` from the results files: `docs/images/gallery-*.svg`.
+"""Draws the learning curves of `docs/gallery.md` and `docs/recipes.md`: `docs/images/gallery-*.svg`.
 
 `docs/generate.py` writes the files; they depend on `benchmarks/results/` alone. A line is the mean over seeds; its band
 reaches from the lowest to the highest seed.
@@ -24,9 +24,9 @@ STYLE = """
 """
 
 
-def draw(lines: Sequence[Line], title: str, *, smooth: bool = False) -> str:
+def draw(lines: Sequence[Line], title: str, *, smooth: bool = False, floor: float | None = 0.0) -> str:
     """One picture that needs no page around it."""
-    text = line_chart(lines, floor=0.0, smooth=smooth, title=title)
+    text = line_chart(lines, floor=floor, smooth=smooth, title=title)
     text = re.sub(r" data-chart='[^']*'", "", text)
     text = re.sub(r'<line class="rule"[^>]*/>', "", text)
     size = 'xmlns="http://www.w3.org/2000/svg" width="540" height="226"'
@@ -94,4 +94,14 @@ def agent() -> str:
     return draw([Line("training reward", list(enumerate(rewards, 1)), "s1")], "training reward by step", smooth=True)
 
 
-PICTURES = {"bounds": bounds, "ages": ages, "tools": tools, "agent": agent}
+def reasoning() -> str:
+    """The recipe of `examples/reasoning` at three bounds."""
+    lines = []
+    for bound, colour in zip((0, 2, 4), COLOURS, strict=False):
+        runs = [run["held_out"]["all"] for run in read("reasoning.json") if run["run"].startswith(f"rl-bound{bound}-")]
+        curves = [{float(version): value for version, value in run.items()} for run in runs]
+        lines.append(over_seeds(f"bound {bound}", colour, curves))
+    return draw(lines, "held-out reward by step", floor=None)
+
+
+PICTURES = {"bounds": bounds, "ages": ages, "tools": tools, "agent": agent, "reasoning": reasoning}

@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ NOISE = 0.06  # of the teacher, per character
 #: About 10 million parameters.
 SIZES: dict[str, Any] = {"hidden_size": 320, "layers": 8, "heads": 10, "kv_heads": 5, "head_dim": 32, "mlp_size": 960}
 STOP_S = 120.0  # for a stopped run to write its checkpoint
+CURVES = ("reward_mean", "lag_mean", "entropy", "grad_norm", "ess", "response_length_mean", "step_s")
+SAMPLED_STEPS = 10  # the last ones, of which `report` keeps the best and the worst sample
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -89,9 +93,11 @@ def launch(file: str, settings: list[str], *, until: float | None) -> None:
 
 
 def report(_: argparse.Namespace) -> None:
-    """Held-out reward by version of every run so far, by kind of problem, with samples, digest and hours."""
+    """Writes the figures of every run in `runs/reasoning`, beside those of other runs in the results file."""
+    known = {run["run"]: run for run in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
     found = [read_run(folder) for folder in sorted(RUNS.glob("rl-bound*-seed*"))]
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    runs = sorted((known | {run["run"]: run for run in found}).values(), key=lambda run: str(run["run"]))
+    RESULTS.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs) + "\n]\n")
     for run in found:
         print(
             f"{run['run']}: {run['steps']} steps, {run['hours']} h, held-out reward by version {run['held_out']['all']}"
@@ -99,9 +105,16 @@ def report(_: argparse.Namespace) -> None:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The figures of a run."""
+    """The figures of a run: held-out reward by version and kind of problem, digests of the first and last weights,
+    curves, the best and worst samples of the last steps, and whether the audit found the run correct."""
     evaluations = read_lines(folder / "metrics" / "evaluation.jsonl")
     steps = read_lines(folder / "metrics" / "learner.jsonl")
+    weights = read_lines(folder / "metrics" / "weightsync.jsonl")
+    digests = {one["version"]: one["digest"] for one in weights if one["state"] == "committed"}
+    samples = [one for one in read_lines(folder / "samples.jsonl") if one["step"] > len(steps) - SAMPLED_STEPS]
+    audit = subprocess.run(
+        [sys.executable, "-m", "asyncrl", "audit", str(folder)], cwd=ROOT, stdout=subprocess.DEVNULL, check=False
+    )
     assert all(one["evaluation_version_min"] == one["evaluation_version_max"] for one in evaluations), folder
     return {
         "run": folder.name,
@@ -110,7 +123,17 @@ def read_run(folder: Path) -> dict[str, Any]:
         "tokens": sum(line["tokens"] for line in steps),
         "lag_mean": round(sum(line["lag_mean"] for line in steps) / max(1, len(steps)), 3),
         "hours": round(sum(line["step_s"] for line in steps) / 3600, 3),
+        "audit": "OK" if audit.returncode == 0 else "wrong",
+        "digests": {str(version): digests.get(version, "") for version in (0, len(steps))},
+        "curves": {name: means(line[name] for line in steps) for name in CURVES},
+        "samples": [{name: one[name] for name in ("step", "lag", "prompt", "response", "reward")} for one in samples],
     }
+
+
+def means(values: Iterable[float]) -> list[float]:
+    """Of every ten values in a row."""
+    all_values = list(values)
+    return [round(statistics.fmean(all_values[at : at + 10]), 5) for at in range(0, len(all_values), 10)]
 
 
 def by_version(evaluations: list[dict[str, Any]], source: str) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from asyncrl.config import load
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "reasoning"
 sys.path.insert(0, str(FOLDER))
 import problems  # noqa: E402, RUF100
+import recipe  # noqa: E402, RUF100
 
 PLACES = range(200)
 JUDGED = tuple(kind for kind in problems.KINDS if kind != "code")
@@ -89,3 +91,41 @@ def test_rows_are_reproducible_and_fit_the_configurations() -> None:
         assert len(found.prompt) <= min(rl.data.max_prompt_tokens, sft.data.max_prompt_tokens) or found.kind == "story"
         assert len(found.solution) < min(rl.sampling.max_new_tokens, sft.sampling.max_new_tokens), found
     assert {source for one in rl.reward for source in one.data_sources} == set(problems.KINDS)
+
+
+def test_the_report_keeps_runs_that_are_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [
+        {**dict.fromkeys(recipe.CURVES, 0.5), "reward_mean": step / 10, "tokens": 100, "step_s": 36.0}
+        for step in range(1, 21)
+    ]
+    looks = [
+        {
+            "evaluation_version_min": v,
+            "evaluation_version_max": v,
+            "evaluation_version": v,
+            "val-core/all/reward/mean@1": 0.5 + v / 100,
+        }
+        for v in (0, 20)
+    ]
+    weights = [{"version": v, "digest": f"d{v}", "state": "committed"} for v in (0, 20)]
+    sample = {"lag": 1, "prompt": "1+1", "response": "2", "reward": 1.0, "length": 1}
+    folder = tmp_path / "runs" / "rl-bound2-seed1"
+    write_lines(folder / "metrics" / "learner.jsonl", steps)
+    write_lines(folder / "metrics" / "evaluation.jsonl", looks)
+    write_lines(folder / "metrics" / "weightsync.jsonl", weights)
+    write_lines(folder / "samples.jsonl", [{**sample, "step": step} for step in (1, 20)])
+    monkeypatch.setattr(recipe, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(recipe, "RESULTS", tmp_path / "reasoning.json")
+    recipe.RESULTS.write_text(json.dumps([{"run": "rl-bound0-seed0"}, {"run": "rl-bound2-seed1", "steps": 3}]))
+    recipe.report(None)
+    other, mine = json.loads(recipe.RESULTS.read_text())
+    assert other == {"run": "rl-bound0-seed0"}
+    assert mine["steps"] == 20 and mine["hours"] == 0.2 and mine["held_out"]["all"] == {"0": 0.5, "20": 0.7}
+    assert mine["curves"]["reward_mean"] == [0.55, 1.55] and mine["digests"] == {"0": "d0", "20": "d20"}
+    assert [one["step"] for one in mine["samples"]] == [20]
+    assert mine["audit"] == "wrong"  # it has no ledger
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
