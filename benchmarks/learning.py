@@ -12,7 +12,7 @@
 - `ages` and `presets` train on samples of an exact age (benchmarks/exact_age.py): equal seeds have equal prompts and
   random numbers, so ways are compared in pairs, and the load of the machine changes nothing;
 - `bounds` are whole runs through all processes, `asyncrl launch all configs/quickstart.toml`, at `buffer.max_staleness`
-  of 0, 2, 8 and 16 and otherwise default settings; the exported weights answer the same held-out prompts;
+  of 0, 1, 2, 4, 8 and 16 and otherwise default settings; the exported weights answer the same held-out prompts;
 - `full_pipeline` are whole runs with `buffer.pipeline_depth = "max"`: samples are about as old as the bound (`--ages`);
 - `layouts` are whole runs too, with the learner's back-ends and layouts.
 
@@ -66,7 +66,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "half the learning rate": ("learner.optim.lr=5e-5",),
     "warm-up of 16 steps": ("learner.optim.warmup_steps=16",),
 }
-WHOLE_BOUNDS = (0, 2, 8, 16)
+WHOLE_BOUNDS = (0, 1, 2, 4, 8, 16)
 EARLIER = "deeper bounds"  # runs in which `pipeline_depth = "auto"` began at two (ADR 28), and from other start weights
 #: Back-ends and layouts of the learner that are compared with one process.
 LAYOUTS: dict[str, tuple[str, ...]] = {
