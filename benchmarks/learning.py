@@ -67,6 +67,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "warm-up of 16 steps": ("learner.optim.warmup_steps=16",),
 }
 WHOLE_BOUNDS = (0, 1, 2, 4, 8, 16)
+BUSY = "busy bounds"  # like `bounds`, while the machine did other work
 EARLIER = "deeper bounds"  # runs in which `pipeline_depth = "auto"` began at two (ADR 28), and from other start weights
 #: Back-ends and layouts of the learner that are compared with one process.
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -262,6 +263,10 @@ def table(_: argparse.Namespace) -> None:
         lines += ["### Averages of the weights, on samples of an exact age", "", *average_rows(runs["averages"]), ""]
     if "bounds" in runs:
         lines += ["### Whole runs", "", *bound_rows(runs["bounds"]), ""]
+    if BUSY in runs:
+        synchronous_runs = [(rest, run) for rest, run in runs["bounds"] if rest[:2] == ["running_sum", "0"]]
+        rows = bound_rows([*synchronous_runs, *runs[BUSY]])
+        lines += ["### Whole runs, while the machine did other work", "", *rows, ""]
     if "full pipeline" in runs:
         synchronous = {(task, int(seed)): run for (task, bound, seed), run in runs["bounds"] if bound == "0"}
         rows = full_pipeline_rows(runs["full pipeline"], synchronous=synchronous)
