@@ -118,7 +118,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     assert all(one["evaluation_version_min"] == one["evaluation_version_max"] for one in evaluations), folder
     return {
         "run": folder.name,
-        "held_out": {source: by_version(evaluations, source) for source in ("all", *problems.KINDS)},
+        "held_out": {source: rewards_of_source(evaluations, source) for source in ("all", *problems.KINDS)},
         "steps": len(steps),
         "tokens": sum(line["tokens"] for line in steps),
         "lag_mean": round(sum(line["lag_mean"] for line in steps) / max(1, len(steps)), 3),
@@ -136,7 +136,7 @@ def means(values: Iterable[float]) -> list[float]:
     return [round(statistics.fmean(all_values[at : at + 10]), 5) for at in range(0, len(all_values), 10)]
 
 
-def by_version(evaluations: list[dict[str, Any]], source: str) -> dict[str, float]:
+def rewards_of_source(evaluations: list[dict[str, Any]], source: str) -> dict[str, float]:
     """Version -> mean reward of one sample for each held-out prompt of the source."""
     name = f"val-core/{source}/reward/mean@1"
     return {str(int(one["evaluation_version"])): round(one[name], 4) for one in evaluations if name in one}
