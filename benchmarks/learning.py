@@ -369,20 +369,30 @@ def average_rows(runs: list[tuple[list[str], dict[str, Any]]]) -> list[str]:
 
 
 def bound_rows(runs: list[tuple[list[str], dict[str, Any]]]) -> list[str]:
-    """Whole runs by task and bound. Runs of one seed have the same prompts, not the same random numbers."""
+    """Whole runs by task and bound; bounds that no sample reached are one experiment, and have a line together too.
+    Runs of one seed have the same prompts, not the same random numbers."""
     lines = [
         "| task | bound | seeds | mean lag | largest lag | held-out reward | difference to bound 0 | audit |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     cells = {(task, int(bound), int(seed)): run for (task, bound, seed), run in runs}
-    for task, bound in sorted({(task, bound) for task, bound, _ in cells}):
-        mine = {seed: run for (of, at, seed), run in cells.items() if (of, at) == (task, bound)}
-        differences = [last(run) - last(cells[task, 0, seed]) for seed, run in mine.items() if (task, 0, seed) in cells]
-        means = [statistics.fmean(run[name] for run in mine.values()) for name in ("lag_mean",)]
-        lines.append(
-            f"| `{task}` | {bound} | {len(mine)} | {means[0]:.2f} | {max(run['lag_max'] for run in mine.values())} | "
-            f"{statistics.fmean(map(last, mine.values())):.3f} | {interval(differences)} | {sound(mine.values())} |"
-        )
+    for task in sorted({task for task, _, _ in cells}):
+        bounds = sorted({bound for of, bound, _ in cells if of == task})
+        free = [at for at in bounds if at > max(run["lag_max"] for key, run in cells.items() if key[:2] == (task, at))]
+        for together in [*([bound] for bound in bounds), *([free] if len(free) > 1 else [])]:
+            mine = {key: run for key, run in cells.items() if key[0] == task and key[1] in together}
+            seeds = sorted(seed for _, bound, seed in mine if bound == together[0] and (task, 0, seed) in cells)
+            differences = [
+                statistics.fmean(last(mine[task, bound, seed]) for bound in together) - last(cells[task, 0, seed])
+                for seed in seeds
+                if all((task, bound, seed) in mine for bound in together)
+            ]
+            lag = statistics.fmean(run["lag_mean"] for run in mine.values())
+            lines.append(
+                f"| `{task}` | {', '.join(map(str, together))} | {len(differences)} | {lag:.2f} | "
+                f"{max(run['lag_max'] for run in mine.values())} | {statistics.fmean(map(last, mine.values())):.3f} | "
+                f"{interval(differences)} | {sound(mine.values())} |"
+            )
     return lines
 
 

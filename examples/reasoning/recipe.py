@@ -37,6 +37,7 @@ NOISE = 0.06  # of the teacher, per character
 #: About 10 million parameters.
 SIZES: dict[str, Any] = {"hidden_size": 320, "layers": 8, "heads": 10, "kv_heads": 5, "head_dim": 32, "mlp_size": 960}
 STOP_S = 120.0  # for a stopped run to write its checkpoint
+AUDIT_S = 300.0
 CURVES = ("reward_mean", "lag_mean", "entropy", "grad_norm", "ess", "response_length_mean", "step_s")
 SAMPLED_STEPS = 10  # the last ones, of which `report` keeps the best and the worst sample
 
@@ -93,11 +94,17 @@ def launch(file: str, settings: list[str], *, until: float | None) -> None:
 
 
 def report(_: argparse.Namespace) -> None:
-    """Writes the figures of every run in `runs/reasoning`, beside those of other runs in the results file."""
-    known = {run["run"]: run for run in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
+    """Writes the figures of every run in `runs/reasoning`. Runs in the results file that were made elsewhere stay if
+    they began with the same weights."""
     found = [read_run(folder) for folder in sorted(RUNS.glob("rl-bound*-seed*"))]
-    runs = sorted((known | {run["run"]: run for run in found}).values(), key=lambda run: str(run["run"]))
+    names, starts = {run["run"] for run in found}, {run["digests"]["0"] for run in found}
+    known = [run for run in json.loads(RESULTS.read_text()) if run["run"] not in names] if RESULTS.exists() else []
+    kept = [run for run in known if run.get("digests", {}).get("0") in starts]
+    runs = sorted([*found, *kept], key=lambda run: str(run["run"]))
     RESULTS.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs) + "\n]\n")
+    for run in known:
+        if run not in kept:
+            print(f"{run['run']}: left out, it began with other weights than the runs in {RUNS}")
     for run in found:
         print(
             f"{run['run']}: {run['steps']} steps, {run['hours']} h, held-out reward by version {run['held_out']['all']}"
@@ -113,7 +120,11 @@ def read_run(folder: Path) -> dict[str, Any]:
     digests = {one["version"]: one["digest"] for one in weights if one["state"] == "committed"}
     samples = [one for one in read_lines(folder / "samples.jsonl") if one["step"] > len(steps) - SAMPLED_STEPS]
     audit = subprocess.run(
-        [sys.executable, "-m", "asyncrl", "audit", str(folder)], cwd=ROOT, stdout=subprocess.DEVNULL, check=False
+        [sys.executable, "-m", "asyncrl", "audit", str(folder)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        timeout=AUDIT_S,
+        check=False,
     )
     assert all(one["evaluation_version_min"] == one["evaluation_version_max"] for one in evaluations), folder
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
@@ -93,7 +94,9 @@ def test_rows_are_reproducible_and_fit_the_configurations() -> None:
     assert {source for one in rl.reward for source in one.data_sources} == set(problems.KINDS)
 
 
-def test_the_report_keeps_runs_that_are_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_keeps_runs_from_elsewhere_that_began_with_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     steps = [
         {**dict.fromkeys(recipe.CURVES, 0.5), "reward_mean": step / 10, "tokens": 100, "step_s": 36.0}
         for step in range(1, 21)
@@ -110,22 +113,20 @@ def test_the_report_keeps_runs_that_are_elsewhere(tmp_path: Path, monkeypatch: p
     weights = [{"version": v, "digest": f"d{v}", "state": "committed"} for v in (0, 20)]
     sample = {"lag": 1, "prompt": "1+1", "response": "2", "reward": 1.0, "length": 1}
     folder = tmp_path / "runs" / "rl-bound2-seed1"
-    write_lines(folder / "metrics" / "learner.jsonl", steps)
-    write_lines(folder / "metrics" / "evaluation.jsonl", looks)
-    write_lines(folder / "metrics" / "weightsync.jsonl", weights)
-    write_lines(folder / "samples.jsonl", [{**sample, "step": step} for step in (1, 20)])
+    recipe.write_jsonl(folder / "metrics" / "learner.jsonl", steps)
+    recipe.write_jsonl(folder / "metrics" / "evaluation.jsonl", looks)
+    recipe.write_jsonl(folder / "metrics" / "weightsync.jsonl", weights)
+    recipe.write_jsonl(folder / "samples.jsonl", [{**sample, "step": step} for step in (1, 20)])
     monkeypatch.setattr(recipe, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(recipe, "RESULTS", tmp_path / "reasoning.json")
-    recipe.RESULTS.write_text(json.dumps([{"run": "rl-bound0-seed0"}, {"run": "rl-bound2-seed1", "steps": 3}]))
-    recipe.report(None)
+    elsewhere = {"run": "rl-bound0-seed0", "digests": {"0": "d0"}}
+    old = [elsewhere, {"run": "rl-bound0-seed1", "digests": {"0": "x"}}, {"run": "rl-bound2-seed1", "steps": 3}]
+    recipe.RESULTS.write_text(json.dumps(old))
+    recipe.report(argparse.Namespace())
+    assert "rl-bound0-seed1: left out" in capsys.readouterr().out
     other, mine = json.loads(recipe.RESULTS.read_text())
-    assert other == {"run": "rl-bound0-seed0"}
+    assert other == elsewhere
     assert mine["steps"] == 20 and mine["hours"] == 0.2 and mine["held_out"]["all"] == {"0": 0.5, "20": 0.7}
     assert mine["curves"]["reward_mean"] == [0.55, 1.55] and mine["digests"] == {"0": "d0", "20": "d20"}
     assert [one["step"] for one in mine["samples"]] == [20]
     assert mine["audit"] == "wrong"  # it has no ledger
-
-
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
