@@ -67,7 +67,7 @@ def learning(prefix: str, what: str) -> list[Mapping[float, float]]:
 def bounds() -> str:
     """Training reward of whole runs at four bounds."""
     lines = [
-        over_seeds(f"bound {bound}", colour, learning(f"deeper bounds/running_sum/{bound}", "rewards"))
+        over_seeds(f"bound {bound}", colour, learning(f"bounds/running_sum/{bound}", "rewards"))
         for bound, colour in zip((0, 2, 8, 16), COLOURS, strict=True)
     ]
     return draw([line._replace(band=()) for line in lines], "training reward by step", smooth=True)
