@@ -1,18 +1,21 @@
 """The optimizer Muon, for matrices: its update is the momentum, made orthogonal, at the size of AdamW's updates.
 
 Why not `torch.optim.Muon`: it iterates in bfloat16, which a CPU without instructions for it emulates. Here a CPU
-iterates in float32. Formula, names of states and, on other devices, precision are the same.
+iterates in float32. Formula, names of states and, on other devices, precision are the same. And it iterates on shards,
+with collective operations in every product; here each rank iterates on whole matrices, and on its part of them.
 Sources: Jordan et al., https://kellerjordan.github.io/posts/muon/; the scale: Liu et al., arXiv 2502.16982, eq. 4.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 FACTORS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz step's polynomial
 ITERATIONS = 5
@@ -40,26 +43,67 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every matrix that has a gradient."""
+        """Update every matrix that has a gradient. Collective if they are sharded."""
         for group in self.param_groups:
-            lr, momentum = group["lr"], group["momentum"]
-            for matrix in group["params"]:
-                if matrix.grad is None:
-                    continue
-                average = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix))
-                average.lerp_(matrix.grad, 1 - momentum)
-                update = orthogonalized(matrix.grad.lerp(average, momentum))
-                if group["weight_decay"]:
-                    matrix.mul_(1 - lr * group["weight_decay"])
+            lr, decay = group["lr"], group["weight_decay"]
+            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
+            averages = (self._averaged(matrix, group["momentum"]) for matrix in matrices)
+            for matrix, update in zip(matrices, _orthogonalized_by_turns(averages), strict=True):
+                if decay:
+                    matrix.mul_(1 - lr * decay)
                 matrix.add_(update, alpha=-0.2 * math.sqrt(max(matrix.shape)) * lr)
+
+    def _averaged(self, matrix: nn.Parameter, momentum: float) -> Tensor:
+        """Return the next momentum, with Nesterov's look ahead; in bfloat16 on a device that is no CPU."""
+        average: Tensor = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix))
+        assert matrix.grad is not None
+        average.lerp_(matrix.grad, 1 - momentum)
+        ahead = matrix.grad.lerp(average, momentum)
+        return ahead if matrix.device.type == "cpu" else ahead.bfloat16()
+
+
+def _orthogonalized_by_turns(matrices: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield each matrix made orthogonal. Of sharded ones of one mesh, the ranks that hold the shards gather as many as
+    they are; each works on one of them and sends it to the others.
+    """
+    waiting: list[DTensor] = []
+    for matrix in matrices:
+        if not isinstance(matrix, DTensor):
+            yield orthogonalized(matrix)
+            continue
+        waiting.append(matrix)
+        if len(waiting) == _ranks_of_shards(matrix):
+            yield from _one_each(waiting)
+            waiting = []
+    if waiting:
+        yield from _one_each(waiting)
+
+
+def _ranks_of_shards(matrix: DTensor) -> int:
+    """The last dimension of a mesh is that of the shards; before it may be one of replicas."""
+    return matrix.device_mesh.size(matrix.device_mesh.ndim - 1)
+
+
+def _one_each(matrices: Sequence[DTensor]) -> Iterator[Tensor]:
+    """Yield the matrices made orthogonal, the first by the first rank, and so on. Collective. A rank holds two of them
+    at a time.
+    """
+    mesh = matrices[0].device_mesh
+    shards = mesh.ndim - 1
+    own = mesh.get_local_rank(shards)
+    wholes = (matrix.full_tensor() for matrix in matrices)
+    mine = [whole for owner, whole in enumerate(wholes) if owner == own]
+    mine = [orthogonalized(whole).contiguous() for whole in mine]  # not before all are gathered: others wait for that
+    for owner, matrix in enumerate(matrices):
+        whole = mine[0] if owner == own else torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
+        dist.broadcast(whole, group=mesh.get_group(shards), group_src=owner)
+        yield distribute_tensor(whole, mesh, matrix.placements, src_data_rank=None)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
     """Return roughly U V' of the singular value decomposition U S V', by five Newton-Schulz steps."""
     first, second, third = FACTORS
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    if matrix.device.type != "cpu":
-        wide = wide.bfloat16()
     wide = wide / wide.norm().clamp(min=1e-7)
     for _ in range(ITERATIONS):
         gram = wide @ wide.T

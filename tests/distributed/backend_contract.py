@@ -23,7 +23,7 @@ from safetensors import safe_open
 from asyncrl import config as configuration
 from asyncrl.errors import AsyncRLError
 from asyncrl.plugins import find
-from learners.backends import start_weights
+from learners.backends import muon, start_weights
 from learners.backends.base import Backend
 from learners.backends.sharded_checkpoint import local_tensor, own_name
 from learners.batch.assembly import _minibatch
@@ -145,7 +145,11 @@ CASES = {
 
 #: Of these the cases of every layout, and those of some layouts beside them.
 CORE = ("plain", "small_rows", "minibatches", "few", "kl_cov")
-MORE = {"sequence": ("padded", "checkpointing", "dense_mask", "high_entropy"), "tensor": ("checkpointing",)}
+MORE = {
+    "replicate": ("muon",),
+    "sequence": ("padded", "checkpointing", "dense_mask", "high_entropy"),
+    "tensor": ("checkpointing",),
+}
 
 
 def run_all(
@@ -177,6 +181,8 @@ def run_all(
     results["resume"] = resume(model, gang, out / "checkpoint", layout)
     if not layout:
         results["resume_muon"] = resume(model, gang, out / "muon" / "checkpoint", CASES["muon"])
+    if "muon" in wanted:
+        results["orthogonalized"] = orthogonalized_matrices(model, gang, layout)
     results["from_others"] = {
         name: continued(model, gang, folder, layout, again=out / f"again_{name}") for name, folder in others.items()
     }
@@ -238,6 +244,20 @@ def forward(model: Path, gang: Gang, layout: str) -> dict[str, Any]:
         "reference": to_samples(part, backend.reference_logprobs(part.micro), gang),
         "after": to_samples(part, backend.forward_logprobs(part.micro), gang),
     }
+
+
+def orthogonalized_matrices(model: Path, gang: Gang, layout: str) -> list[list[int]]:
+    """The sizes of the matrices that a step of Muon makes orthogonal, by rank."""
+    config = make_config(model, extra=f"{layout};{CASES['muon']}")
+    backend = make_backend(config, gang)
+    sizes: list[int] = []
+    given = muon.orthogonalized
+    muon.orthogonalized = lambda matrix: sizes.append(matrix.numel()) or given(matrix)
+    try:
+        train_step(cut(14, 1, config, gang), backend=backend, gang=gang, config=config.learner, step=1)
+    finally:
+        muon.orthogonalized = given
+    return [msgspec.msgpack.decode(text) for text in gang.gather(msgspec.msgpack.encode(sizes))]
 
 
 def start(model: Path, gang: Gang, layout: str) -> dict[str, Any]:

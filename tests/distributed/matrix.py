@@ -146,7 +146,8 @@ FEATURES: dict[str, Row] = {
     "cpu_offload": Row(("learner.cpu_offload=true",), {}, {
         "shares": f"test_backend_contract.py::{STEPS}[backend_contract-offload]"}, {}),
     "muon": Row(("learner.optim.name=muon",), {}, {
-        "shares": f"test_backend_contract.py::{STEPS}[backend_contract-muon]"}, {}),
+        "shares": f"test_backend_contract.py::{STEPS}[backend_contract-muon]",
+        "replicate": f"test_backend_contract.py::{STEPS}[hsdp-muon]"}, {}),
     "adamw_8bit": Row(("learner.optim.name=adamw_8bit",), {}, {
         "shares": "test_eight_bit_ranks.py::test_two_ranks_walk_as_one[shard]",
         "tensor": "test_eight_bit_ranks.py::test_two_ranks_walk_as_one[tensor]",

@@ -275,6 +275,15 @@ def test_a_checkpoint_of_muon_continues_bitwise(two: Any) -> None:
     assert resume["digest"] == resume["digest_again"] != two[0]["resume"]["digest"]
 
 
+@pytest.mark.parametrize("layout", [(2, "backend_contract"), (4, "hsdp")], ids=["two", "hsdp"])
+def test_two_ranks_that_hold_shards_orthogonalize_every_second_matrix_of_muon(
+    results_of: Any, single: Any, layout: tuple[int, str]
+) -> None:
+    (alone,) = single(layout)[0]["orthogonalized"]
+    assert len(alone) == 14
+    assert results_of(*layout)[0]["orthogonalized"] == [alone[::2], alone[1::2]] * (layout[0] // 2)
+
+
 @pytest.mark.parametrize("name", ["sequence_mean", "bypass", "minibatches", "muon"])
 def test_settings_that_should_change_the_result_do(one: Any, name: str) -> None:
     assert one[0][name]["digest"] != one[0]["plain"]["digest"]
