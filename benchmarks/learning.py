@@ -2,7 +2,7 @@
 
     python benchmarks/learning.py ages [--task running_sum] [--seeds 8] [--ages 0 1 2 4 8 16] [--ways default ...]
     python benchmarks/learning.py averages [--seeds 8] [--ages 0 4 8]
-    python benchmarks/learning.py presets [--seeds 4] [--only dapo,ppo]
+    python benchmarks/learning.py presets [--task running_sum] [--seeds 8] [--only dapo,ppo]
     python benchmarks/learning.py bounds [--seeds 3]
     python benchmarks/learning.py full_pipeline [--ages 8] [--ways default "sequence ratio"] [--seeds 3]
     python benchmarks/learning.py layouts --seeds 2 [--only "one process;FSDP2 on 2 ranks"]
@@ -273,8 +273,9 @@ def table(_: argparse.Namespace) -> None:
         lines += ["### Whole runs with a full pipeline", "", *rows, ""]
     if EARLIER in runs:
         lines += ["### Whole runs with the earlier rule of the depth", "", *bound_rows(runs[EARLIER]), ""]
-    if "presets" in runs:
-        lines += ["### Presets", "", *preset_rows(runs["presets"]), ""]
+    for task in sorted({rest[0] for rest, _ in runs.get("presets", [])}):
+        of_task = {(preset, int(seed)): run for (of, preset, _, seed), run in runs["presets"] if of == task}
+        lines += [f"### Presets: `{task}`", "", *preset_rows(of_task), ""]
     if "layouts" in runs:
         lines += ["### Back-ends and layouts", "", *layout_rows(runs["layouts"]), ""]
     head = PAGE.read_text().split("<!-- tables -->")[0].rstrip()
@@ -430,14 +431,13 @@ def sound(runs: Iterable[dict[str, Any]]) -> str:
     return "OK" if all(run["audit"] == run["code"] == 0 and run["finite"] for run in runs) else "NOT OK"
 
 
-def preset_rows(runs: list[tuple[list[str], dict[str, Any]]]) -> list[str]:
-    """Held-out reward of each preset, and the difference to `grpo` with the same seeds."""
+def preset_rows(cells: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
+    """Held-out reward of each preset, and the difference to `grpo` with the same seeds. `cells`: by preset and seed."""
     steps = f"after {STEPS // 2} steps | after {STEPS} steps"
     lines = [
         f"| preset | seeds | {steps} | difference to grpo | acts on | also set |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    cells = {(preset, int(seed)): run for (_task, preset, _age, seed), run in runs}
     for preset in sorted({preset for preset, _ in cells}):
         mine = {seed: run for (name, seed), run in cells.items() if name == preset}
         paired = [last(run) - last(cells["grpo", seed]) for seed, run in mine.items() if ("grpo", seed) in cells]

@@ -1,8 +1,8 @@
 """The optimizer Muon, for matrices: its update is the momentum, made orthogonal, at the size of AdamW's updates.
 
-Why not `torch.optim.Muon`: it iterates in bfloat16, which a CPU without instructions for it emulates. Here a CPU
-iterates in float32. Formula, names of states and, on other devices, precision are the same. And it iterates on shards,
-with collective operations in every product; here each rank iterates on whole matrices, and on its part of them.
+Why not `torch.optim.Muon`: it iterates in bfloat16, which a CPU without instructions for it emulates, and every product
+of sharded matrices is a collective operation. Here a CPU iterates in float32, and each rank has its own matrices, which
+it gathers once. Formula, names of states and, on other devices, precision are the same.
 Sources: Jordan et al., https://kellerjordan.github.io/posts/muon/; the scale: Liu et al., arXiv 2502.16982, eq. 4.
 """
 
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+
+from learners.backends.sharded_checkpoint import local_tensor
 
 FACTORS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz step's polynomial
 ITERATIONS = 5
@@ -49,9 +51,10 @@ class Muon(torch.optim.Optimizer):
             matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
             averages = (self._averaged(matrix, group["momentum"]) for matrix in matrices)
             for matrix, update in zip(matrices, _orthogonalized_by_turns(averages), strict=True):
+                rows = local_tensor(matrix)
                 if decay:
-                    matrix.mul_(1 - lr * decay)
-                matrix.add_(update, alpha=-0.2 * math.sqrt(max(matrix.shape)) * lr)
+                    rows.mul_(1 - lr * decay)
+                rows.add_(update, alpha=-0.2 * math.sqrt(max(matrix.shape)) * lr)
 
     def _averaged(self, matrix: nn.Parameter, momentum: float) -> Tensor:
         """Return the next momentum, with Nesterov's look ahead; in bfloat16 on a device that is no CPU."""
@@ -63,8 +66,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def _orthogonalized_by_turns(matrices: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield each matrix made orthogonal. Of sharded ones of one mesh, the ranks that hold the shards gather as many as
-    they are; each works on one of them and sends it to the others.
+    """Yield each matrix made orthogonal; of a sharded one this rank's rows. The ranks take as many matrices as they
+    are: each gathers one of them, works on it and sends every rank its rows.
     """
     waiting: list[DTensor] = []
     for matrix in matrices:
@@ -72,32 +75,42 @@ def _orthogonalized_by_turns(matrices: Iterable[Tensor]) -> Iterator[Tensor]:
             yield orthogonalized(matrix)
             continue
         waiting.append(matrix)
-        if len(waiting) == _ranks_of_shards(matrix):
+        if len(waiting) == dist.get_world_size(_group_of_shards(matrix)):
             yield from _one_each(waiting)
             waiting = []
     if waiting:
         yield from _one_each(waiting)
 
 
-def _ranks_of_shards(matrix: DTensor) -> int:
-    """The last dimension of a mesh is that of the shards; before it may be one of replicas."""
-    return matrix.device_mesh.size(matrix.device_mesh.ndim - 1)
+def _group_of_shards(matrix: DTensor) -> dist.ProcessGroup:
+    """The last dimension of a mesh is that of the shards; before it may be one of copies."""
+    mesh = matrix.device_mesh
+    return mesh.get_group(mesh.ndim - 1)
 
 
 def _one_each(matrices: Sequence[DTensor]) -> Iterator[Tensor]:
-    """Yield the matrices made orthogonal, the first by the first rank, and so on. Collective. A rank holds two of them
-    at a time.
-    """
-    mesh = matrices[0].device_mesh
-    shards = mesh.ndim - 1
-    own = mesh.get_local_rank(shards)
-    wholes = (matrix.full_tensor() for matrix in matrices)
-    mine = [whole for owner, whole in enumerate(wholes) if owner == own]
-    mine = [orthogonalized(whole).contiguous() for whole in mine]  # not before all are gathered: others wait for that
+    """Yield this rank's rows of the matrices made orthogonal, the first by the first rank, and so on. Collective."""
+    group = _group_of_shards(matrices[0])
+    own, ranks = dist.get_rank(group), dist.get_world_size(group)
+    mine: list[Tensor] = []
     for owner, matrix in enumerate(matrices):
-        whole = mine[0] if owner == own else torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
-        dist.broadcast(whole, group=mesh.get_group(shards), group_src=owner)
-        yield distribute_tensor(whole, mesh, matrix.placements, src_data_rank=None)
+        share = _padded(matrix.to_local(), -(-matrix.shape[0] // ranks))  # rows as `torch.chunk` splits them
+        parts = [torch.empty_like(share) for _ in range(ranks)] if owner == own else None
+        dist.gather(share, parts, group=group, group_dst=owner)  # bounded: the timeout of the group
+        mine = parts or mine
+    if mine:
+        each = len(mine[0])
+        whole = orthogonalized(torch.cat(mine)[: matrices[own].shape[0]])
+        mine = [_padded(whole[rank * each : (rank + 1) * each], each) for rank in range(ranks)]
+    for owner, matrix in enumerate(matrices):
+        rows = matrix.to_local()
+        share = rows.new_empty(-(-matrix.shape[0] // ranks), matrix.shape[1])
+        dist.scatter(share, mine if owner == own else None, group=group, group_src=owner)  # bounded: as above
+        yield share[: len(rows)]
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    return nn.functional.pad(rows, (0, 0, 0, count - len(rows))).contiguous()
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ LAYOUTS = {
     "collective in bfloat16": ("weightsync.transport=collective", HALF),
     "in place, idle states away": (
         "weightsync.in_place=true", "learner.offload_idle=true", "learner.gradient_checkpointing=true",
-        "learner.algorithm.kl.where=loss",
+        "learner.algorithm.kl.where=loss", "learner.optim.name=muon",
     ),
     "states on the host": ("learner.cpu_offload=true",),
 }  # fmt: skip
