@@ -1,7 +1,7 @@
 """The recipe: prompts and a random model, supervised pre-training, reinforcement learning at three bounds, and figures.
 
     python examples/reasoning/recipe.py prepare          # a minute
-    python examples/reasoning/recipe.py sft              # 76 minutes on a busy core
+    python examples/reasoning/recipe.py sft              # 80 minutes on two busy cores
     python examples/reasoning/recipe.py rl --bounds 0 2 4 --seeds 3 --hours 2
     python examples/reasoning/recipe.py report           # benchmarks/results/reasoning.json
 
