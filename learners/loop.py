@@ -20,7 +20,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +29,7 @@ import msgspec
 
 from asyncrl.config import Config, dump
 from asyncrl.errors import AsyncRLError, StateLost, Unavailable
-from asyncrl.metrics import read_lines
+from asyncrl.metrics import drop_repeated_steps, read_lines
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.run_dir import RunDir, write_atomic
 from learners.backends.base import Backend
@@ -377,11 +377,9 @@ def _no_fence() -> None:
     """Fence of the ranks other than 0."""
 
 
-def run_result(step: int, lines: Sequence[Mapping[str, Any]], ledger: Any) -> dict[str, Any]:
-    """Return the content of `result.json` from the metrics of all processes. A repeated step counts once, with its last
-    line.
-    """
-    steps = [by_step for _, by_step in sorted({line["step"]: line for line in lines if "step" in line}.items())]
+def run_result(step: int, lines: Iterable[dict[str, Any]], ledger: Any) -> dict[str, Any]:
+    """The content of `result.json`, from the lines of `learner.jsonl`. Steps that were trained again count once."""
+    steps = drop_repeated_steps(lines)
 
     def mean(name: str, part: Sequence[Mapping[str, Any]]) -> float:
         return float(sum(line[name] for line in part)) / max(len(part), 1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -99,6 +99,23 @@ def line_number(line: Mapping[str, Any], name: str) -> float | None:
 def line_time(line: Mapping[str, Any]) -> float:
     """The wall time of a line; 0 without one."""
     return line_number(line, "t") or 0.0
+
+
+def drop_repeated_steps(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of `learner.jsonl` that count, one for each step: a learner that restarts from a checkpoint trains its
+    last steps again, and a repeated step removes its earlier line and all later steps.
+
+    >>> [line["x"] for line in drop_repeated_steps([{"step": s, "x": x} for s, x in ((1, 1), (2, 2), (3, 3), (2, 4))])]
+    [1, 4]
+    """
+    kept: list[dict[str, Any]] = []
+    for line in lines:
+        if line_number(line, "step") is None:
+            continue
+        while kept and kept[-1]["step"] >= line["step"]:
+            kept.pop()
+        kept.append(line)
+    return kept
 
 
 def decode_line(text: bytes, *, series: bool = False) -> dict[str, Any] | None:

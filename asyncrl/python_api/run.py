@@ -23,7 +23,7 @@ from asyncrl.audit.prove import render as audit_text
 from asyncrl.config import load
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launcher.parent_guard import guard_command
-from asyncrl.metrics.log import JsonTail, read_lines
+from asyncrl.metrics import JsonTail, drop_repeated_steps, read_lines
 from asyncrl.monitor.samples import group_by_step
 from asyncrl.monitor.status import stop_command
 from asyncrl.monitor.tune import change_settings
@@ -33,7 +33,6 @@ from asyncrl.process_plan.plan import environment
 from asyncrl.python_api.progress import Progress
 from asyncrl.python_api.settings import FILE, Config, Data, Reward, write_rows
 from asyncrl.report import write_report
-from asyncrl.report.data import drop_repeated_steps
 from asyncrl.runs.export import export_words
 from asyncrl.runtime.run_dir import RunDir, read_object
 from asyncrl.trace.render import story_text
@@ -105,7 +104,8 @@ class Run:
     @property
     def step(self) -> int:
         """The last trained step."""
-        return int(max((line["step"] for line in read_lines(self.files.metrics / "learner.jsonl")), default=0))
+        lines = drop_repeated_steps(read_lines(self.files.metrics / "learner.jsonl"))
+        return int(lines[-1]["step"]) if lines else 0
 
     @property
     def result(self) -> dict[str, Any]:

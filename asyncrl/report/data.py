@@ -19,7 +19,7 @@ from asyncrl.config.mode import streams
 from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation.ids import name_version
 from asyncrl.evaluation.statistics import ALL
-from asyncrl.metrics import line_number, read_lines
+from asyncrl.metrics import drop_repeated_steps, line_number, read_lines
 from asyncrl.monitor.advice import CUT_SHARE
 from asyncrl.monitor.text import FIGURES, shown_mode
 from asyncrl.process_plan.plan import Outcome
@@ -142,22 +142,6 @@ def load_run(run: RunDir) -> RunData:
         result=read_object(run.result),
         evaluations=read_lines(run.metrics / "evaluation.jsonl"),
     )
-
-
-def drop_repeated_steps(lines: list[Line]) -> list[Line]:
-    """One line per step: a repeated step removes its earlier line and all later steps.
-
-    >>> [line["x"] for line in surviving([{"step": s, "x": x} for s, x in ((1, 1), (2, 2), (3, 3), (2, 4))])]
-    [1, 4]
-    """
-    kept: list[Line] = []
-    for line in lines:
-        if line_number(line, "step") is None:
-            continue
-        while kept and kept[-1]["step"] >= line["step"]:
-            kept.pop()
-        kept.append(line)
-    return kept
 
 
 def ledger_text(audit: Audit) -> str:

@@ -31,6 +31,8 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 import problems  # noqa: E402, RUF100
 
 from asyncrl.demo.tasks import write_jsonl  # noqa: E402, RUF100
+from asyncrl.metrics import drop_repeated_steps, read_lines  # noqa: E402, RUF100
+from asyncrl.monitor.samples import group_by_step  # noqa: E402, RUF100
 
 DEMONSTRATIONS, TRAIN, HELD_OUT = 96_000, 20_000, 500
 NOISE = 0.06  # of the teacher, per character
@@ -115,10 +117,11 @@ def read_run(folder: Path) -> dict[str, Any]:
     """The figures of a run: held-out reward by version and kind of problem, digests of the first and last weights,
     curves, the best and worst samples of the last steps, and whether the audit found the run correct."""
     evaluations = read_lines(folder / "metrics" / "evaluation.jsonl")
-    steps = read_lines(folder / "metrics" / "learner.jsonl")
+    steps = drop_repeated_steps(read_lines(folder / "metrics" / "learner.jsonl"))
     weights = read_lines(folder / "metrics" / "weightsync.jsonl")
     digests = {one["version"]: one["digest"] for one in weights if one["state"] == "committed"}
-    samples = [one for one in read_lines(folder / "samples.jsonl") if one["step"] > len(steps) - SAMPLED_STEPS]
+    by_step = group_by_step(read_lines(folder / "samples.jsonl"))
+    samples = [one for step in range(len(steps) - SAMPLED_STEPS + 1, len(steps) + 1) for one in by_step.get(step, ())]
     audit = subprocess.run(
         [sys.executable, "-m", "asyncrl", "audit", str(folder)],
         cwd=ROOT,
@@ -151,10 +154,6 @@ def rewards_of_source(evaluations: list[dict[str, Any]], source: str) -> dict[st
     """Version -> mean reward of one sample for each held-out prompt of the source."""
     name = f"val-core/{source}/reward/mean@1"
     return {str(int(one["evaluation_version"])): round(one[name], 4) for one in evaluations if name in one}
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main() -> None:

@@ -201,3 +201,11 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         asyncrl.Run.open(tmp_path)
     assert error.value.code == "run.missing"
+
+
+def test_a_run_that_went_back_is_at_the_step_it_went_on_from(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    lines = [{"step": step, "t": 1.0} for step in (1, 2, 3, 2)]
+    (folder / "metrics").mkdir(parents=True)
+    (folder / "metrics" / "learner.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    assert asyncrl.Run(folder).step == 2

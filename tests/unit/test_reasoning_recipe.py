@@ -98,7 +98,7 @@ def test_the_report_keeps_runs_from_elsewhere_that_began_with_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = [
-        {**dict.fromkeys(recipe.CURVES, 0.5), "reward_mean": step / 10, "tokens": 100, "step_s": 36.0}
+        {**dict.fromkeys(recipe.CURVES, 0.5), "step": step, "reward_mean": step / 10, "tokens": 100, "step_s": 36.0}
         for step in range(1, 21)
     ]
     looks = [
@@ -113,10 +113,11 @@ def test_the_report_keeps_runs_from_elsewhere_that_began_with_the_same_weights(
     weights = [{"version": v, "digest": f"d{v}", "state": "committed"} for v in (0, 20)]
     sample = {"lag": 1, "prompt": "1+1", "response": "2", "reward": 1.0, "length": 1}
     folder = tmp_path / "runs" / "rl-bound2-seed1"
-    recipe.write_jsonl(folder / "metrics" / "learner.jsonl", steps)
+    again = [*steps[:15], *steps[10:]]  # steps 11 to 15 were lost at a kill and trained again
+    recipe.write_jsonl(folder / "metrics" / "learner.jsonl", again)
     recipe.write_jsonl(folder / "metrics" / "evaluation.jsonl", looks)
     recipe.write_jsonl(folder / "metrics" / "weightsync.jsonl", weights)
-    recipe.write_jsonl(folder / "samples.jsonl", [{**sample, "step": step} for step in (1, 20)])
+    recipe.write_jsonl(folder / "samples.jsonl", [{**sample, "step": step} for step in (1, 20, 20)])
     monkeypatch.setattr(recipe, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(recipe, "RESULTS", tmp_path / "reasoning.json")
     elsewhere = {"run": "rl-bound0-seed0", "digests": {"0": "d0"}}
@@ -127,6 +128,7 @@ def test_the_report_keeps_runs_from_elsewhere_that_began_with_the_same_weights(
     other, mine = json.loads(recipe.RESULTS.read_text())
     assert other == elsewhere
     assert mine["steps"] == 20 and mine["hours"] == 0.2 and mine["held_out"]["all"] == {"0": 0.5, "20": 0.7}
+    assert mine["tokens"] == 2000
     assert mine["curves"]["reward_mean"] == [0.55, 1.55] and mine["digests"] == {"0": "d0", "20": "d20"}
     assert [one["step"] for one in mine["samples"]] == [20]
     assert mine["audit"] == "wrong"  # it has no ledger

@@ -12,9 +12,10 @@ import pytest
 from synthetic_run import check_names, write_run
 
 from asyncrl.launcher.progress import step_text
+from asyncrl.metrics import drop_repeated_steps
 from asyncrl.process_plan.plan import Outcome
 from asyncrl.report import write_report
-from asyncrl.report.data import ENDS, drop_repeated_steps, load_run, summary
+from asyncrl.report.data import ENDS, load_run, summary
 from asyncrl.report.svg import Line, bar_chart, line_chart, short, stacked_chart, thin, ticks
 from asyncrl.report.svg_time import Lane, Share, flow, lanes
 from asyncrl.runtime.run_dir import RunDir
