@@ -53,13 +53,13 @@ def settle_hub(config: Config, *, fetch: bool) -> Settled:
         pending.add(key)
         return None
 
-    if hub.is_hub_name(config.model.path) and (found := find(config.model.path, "model", "model.path")):
+    if hub.is_hub_name(config.model.path, "model") and (found := find(config.model.path, "model", "model.path")):
         config = _replace(config, "model", str(found.folder))
     for section, splits in SPLITS.items():
         parts = split_paths(getattr(config, section).path)
         paths: list[str] = []
         for part in parts:
-            found = find(part, "dataset", f"{section}.path", splits) if hub.is_hub_name(part) else None
+            found = find(part, "dataset", f"{section}.path", splits) if hub.is_hub_name(part, "dataset") else None
             paths += [part] if found is None else [str(found.folder / name) for name in found.files]
         if paths != parts:
             config = _replace(config, section, ",".join(paths))

@@ -2,7 +2,8 @@
 `asyncrl.runtime.modelscope` does the same with ModelScope.
 
 Guarantees:
-1. a name is `owner/name`; a path that exists, or whose first folder exists here, is never taken for one;
+1. a name is `owner/name`; a path that exists, or whose first folder exists here, or that names a file of rows, is never
+   taken for one;
 2. what is fetched of a model is its configuration, safetensors and tokenizer, never pickled weights; of a data set, the
    files of one split in one folder (`owner/name/FOLDER` names it);
 3. the folder of a name has the commit in its path (`.../snapshots/COMMIT`), so the resolved configuration of a run, and
@@ -44,10 +45,12 @@ class OnHub(NamedTuple):
         return self.folder.name
 
 
-def is_hub_name(text: str) -> bool:
-    """Whether a path can only be a name on the hub."""
+def is_hub_name(text: str, kind: Kind) -> bool:
+    """Whether a path can only be a name on the hub: `owner/name`, or `owner/name/FOLDER` of a data set."""
     path = Path(text)
-    return NAME.fullmatch(text) is not None and not path.is_absolute() and not Path(path.parts[0]).exists()
+    if path.is_absolute() or path.suffix in KINDS or (kind == "model" and len(path.parts) > 2):
+        return False
+    return NAME.fullmatch(text) is not None and not Path(path.parts[0]).exists()
 
 
 def look_up(text: str, kind: Kind, splits: Sequence[str] = ()) -> OnHub:
@@ -136,7 +139,7 @@ def _download(name: str, kind: Kind, patterns: Sequence[str], **options: Any) ->
 
 def not_there(name: str, kind: Kind, error: Exception, *, token: str) -> ConfigError:
     """`token`: the variable that opens private names."""
-    said = str(error).split("\n")[0]
+    said = str(error).split("\n")[0].rstrip(".")
     what = f"{ABSENT[kind]}, and not on the hub: {said}"
     remedy = f"correct the name; for a private one set {token}; without a network name a folder"
     return ConfigError(CODES[kind], what, where=name, remedy=remedy)

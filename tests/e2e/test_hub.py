@@ -238,8 +238,10 @@ def test_a_list_in_pages_and_a_file_that_is_not_what_the_list_says(
 def test_names_are_told_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    assert is_hub_name("Qwen/Qwen3-0.6B") and is_hub_name("openai/gsm8k/main")
-    assert not any(map(is_hub_name, ("models/Qwen", "/a/b", "rows.jsonl", "a b/c", "./a/b")))
+    assert is_hub_name("Qwen/Qwen3-0.6B", "model") and is_hub_name("openai/gsm8k/main", "dataset")
+    for path in ("models/Qwen", "/a/b", "rows.jsonl", "a b/c", "./a/b"):
+        assert not is_hub_name(path, "model") and not is_hub_name(path, "dataset"), path
+    assert not is_hub_name("runs/models/mine", "model") and not is_hub_name("made/rows/train.jsonl", "dataset")
 
 
 def test_the_files_of_a_split(tmp_path: Path) -> None:
