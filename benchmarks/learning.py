@@ -31,7 +31,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import exact_age  # noqa: E402, RUF100
+from intervals import interval  # noqa: E402, RUF100
 
 from asyncrl.demo.demo import task_settings  # noqa: E402, RUF100
 
@@ -329,25 +330,6 @@ def reward_at_tokens(run: dict[str, Any], budget: int) -> float:
             return float(before[1] + (value - before[1]) * (budget - before[0]) / (spent - before[0]))
         before = (spent, value)
     return float(looks[-1][1])
-
-
-#: 97.5 % quantiles of Student's t by degrees of freedom.
-T_QUANTILES = (0.0, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
-
-
-def interval(values: Sequence[float]) -> str:
-    """Mean and half of the 95 % interval of the mean, by Student's t.
-
-    >>> interval([0.1, 0.2, 0.3])
-    '+0.200 ± 0.248'
-    """
-    if not values:
-        return "-"
-    mean, degrees = statistics.fmean(values), len(values) - 1
-    if not degrees:
-        return f"{mean:+.3f}"
-    half = T_QUANTILES[min(degrees, len(T_QUANTILES) - 1)] * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean:+.3f} ± {half:.3f}"
 
 
 def average_rows(runs: list[tuple[list[str], dict[str, Any]]]) -> list[str]:

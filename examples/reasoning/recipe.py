@@ -3,7 +3,7 @@
     python examples/reasoning/recipe.py prepare          # a minute
     python examples/reasoning/recipe.py sft              # 80 minutes on two busy cores
     python examples/reasoning/recipe.py rl --bounds 0 2 4 --seeds 3 --hours 2
-    python examples/reasoning/recipe.py report           # benchmarks/results/reasoning.json
+    python examples/reasoning/recipe.py report           # benchmarks/results/reasoning.json, tables of docs/recipes.md
 
 `make recipe-reasoning` runs all four. Each stage continues where it stopped: a complete run is not repeated, and a run
 that was stopped resumes from its checkpoint. `--hours` stops `rl` after that time.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import statistics
 import subprocess
@@ -26,9 +27,13 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "examples" / "reasoning"
 RUNS = ROOT / "runs" / "reasoning"
 RESULTS = ROOT / "benchmarks" / "results" / "reasoning.json"
-sys.path[:0] = [str(ROOT), str(HERE)]
+LOGS = RESULTS.with_suffix("")  # a log of each run
+PAGE = ROOT / "docs" / "recipes.md"
+BEGIN, END = "<!-- tables of the reasoning recipe -->", "<!-- end of the tables -->"
+sys.path[:0] = [str(ROOT), str(HERE), str(ROOT / "benchmarks")]
 
 import problems  # noqa: E402, RUF100
+from intervals import interval  # noqa: E402, RUF100
 
 from asyncrl.demo.tasks import write_jsonl  # noqa: E402, RUF100
 from asyncrl.metrics import drop_repeated_steps, read_lines  # noqa: E402, RUF100
@@ -59,7 +64,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 def sft(_: argparse.Namespace) -> None:
     """Pre-training; `runs/reasoning/sft/export` is the start of every run of reinforcement learning."""
-    if not (RUNS / "sft" / "export" / "config.json").exists():
+    if not is_complete(RUNS / "sft"):
         launch("sft.toml", [], until=None)
 
 
@@ -69,7 +74,7 @@ def rl(args: argparse.Namespace) -> None:
     for seed in range(args.seeds):
         for bound in args.bounds:
             folder = run_folder(bound, seed)
-            if (folder / "export" / "config.json").exists():
+            if is_complete(folder):
                 continue
             if until is not None and time.monotonic() >= until:
                 return
@@ -78,6 +83,11 @@ def rl(args: argparse.Namespace) -> None:
 
 def run_folder(bound: int, seed: int) -> Path:
     return RUNS / f"rl-bound{bound}-seed{seed}"
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a run has exported its last weights."""
+    return (folder / "export" / "config.json").exists()
 
 
 def launch(file: str, settings: list[str], *, until: float | None) -> None:
@@ -96,14 +106,23 @@ def launch(file: str, settings: list[str], *, until: float | None) -> None:
 
 
 def report(_: argparse.Namespace) -> None:
-    """Writes the figures of every run in `runs/reasoning`. Runs in the results file that were made elsewhere stay if
-    they began with the same weights."""
-    found = [read_run(folder) for folder in sorted(RUNS.glob("rl-bound*-seed*"))]
+    """Writes figures and a log of every complete run in `runs/reasoning`, and the tables. Runs in the results file that
+    were made elsewhere stay if they began with the same weights."""
+    folders = sorted(RUNS.glob("rl-bound*-seed*"))
+    found = [read_run(folder) for folder in folders if is_complete(folder)]
     names, starts = {run["run"] for run in found}, {run["digests"]["0"] for run in found}
     known = [run for run in json.loads(RESULTS.read_text()) if run["run"] not in names] if RESULTS.exists() else []
     kept = [run for run in known if run.get("digests", {}).get("0") in starts]
     runs = sorted([*found, *kept], key=lambda run: str(run["run"]))
     RESULTS.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs) + "\n]\n")
+    for folder in (RUNS / "sft", *folders):
+        if is_complete(folder):
+            write_log(folder)
+    head, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}\n\n{tables(runs)}\n{END}{rest.split(END)[1]}")
+    for folder in folders:
+        if not is_complete(folder):
+            print(f"{folder.name}: left out, it is not complete")
     for run in known:
         if run not in kept:
             print(f"{run['run']}: left out, it began with other weights than the runs in {RUNS}")
@@ -142,6 +161,55 @@ def read_run(folder: Path) -> dict[str, Any]:
         "curves": {name: means(line[name] for line in steps) for name in CURVES},
         "samples": [{name: one[name] for name in ("step", "lag", "prompt", "response", "reward")} for one in samples],
     }
+
+
+def write_log(folder: Path) -> None:
+    """What the learner said of each step and evaluation. After a stop it says the earlier evaluations again."""
+    LOGS.mkdir(exist_ok=True)
+    said = (folder / "logs" / "learner.log").read_text().splitlines()
+    kept = dict.fromkeys(line for line in said if line.startswith(("step ", "learner: evaluation of")))
+    (LOGS / f"{folder.name}.log").write_text("\n".join(kept) + "\n")
+
+
+def tables(runs: list[dict[str, Any]]) -> str:
+    """Held-out reward by bound and version, means over seeds; then each run, by kind of problem at its last version."""
+    by_bound: dict[int, dict[int, dict[str, Any]]] = {}
+    for run in runs:
+        bound, seed = map(int, re.findall(r"\d+", run["run"]))
+        by_bound.setdefault(bound, {})[seed] = run
+    heads = [f"bound {bound}, {len(of)} seed{'s' if len(of) > 1 else ''}" for bound, of in by_bound.items()]
+    lines = [*table_head("version", *heads)]
+    for version in min((run["held_out"]["all"] for run in runs), key=len):
+        rewards = (statistics.fmean(run["held_out"]["all"][version] for run in of.values()) for of in by_bound.values())
+        lines.append(f"| {version} | {' | '.join(f'{reward:.3f}' for reward in rewards)} |")
+    fresh = by_bound.get(0, {})
+    pairs = [
+        [last(of[seed]) - last(fresh[seed]) for seed in of if bound and seed in fresh] for bound, of in by_bound.items()
+    ]
+    lines += [f"| last, less bound 0 | {' | '.join(map(interval, pairs))} |", ""]
+    lines += table_head(
+        "bound", "seed", "mean lag", "tokens trained", "held out", *problems.KINDS, "audit", "last weights"
+    )
+    before = [statistics.fmean(run["held_out"][kind]["0"] for run in runs) for kind in ("all", *problems.KINDS)]
+    lines.append(f"| before | | | | {' | '.join(f'{reward:.3f}' for reward in before)} | | |")
+    for bound, of in by_bound.items():
+        for seed, run in of.items():
+            rewards = (f"{last(run, kind):.3f}" for kind in ("all", *problems.KINDS))
+            digest = run["digests"][str(run["steps"])][:8]
+            lines.append(
+                f"| {bound} | {seed} | {run['lag_mean']:.2f} | {run['tokens'] / 1e6:.2f} M | {' | '.join(rewards)} | "
+                f"{run['audit']} | `{digest}` |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def table_head(*names: str) -> list[str]:
+    return [f"| {' | '.join(names)} |", "| --- " * len(names) + "|"]
+
+
+def last(run: dict[str, Any], kind: str = "all") -> float:
+    """Held-out reward of the last version."""
+    return float(list(run["held_out"][kind].values())[-1])
 
 
 def means(values: Iterable[float]) -> list[float]:

@@ -106,7 +106,7 @@ def test_the_report_keeps_runs_from_elsewhere_that_began_with_the_same_weights(
             "evaluation_version_min": v,
             "evaluation_version_max": v,
             "evaluation_version": v,
-            "val-core/all/reward/mean@1": 0.5 + v / 100,
+            **{f"val-core/{kind}/reward/mean@1": 0.5 + v / 100 for kind in ("all", *problems.KINDS)},
         }
         for v in (0, 20)
     ]
@@ -118,13 +118,30 @@ def test_the_report_keeps_runs_from_elsewhere_that_began_with_the_same_weights(
     recipe.write_jsonl(folder / "metrics" / "evaluation.jsonl", looks)
     recipe.write_jsonl(folder / "metrics" / "weightsync.jsonl", weights)
     recipe.write_jsonl(folder / "samples.jsonl", [{**sample, "step": step} for step in (1, 20, 20)])
-    monkeypatch.setattr(recipe, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(recipe, "RESULTS", tmp_path / "reasoning.json")
-    elsewhere = {"run": "rl-bound0-seed0", "digests": {"0": "d0"}}
-    old = [elsewhere, {"run": "rl-bound0-seed1", "digests": {"0": "x"}}, {"run": "rl-bound2-seed1", "steps": 3}]
+    recipe.write_jsonl(folder / "export" / "config.json", [{}])
+    said = [
+        "learner: ready",
+        "step 1/20",
+        "learner: waits 10 s",
+        *2 * ["learner: evaluation of step 0: 0.5"],
+        "step 2/20",
+    ]
+    (folder / "logs").mkdir()
+    (folder / "logs" / "learner.log").write_text("\n".join(said))
+    (tmp_path / "runs" / "rl-bound4-seed1").mkdir()
+    for name in ("RUNS", "RESULTS", "LOGS", "PAGE"):
+        monkeypatch.setattr(recipe, name, tmp_path / {"RUNS": "runs"}.get(name, name))
+    elsewhere = {
+        "run": "rl-bound0-seed1", "digests": {"0": "d0", "20": "e20"}, "steps": 20, "lag_mean": 0.0, "tokens": 3000,
+        "held_out": {kind: {"0": 0.5, "20": 0.75} for kind in ("all", *problems.KINDS)}, "audit": "OK",
+    }  # fmt: skip
+    old = [elsewhere, {"run": "rl-bound0-seed0", "digests": {"0": "x"}}, {"run": "rl-bound2-seed1", "steps": 3}]
     recipe.RESULTS.write_text(json.dumps(old))
+    recipe.PAGE.write_text(f"head\n\n{recipe.BEGIN}\nold\n{recipe.END}\nrest\n")
     recipe.report(argparse.Namespace())
-    assert "rl-bound0-seed1: left out" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "rl-bound0-seed0: left out, it began with other weights" in said
+    assert "rl-bound4-seed1: left out, it is not complete" in said
     other, mine = json.loads(recipe.RESULTS.read_text())
     assert other == elsewhere
     assert mine["steps"] == 20 and mine["hours"] == 0.2 and mine["held_out"]["all"] == {"0": 0.5, "20": 0.7}
@@ -132,3 +149,15 @@ def test_the_report_keeps_runs_from_elsewhere_that_began_with_the_same_weights(
     assert mine["curves"]["reward_mean"] == [0.55, 1.55] and mine["digests"] == {"0": "d0", "20": "d20"}
     assert [one["step"] for one in mine["samples"]] == [20]
     assert mine["audit"] == "wrong"  # it has no ledger
+    log = (recipe.LOGS / "rl-bound2-seed1.log").read_text()
+    assert log == "step 1/20\nlearner: evaluation of step 0: 0.5\nstep 2/20\n"
+    page = recipe.PAGE.read_text()
+    assert page.startswith("head\n") and page.endswith(f"{recipe.END}\nrest\n") and "old" not in page
+    assert "| 20 | 0.750 | 0.700 |\n| last, less bound 0 | - | -0.050 |" in page
+    assert "| 2 | 1 | 0.50 | 0.00 M | 0.700 | 0.700 | 0.700 | 0.700 | 0.700 | 0.700 | wrong | `d20` |" in page
+
+
+def test_the_page_has_the_tables_of_the_results() -> None:
+    page = (recipe.ROOT / "docs" / "recipes.md").read_text()
+    made = page.split(recipe.BEGIN)[1].split(recipe.END)[0]
+    assert made == f"\n\n{recipe.tables(json.loads(recipe.RESULTS.read_text()))}\n"
