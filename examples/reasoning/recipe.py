@@ -109,7 +109,13 @@ def report(_: argparse.Namespace) -> None:
     """Writes figures and a log of every complete run in `runs/reasoning`, and the tables. Runs in the results file that
     were made elsewhere stay if they began with the same weights."""
     folders = sorted(RUNS.glob("rl-bound*-seed*"))
+    for folder in folders:
+        if not is_complete(folder):
+            print(f"{folder.name}: left out, it is not complete")
     found = [read_run(folder) for folder in folders if is_complete(folder)]
+    if not found:
+        print(f"no run in {RUNS} is complete: {RESULTS.name} stays as it is; `recipe.py rl` goes on with them")
+        return
     names, starts = {run["run"] for run in found}, {run["digests"]["0"] for run in found}
     known = [run for run in json.loads(RESULTS.read_text()) if run["run"] not in names] if RESULTS.exists() else []
     kept = [run for run in known if run.get("digests", {}).get("0") in starts]
@@ -120,11 +126,9 @@ def report(_: argparse.Namespace) -> None:
             write_log(folder)
     head, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{head}{BEGIN}\n\n{tables(runs)}\n{END}{rest.split(END)[1]}")
-    for folder in folders:
-        if not is_complete(folder):
-            print(f"{folder.name}: left out, it is not complete")
     for run in known:
         if run not in kept:
+            (LOGS / f"{run['run']}.log").unlink(missing_ok=True)
             print(f"{run['run']}: left out, it began with other weights than the runs in {RUNS}")
     for run in found:
         print(

@@ -119,7 +119,7 @@ def test_the_report_keeps_runs_from_elsewhere_that_began_with_the_same_weights(
     recipe.write_jsonl(folder / "metrics" / "weightsync.jsonl", weights)
     recipe.write_jsonl(folder / "samples.jsonl", [{**sample, "step": step} for step in (1, 20, 20)])
     recipe.write_jsonl(folder / "export" / "config.json", [{}])
-    said = [
+    log_lines = [
         "learner: ready",
         "step 1/20",
         "learner: waits 10 s",
@@ -127,7 +127,7 @@ def test_the_report_keeps_runs_from_elsewhere_that_began_with_the_same_weights(
         "step 2/20",
     ]
     (folder / "logs").mkdir()
-    (folder / "logs" / "learner.log").write_text("\n".join(said))
+    (folder / "logs" / "learner.log").write_text("\n".join(log_lines))
     (tmp_path / "runs" / "rl-bound4-seed1").mkdir()
     for name in ("RUNS", "RESULTS", "LOGS", "PAGE"):
         monkeypatch.setattr(recipe, name, tmp_path / {"RUNS": "runs"}.get(name, name))
@@ -138,8 +138,11 @@ def test_the_report_keeps_runs_from_elsewhere_that_began_with_the_same_weights(
     old = [elsewhere, {"run": "rl-bound0-seed0", "digests": {"0": "x"}}, {"run": "rl-bound2-seed1", "steps": 3}]
     recipe.RESULTS.write_text(json.dumps(old))
     recipe.PAGE.write_text(f"head\n\n{recipe.BEGIN}\nold\n{recipe.END}\nrest\n")
+    recipe.LOGS.mkdir()
+    (recipe.LOGS / "rl-bound0-seed0.log").write_text("step 1/20\n")
     recipe.report(argparse.Namespace())
     said = capsys.readouterr().out
+    assert not (recipe.LOGS / "rl-bound0-seed0.log").exists()
     assert "rl-bound0-seed0: left out, it began with other weights" in said
     assert "rl-bound4-seed1: left out, it is not complete" in said
     other, mine = json.loads(recipe.RESULTS.read_text())
@@ -155,6 +158,18 @@ def test_the_report_keeps_runs_from_elsewhere_that_began_with_the_same_weights(
     assert page.startswith("head\n") and page.endswith(f"{recipe.END}\nrest\n") and "old" not in page
     assert "| 20 | 0.750 | 0.700 |\n| last, less bound 0 | - | -0.050 |" in page
     assert "| 2 | 1 | 0.50 | 0.00 M | 0.700 | 0.700 | 0.700 | 0.700 | 0.700 | 0.700 | wrong | `d20` |" in page
+
+
+def test_a_report_without_a_complete_run_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rl-bound0-seed0").mkdir()
+    monkeypatch.setattr(recipe, "RUNS", tmp_path)
+    before = [path.read_bytes() for path in (recipe.RESULTS, recipe.PAGE)]
+    recipe.report(argparse.Namespace())
+    said = capsys.readouterr().out
+    assert "rl-bound0-seed0: left out, it is not complete" in said and "no run in" in said
+    assert [path.read_bytes() for path in (recipe.RESULTS, recipe.PAGE)] == before
 
 
 def test_the_page_has_the_tables_of_the_results() -> None:
