@@ -19,7 +19,6 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -33,7 +32,7 @@ from asyncrl.errors import EXIT_OK, EXIT_STOPPED, AsyncRLError, ConfigError, Con
 from asyncrl.launcher.forked import ForkServer
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.liveness_watch import SilenceWatch
-from asyncrl.launcher.progress import Progress
+from asyncrl.launcher.progress import Progress, print_line
 from asyncrl.launcher.supervisor import Grace, Supervisor
 from asyncrl.monitor.flat_reward import flat_reward
 from asyncrl.monitor.text import shown_mode
@@ -50,7 +49,6 @@ from asyncrl.runtime.shared_memory import remove_stale_slots
 OWNERS = frozenset({"all", "services", "buffer", "learner"})  # targets that write RUN/config.toml
 #: Targets that may be launched several times for one run.
 SHARED = frozenset({"producers", "evaluators", "rewards", "teachers"})
-_print = partial(print, flush=True)
 
 
 class LaunchOptions(msgspec.Struct, frozen=True):
@@ -133,7 +131,7 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
     started = time.time()
     run = RunDir(config.run_dir).create()
     if gang_is_done(run, config, options):
-        _print(f"run {run.root}: complete, this host of the learner has nothing left to do")
+        print_line(f"run {run.root}: complete, this host of the learner has nothing left to do")
         return Launched(config, run, Outcome(EXIT_OK, "done", 0.0), started)
     locks, tag = _locks(run, options)
     try:
@@ -156,9 +154,9 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
         plans = plan(
             homed, roles, config_path=path, joining=joining, python_path=python_path(), devices=devices.find_devices()
         )
-        _print(f"run {run.root}: {what_starts(config, roles, judges)}")
+        print_line(f"run {run.root}: {what_starts(config, roles, judges)}")
         for note in (*checked.missing, *checked.notes):
-            _print(f"note: {note}")
+            print_line(f"note: {note}")
         leads = "learner" in roles and not options.node_rank
         if leads:
             run.result.unlink(missing_ok=True)
@@ -260,7 +258,7 @@ def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: s
     text = dump(config)
     owns = options.target in OWNERS and not options.connect and not options.standby
     if owns and (note := resume_note(run, config)):
-        _print(note)
+        print_line(note)
     if run.config.exists() and run.config.read_text() == text:
         return run.config
     if not owns and (options.connect or run.config.exists()):
@@ -270,7 +268,7 @@ def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: s
     if run.config.exists():
         refuse_other_groups(run, config)
         for line in changes(run.config, redact(config)):
-            _print(f"changed since the last start: {line}")
+            print_line(f"changed since the last start: {line}")
     write_atomic(run.config, text.encode())
     return run.config
 
@@ -382,13 +380,13 @@ def _conclude(run: RunDir, config: Config, outcome: Outcome, options: LaunchOpti
         "given_up": outcome.given_up,
     }
     write_atomic(run.result, msgspec.json.encode(result))
-    _print("")
+    print_line("")
     for line in summary(data, outcome):
-        _print(line)
+        print_line(line)
     if options.report:
         from asyncrl.report import write_report
 
-        _print(f"report    {write_report(run)}")
+        print_line(f"report    {write_report(run)}")
 
 
 def _print_failure(outcome: Outcome, run: RunDir) -> None:
@@ -396,5 +394,5 @@ def _print_failure(outcome: Outcome, run: RunDir) -> None:
         "role.failed", outcome.reason, where=outcome.failed, remedy=f"see {run.logs / (outcome.failed + '.log')}"
     )
     for line in outcome.last_lines:
-        print(f"  | {line}", file=sys.stderr)
-    print(error.render(), file=sys.stderr, flush=True)
+        print_line(f"  | {line}", sys.stderr)
+    print_line(error.render(), sys.stderr)

@@ -3,7 +3,8 @@
 Guarantees:
 1. it only reads new bytes of the run's files: it can neither block nor disturb a role;
 2. warnings, errors and the learner's lines are printed with the name of the process; other lines with `--verbose`;
-3. the run continues if the reader of the output is gone (a closed pipe);
+3. the run continues if its output cannot be written (a closed pipe, a lost terminal, a full disk): the rest of the
+   output is discarded, the logs hold everything;
 4. on a terminal a table is redrawn in place (rich); elsewhere one plain line per step;
 5. before the first step a line says what the processes wait for, every `START_EVERY_S`; a reward that does not move is
    noted with its likely cause.
@@ -11,11 +12,14 @@ Guarantees:
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, TextIO
 
 from asyncrl.metrics import JsonTail
@@ -36,6 +40,21 @@ _LOUD = re.compile(r"\b(warning|warn|error|critical|fatal|traceback)\b|error\[|(
 def is_loud(line: str) -> bool:
     """Whether a line is printed for every process."""
     return bool(_LOUD.search(line))
+
+
+def print_line(text: str, out: TextIO | None = None) -> None:
+    """Print at once, by default to stdout; discard the output from the first failure on."""
+    out = out or sys.stdout
+    try:
+        print(text, file=out, flush=True)
+    except OSError:  # `| head`, a killed `tee`, a closed terminal, a full disk
+        discard_output(out)
+
+
+def discard_output(out: TextIO) -> None:
+    """Let the descriptor of `out` lead nowhere. What is left in its buffer would fail again, also at exit."""
+    with suppress(OSError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), out.fileno())
 
 
 class RunView:
@@ -113,7 +132,6 @@ class Progress:
         self._out = out or sys.stdout
         self._next_look = 0.0
         self._show_steps = table
-        self._unread = False  # the reader of the output is gone: the run continues
         self._live: Any = None
         if table and not plain and self._out.isatty():
             self._live = _rich_live(self._out)
@@ -143,7 +161,7 @@ class Progress:
             waiting = "; ".join(self.view.list_waiting(now=time.time())) or "the processes load the model"
             self._print(f"[launch] no step yet after {now - self._began:.0f} s: {waiting}")
         if self._live is not None:
-            self._live.update(self._table(), refresh=True)
+            self._draw(partial(self._live.update, self._table(), refresh=True))
 
     def _give_hint(self, step: int) -> None:
         if step >= self._next_hint and (hint := self._hint(self._lines)):
@@ -154,18 +172,26 @@ class Progress:
         """Draw the table a last time."""
         if self._live is not None:
             self.view.poll()
-            self._live.update(self._table(), refresh=True)
-            self._live.stop()
+            self._draw(partial(self._live.update, self._table(), refresh=True))
+        if self._live is not None:
+            self._draw(self._live.stop)
             self._live = None
 
     def _print(self, text: str) -> None:
         if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False)
-        elif not self._unread:
-            try:
-                print(text, file=self._out, flush=True)
-            except BrokenPipeError:  # `| head`, a killed `tee`: the logs hold everything
-                self._unread = True
+            self._draw(partial(self._live.console.print, text, markup=False, highlight=False))
+        else:
+            print_line(text, self._out)
+
+    def _draw(self, change: Callable[[], None]) -> None:
+        """Change the terminal; drop the live view if it is lost."""
+        try:
+            change()
+        except OSError:
+            live, self._live = self._live, None
+            discard_output(self._out)
+            with suppress(OSError):
+                live.stop()  # gives stdout and stderr back
 
     def _table(self) -> Any:
         from rich.console import Group

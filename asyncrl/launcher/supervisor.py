@@ -360,15 +360,15 @@ class Supervisor:
         if first and len(self._signals) == 1:
             learner = any(child.plan.role == "learner" for child in self.children)
             first_of_all = ", the learner writes a checkpoint first" if learner else ""
-            self._say("launch", f"{name}: stopping{first_of_all}; once more kills everything")
             code = EXIT_INTERRUPTED if self._signals[0] == signal.SIGINT else EXIT_OK
             self._begin_stop(code, f"stopped by {name}")
+            self._say("launch", f"{name}: stopping{first_of_all}; once more kills everything")
         else:
-            self._say("launch", "second signal: everything is killed")
             self._begin_stop(EXIT_KILLED, f"killed by {name}")
             self._outcome = (EXIT_KILLED, f"killed by {name}", None)
             for child in self.children:
                 child.kill()
+            self._say("launch", "second signal: everything is killed")
 
     def _drain(self) -> None:
         for child in self.children:

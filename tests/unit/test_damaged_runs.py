@@ -18,12 +18,14 @@ from synthetic_run import write_run
 
 from asyncrl import cli
 from asyncrl.cli import main
+from asyncrl.config import load
 from asyncrl.errors import file_error
+from asyncrl.launcher.launch import LaunchOptions, _conclude, _print_failure
 from asyncrl.launcher.process import Child
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.supervisor import Supervisor
 from asyncrl.metrics import JsonTail, read_lines
-from asyncrl.process_plan.plan import ProcessPlan
+from asyncrl.process_plan.plan import Outcome, ProcessPlan
 from asyncrl.runtime.run_dir import RunDir, launchers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,6 +173,56 @@ def test_launch_goes_on_where_nobody_reads_its_output(tmp_path: Path) -> None:
         progress.say("launch", "two")
         progress.close()
         os.dup2(os.open(os.devnull, os.O_WRONLY), writing)  # what is left in its buffer
+
+
+def test_launch_goes_on_where_its_output_fills_the_disk(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as out:
+        progress = Progress(RunDir(tmp_path).create(), steps=1, plain=True, out=out)
+        progress.say("launch", "one")
+        progress.say("launch", "two")
+        progress.close()
+        out.flush()  # at exit, too
+
+
+def test_launch_goes_on_where_its_terminal_is_closed(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    before = sys.stdout, sys.stderr
+    master, terminal = os.openpty()
+    with os.fdopen(terminal, "w") as out:
+        progress = Progress(RunDir(tmp_path).create(), steps=1, out=out)
+        progress.say("launch", "one")
+        assert progress._live is not None and os.read(master, 1 << 16)
+        os.close(master)
+        progress.say("launch", "SIGHUP: stopping")
+        progress.tick()
+        progress.close()
+        out.flush()
+    assert (sys.stdout, sys.stderr) == before
+
+
+def test_a_lost_terminal_shows_in_the_table_first(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    master, terminal = os.openpty()
+    with os.fdopen(terminal, "w") as out:
+        progress = Progress(RunDir(tmp_path).create(), steps=1, out=out)
+        os.close(master)
+        progress.tick()
+        progress.close()
+
+
+def test_result_and_report_are_written_though_nothing_can_be_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", steps=3)
+    run.result.unlink()
+    failed = Outcome(code=69, reason="learner ended", wall_s=4.0, failed="learner", last_lines=("no space",))
+    with open("/dev/full", "w") as out, open("/dev/full", "w") as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        _conclude(run, load(run.config), failed, LaunchOptions())
+        _print_failure(failed, run)
+        monkeypatch.undo()
+    assert json.loads(run.result.read_bytes())["code"] == 69 and run.report.exists()
 
 
 def test_events_that_cannot_be_written_do_not_end_the_run(tmp_path: Path) -> None:
