@@ -5,8 +5,8 @@ Guarantees:
    10 s, at most `ProcessPlan.restarts` times in 10 minutes; then everything is stopped and the run has its exit code.
    A producer or reward worker is given up instead while another one of its role is at work here: the run goes on, as
    it does without an onlooker (a tracker), whatever its code says;
-2. the first SIGINT or SIGTERM stops in order: learner, producers, rewards, weight sync, buffer, each with a deadline;
-   the second one kills everything at once;
+2. the first signal of `asyncrl.launcher.stop_signals` stops in order: learner, producers, rewards, weight sync, buffer,
+   each with a deadline; the second one kills everything at once;
 3. when `run` returns, no child is left; when the launcher is killed, the kernel kills the children
    (`asyncrl.launcher.parent_guard`);
 4. every line of a child lies in `logs/NAME.log`; a child writes there itself, so a busy launcher never blocks it;
@@ -35,7 +35,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -45,6 +44,7 @@ from asyncrl.launcher.forked import ForkServer
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.liveness_watch import SilenceWatch
 from asyncrl.launcher.process import Child, effective_exit_code, format_exit_code
+from asyncrl.launcher.stop_signals import StopSignals
 from asyncrl.metrics import open_lines
 from asyncrl.process_plan.plan import ONLOOKER, SERVICES, Outcome, ProcessPlan
 from asyncrl.runtime.host_facts import kill_group, reachable
@@ -103,7 +103,7 @@ class Supervisor:
         self._forks = forks
         self._given_up: dict[str, int] = {}
         self._unnoted = False  # events could not be written
-        self._signals: list[signal.Signals] = []
+        self._signals = StopSignals()
         self._seen_signals = 0
         self._stopped = False
         self._stages: deque[list[Child]] | None = None  # stages left to stop, in order; None while running
@@ -117,7 +117,7 @@ class Supervisor:
     def run(self) -> Outcome:
         """Start, watch and stop all processes; returns when none is left."""
         started = time.monotonic()
-        previous = self._install_signals()
+        previous = self._signals.install()
         try:
             self._start_all()
             while not self._is_finished():
@@ -341,26 +341,17 @@ class Supervisor:
 
     # ------------------------------------------------------------ signals, output, events
 
-    def _install_signals(self) -> dict[signal.Signals, Any]:
-        def note(number: int, _frame: FrameType | None) -> None:
-            self._signals.append(signal.Signals(number))
-
-        wanted = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to ignore it
-            wanted.append(signal.SIGHUP)
-        return {number: signal.signal(number, note) for number in wanted}
-
     def _heed_signals(self) -> None:
-        if len(self._signals) == self._seen_signals:
+        requests = self._signals.requests
+        if len(requests) == self._seen_signals:
             return
-        first = self._seen_signals == 0
-        self._seen_signals = len(self._signals)
+        self._seen_signals = len(requests)
         self._stopped |= self._stages is None
-        name = self._signals[0].name
-        if first and len(self._signals) == 1:
+        name = requests[0].name
+        if len(requests) == 1:
             learner = any(child.plan.role == "learner" for child in self.children)
             first_of_all = ", the learner writes a checkpoint first" if learner else ""
-            code = EXIT_INTERRUPTED if self._signals[0] == signal.SIGINT else EXIT_OK
+            code = EXIT_INTERRUPTED if requests[0] == signal.SIGINT else EXIT_OK
             self._begin_stop(code, f"stopped by {name}")
             self._say("launch", f"{name}: stopping{first_of_all}; once more kills everything")
         else:

@@ -1,7 +1,8 @@
 """The outermost loop of every role process: arguments, signals, exit codes.
 
 Guarantees:
-1. SIGTERM or SIGINT asks for a graceful stop; the second one ends the process at once (exit code 130);
+1. SIGTERM or SIGINT asks for a graceful stop. SIGTERM may come several times, where a service manager or a preemption
+   signals every process and the launcher asks too; SIGINT after the first signal ends the process at once (code 130);
 2. the process ends with its parent (Linux), so a killed launcher leaves no orphan;
 3. SIGUSR1 prints the stacks of all threads to the log;
 4. an `AsyncRLError` ends the process with its text and exit code, without a traceback; anything else is a bug: exit 70;
@@ -90,12 +91,13 @@ def die_with_parent() -> None:
 
 
 def install_signals(stop: Stop) -> None:
-    """SIGTERM and SIGINT set `stop`; the second one ends the process. SIGUSR1 dumps stacks."""
+    """SIGTERM and SIGINT set `stop`; SIGINT after that ends the process. SIGUSR1 dumps stacks."""
 
     def handle(number: int, _frame: object) -> None:
-        if stop.is_set():
+        if not stop.reason:  # which is there before `set` takes its lock: a signal may interrupt the handler of another
+            stop.set(signal.Signals(number).name)
+        elif number == signal.SIGINT:
             os._exit(130)
-        stop.set(signal.Signals(number).name)
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)

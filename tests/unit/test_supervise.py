@@ -17,6 +17,7 @@ import pytest
 from asyncrl.config import Config, parse
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.process import Child, effective_exit_code
+from asyncrl.launcher.stop_signals import REPEAT_S
 from asyncrl.launcher.supervisor import Grace, Supervisor, backoff_s
 from asyncrl.metrics import read_lines
 from asyncrl.process_plan.plan import TARGETS, Joining, Outcome, ProcessPlan, plan
@@ -71,6 +72,17 @@ STUBBORN = """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("up", flush=True)
     time.sleep(60)
+"""
+#: A role of ours, which needs a moment for its checkpoint.
+SAVES = """
+    import time
+    from asyncrl.runtime.role import Stop, install_signals
+    stop = Stop()
+    install_signals(stop)
+    print("up", flush=True)
+    stop.wait(60)
+    time.sleep(1)
+    print("saved", flush=True)
 """
 
 
@@ -417,18 +429,22 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from test_supervise import FOREVER, STUBBORN, script
+from test_supervise import FOREVER, SAVES, STUBBORN, script
 from asyncrl.launcher.supervisor import Grace, Supervisor
-plans = [script("buffer", FOREVER), script("producer", {producer}, name="producer-0"), script("learner", FOREVER)]
+plans = [script("buffer", FOREVER), script("producer", {producer}, name="producer-0"), script("learner", {learner})]
 outcome = Supervisor(plans, logs=Path({logs!r}), say=lambda name, line: print(name, line, flush=True),
                      grace=Grace(learner_s=20, failed_s=20, other_s=20)).run()
 sys.exit(outcome.code)
 """
 
 
-def start_launcher(tmp_path: Path, producer: str = "FOREVER") -> tuple[subprocess.Popen[str], list[int]]:
+def start_launcher(
+    tmp_path: Path, producer: str = "FOREVER", learner: str = "FOREVER"
+) -> tuple[subprocess.Popen[str], list[int]]:
     """A supervisor in a process of its own, once all its children are up; with their pids."""
-    code = LAUNCHER.format(tests=str(Path(__file__).parent), logs=str(tmp_path / "logs"), producer=producer)
+    code = LAUNCHER.format(
+        tests=str(Path(__file__).parent), logs=str(tmp_path / "logs"), producer=producer, learner=learner
+    )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
     logs = [tmp_path / "logs" / f"{name}.log" for name in ("buffer", "producer-0", "learner")]
@@ -462,9 +478,24 @@ def test_second_signal_kills_everything(tmp_path: Path) -> None:
     launcher, pids = start_launcher(tmp_path, producer="STUBBORN")
     launcher.send_signal(signal.SIGINT)
     wait_for(lambda: "asked" in (tmp_path / "logs" / "learner.log").read_text())
+    launcher.send_signal(signal.SIGINT)  # belongs to the first one
+    time.sleep(REPEAT_S)
+    assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=60)
     assert launcher.returncode == 137
+    wait_for(lambda: not any(is_alive(pid) for pid in pids))
+
+
+@pytest.mark.timeout(300)
+def test_sigterm_to_all_processes_at_once_leaves_the_learner_its_checkpoint(tmp_path: Path) -> None:
+    launcher, pids = start_launcher(tmp_path, learner="SAVES")
+    for pid in (launcher.pid, *pids):
+        os.kill(pid, signal.SIGTERM)
+    launcher.send_signal(signal.SIGHUP)
+    launcher.send_signal(signal.SIGTERM)
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0 and "learner saved" in output, output
     wait_for(lambda: not any(is_alive(pid) for pid in pids))
 
 
