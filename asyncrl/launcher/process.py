@@ -26,6 +26,7 @@ _DEATH_BEGIN = re.compile(r"Received \d+ death signal")  # torchrun was asked to
 READ_BYTES = 256 << 10
 _REPORT_BEGIN = re.compile(r"failed \(exitcode: -?\d+\) local_rank")
 _WORKER_EXIT = re.compile(rb"exitcode\s*:\s*(-?\d+)")
+_GANG_SIGNAL = re.compile(rb"Received (\d+) death signal")
 
 
 def format_exit_code(code: int) -> str:
@@ -38,10 +39,14 @@ def format_exit_code(code: int) -> str:
 
 
 def effective_exit_code(returncode: int, log: bytes, *, gang: bool) -> int:
-    """The exit code that counts: that of the failed worker if torchrun reports 1; 128 + number for a signal."""
+    """The exit code that counts: that of the failed worker if torchrun reports 1; 128 + number for a signal, also for
+    one that torchrun got.
+    """
     if gang and returncode == EXIT_FAILED:
-        found = _WORKER_EXIT.findall(log)
-        returncode = int(found[-1]) if found else returncode
+        if found := _WORKER_EXIT.findall(log):
+            returncode = int(found[-1])
+        elif found := _GANG_SIGNAL.findall(log):
+            returncode = -int(found[-1])
     return 128 - returncode if returncode < 0 else returncode
 
 

@@ -6,7 +6,8 @@ Guarantees:
    A producer or reward worker is given up instead while another one of its role is at work here: the run goes on, as
    it does without an onlooker (a tracker), whatever its code says;
 2. the first signal of `asyncrl.launcher.stop_signals` stops in order: learner, producers, rewards, weight sync, buffer,
-   each with a deadline; the second one kills everything at once;
+   each with a deadline; the second one kills everything at once. A learner that fails meanwhile gives the run its exit
+   code;
 3. when `run` returns, no child is left; when the launcher is killed, the kernel kills the children
    (`asyncrl.launcher.parent_guard`);
 4. every line of a child lies in `logs/NAME.log`; a child writes there itself, so a busy launcher never blocks it;
@@ -39,7 +40,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.errors import EXIT_INTERNAL, EXIT_OK, FINAL_EXIT_CODES, AsyncRLError
+from asyncrl.errors import EXIT_INTERNAL, EXIT_OK, EXIT_STOPPED, EXIT_UNAVAILABLE, FINAL_EXIT_CODES, AsyncRLError
 from asyncrl.launcher.forked import ForkServer
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.liveness_watch import SilenceWatch
@@ -204,6 +205,8 @@ class Supervisor:
         self._event("exit", name=child.plan.name, role=child.plan.role, code=child.code)
         if self._stages is None:
             self._decide(child, child.code)
+        elif child.plan.role == "learner":
+            self._judge_stop(child, child.code)
 
     def _decide(self, child: Child, code: int) -> None:
         name = child.plan.name
@@ -305,6 +308,18 @@ class Supervisor:
         self._stages = deque(stage for stage in by_role if stage)
         self._stage_asked = False
         self._event("stop", code=code, reason=reason)
+
+    def _judge_stop(self, learner: Child, code: int) -> None:
+        """A stop whose learner fails is a failure. SIGTERM itself ends only one that has not begun."""
+        before, reason, _ = self._outcome
+        # A signal to all processes ends the buffer first. The learner then writes its checkpoint alone, and says so.
+        buffers = [child for child in self.children if child.plan.role == "buffer"]
+        alone = code == EXIT_UNAVAILABLE and any(child.over and child.code == EXIT_OK for child in buffers)
+        if alone or code in (EXIT_OK, EXIT_STOPPED) or before not in (EXIT_OK, EXIT_INTERRUPTED):
+            return
+        late = code == EXIT_KILLED and self._stage_asked and time.monotonic() > self._stage_deadline
+        how = "was killed, because it did not end in time" if late else f"ended with code {format_exit_code(code)}"
+        self._outcome = (code, f"{reason}, but {learner.plan.name} {how}: its last checkpoint may be missing", learner)
 
     def _go_on_stopping(self) -> None:
         assert self._stages is not None

@@ -164,6 +164,7 @@ def test_exit_codes_of_signals_and_gangs() -> None:
     assert effective_exit_code(1, report, gang=False) == 1
     assert effective_exit_code(1, b"nothing", gang=True) == 1
     assert effective_exit_code(1, b"  exitcode  : -9 (pid: 7)\n", gang=True) == 137
+    assert effective_exit_code(1, b"W1 Received 15 death signal, shutting down workers\n", gang=True) == 143
 
 
 def test_report_of_torchrun_is_kept_from_the_terminal(tmp_path: Path) -> None:
@@ -471,6 +472,67 @@ def test_first_signal_stops_gracefully_learner_first(tmp_path: Path, number: sig
     asked = [line.split()[0] for line in output.splitlines() if line.endswith("asked")]
     assert asked == ["learner", "producer-0", "buffer"]
     wait_for(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def stopping(tmp_path: Path, code: int, reason: str) -> tuple[Supervisor, Child]:
+    """A supervisor that stops, and its learner."""
+    plan = ProcessPlan("learner", "learner", ("x",))
+    supervisor = Supervisor([plan], logs=tmp_path, say=lambda *_: None)
+    supervisor._begin_stop(code, reason)
+    return supervisor, supervisor.children[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "code", "after"),
+    [
+        ((0, "stopped by SIGTERM"), 0, 0),
+        ((0, "stopped by SIGTERM"), 143, 0),  # while it imported: nothing was lost
+        ((0, "stopped by SIGTERM"), 69, 69),
+        ((130, "stopped by SIGINT"), 69, 69),
+        ((70, "no step for 600 s"), 69, 70),
+        ((137, "killed by SIGINT"), 138, 137),
+    ],
+)
+def test_a_learner_that_fails_while_it_is_stopped_gives_the_run_its_code(
+    tmp_path: Path, before: tuple[int, str], code: int, after: int
+) -> None:
+    supervisor, learner = stopping(tmp_path, *before)
+    supervisor._judge_stop(learner, code)
+    changed = after != before[0]
+    why = f"{before[1]}, but learner ended with code {code}: its last checkpoint may be missing"
+    assert supervisor._outcome == ((after, why, learner) if changed else (*before, None))
+
+
+def test_a_buffer_that_ends_before_the_learner_does_not_make_a_stop_a_failure(tmp_path: Path) -> None:
+    """After a signal to all processes the learner writes its checkpoint without the buffer and ends with 69."""
+    supervisor, learner = stopping(tmp_path, 0, "stopped by SIGTERM")
+    buffer = Child(ProcessPlan("buffer", "buffer", ("x",)), tmp_path / "buffer.log")
+    supervisor.children.append(buffer)
+    buffer.started, buffer.code = True, 0
+    supervisor._judge_stop(learner, 69)
+    assert supervisor._outcome == (0, "stopped by SIGTERM", None)
+    buffer.code = 70
+    supervisor._judge_stop(learner, 69)
+    assert supervisor._outcome[0] == 69
+
+
+@pytest.mark.timeout(300)
+def test_a_stop_of_a_learner_that_is_killed_after_its_grace_is_a_failure(tmp_path: Path) -> None:
+    supervisor = Supervisor(
+        [script("learner", STUBBORN), script("producer", FOREVER)],
+        logs=tmp_path / "logs",
+        say=lambda *_: None,
+        tick=lambda: stop_once_up(supervisor, tmp_path / "logs" / "learner.log"),
+        grace=Grace(learner_s=0.5, failed_s=5, other_s=5),
+    )
+    outcome = supervisor.run()
+    assert outcome.code == 137 and outcome.failed == "learner" and outcome.last_lines == ("up",)
+    assert outcome.reason.startswith("stopped by SIGTERM, but learner was killed, because it did not end in time")
+
+
+def stop_once_up(supervisor: Supervisor, log: Path) -> None:
+    if "up" in log.read_text() and not supervisor._signals.requests:
+        supervisor._signals.note(signal.SIGTERM)
 
 
 @pytest.mark.timeout(300)
