@@ -3,9 +3,11 @@
 Guarantees:
 1. nothing is started before the configurations of all policies have been checked, together with the addresses that they
    would share;
-2. SIGINT and SIGTERM go to every launcher, and this process ends when all have ended, with the highest of their codes;
+2. SIGINT, SIGTERM and SIGHUP (unless it is ignored) go to every launcher, and this process ends when all have ended,
+   with the highest of their codes;
 3. if a policy fails for good, the others are stopped: its weights would stay as they are;
-4. the launchers die with this process, and their roles with them.
+4. the launchers die with this process, and their roles with them;
+5. the output of the launchers is read to its end, though it can no longer be printed: none of them waits for a reader.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from asyncrl.config.policies import KEY
 from asyncrl.errors import AsyncRLError, ConfigErrors
 from asyncrl.launcher.launch import LaunchOptions, checked_files
 from asyncrl.launcher.parent_guard import guard_command
+from asyncrl.launcher.progress import print_line
+from asyncrl.launcher.stop_signals import stop_signals
 from asyncrl.preflight.policies import merge_errors
 from asyncrl.process_plan.interpreters import python_path
 from asyncrl.runtime.run_dir import RunDir, launcher_mark, run_keys
@@ -81,7 +85,7 @@ def command(paths: Sequence[Path], options: LaunchOptions, name: str) -> list[st
 class Launchers:
     """The launchers: (name, command) of each."""
 
-    def __init__(self, commands: Sequence[tuple[str, list[str]]], *, say: Callable[[str], None] = print) -> None:
+    def __init__(self, commands: Sequence[tuple[str, list[str]]], *, say: Callable[[str], None] = print_line) -> None:
         self._commands = commands
         self._say = say
         self._running: dict[str, subprocess.Popen[str]] = {}
@@ -90,7 +94,7 @@ class Launchers:
 
     def run(self) -> int:
         """Start all; return when all have ended."""
-        before = {one: signal.signal(one, self._note) for one in (signal.SIGINT, signal.SIGTERM)}
+        before = {one: signal.signal(one, self._note) for one in stop_signals()}
         try:
             for name, words in self._commands:
                 self._start(name, words)

@@ -171,7 +171,14 @@ def test_the_command_of_one_launcher(game: Path) -> None:
     assert choose(options, "second").overrides == ("learner.steps=3", "run.policy=second")
 
 
-WAITS = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit({code}))\nprint('waits')\nwhile True: signal.pause()"
+WAITS = """
+import signal, sys
+signal.alarm(60)
+for number in (1, 2, 15):
+    signal.signal(number, lambda *_: sys.exit({code}))
+print("waits")
+while True: signal.pause()
+"""
 
 
 def python(code: str) -> list[str]:
@@ -192,16 +199,31 @@ def test_the_others_are_stopped_if_one_fails(tmp_path: Path) -> None:
     assert "policy second ended with exit code 70; asked the launchers of first to stop" in said
 
 
-def test_signals_go_to_all_launchers() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_go_to_all_launchers(number: signal.Signals) -> None:
     said: list[str] = []
 
     def say(line: str) -> None:
         said.append(line)
         if sorted(said) == ["first | waits", "second | waits"]:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     both = [(name, python(WAITS.format(code=code))) for name, code in (("first", 0), ("second", 7))]
-    assert Launchers(both, say=say).run() == 7
+    missed: list[int] = []
+    before = signal.signal(signal.SIGHUP, lambda *_: missed.append(1))  # not ignored, and no end of this process
+    try:
+        assert Launchers(both, say=say).run() == 7 and not missed
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_output_that_cannot_be_printed_stops_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    talks = "import signal\nsignal.alarm(20)\nfor _ in range(4000): print('a line of some length, ' * 3)"
+    with open("/dev/full", "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        code = Launchers([("first", python(talks))]).run()
+        monkeypatch.undo()
+    assert code == 0
 
 
 def test_the_folder_of_several_policies(tmp_path: Path) -> None:
