@@ -5,9 +5,8 @@ Guarantees:
    10 s, at most `ProcessPlan.restarts` times in 10 minutes; then everything is stopped and the run has its exit code.
    A producer or reward worker is given up instead while another one of its role is at work here: the run goes on, as
    it does without an onlooker (a tracker), whatever its code says;
-2. the first signal of `asyncrl.launcher.stop_signals` stops in order: learner, producers, rewards, weight sync, buffer,
-   each with a deadline; the second one kills everything at once. A learner that fails meanwhile gives the run its exit
-   code;
+2. the first signal (`asyncrl.launcher.stop_signals`) stops in order: learner, producers, rewards, weight sync, buffer,
+   each with a deadline; the run has the code of a learner that fails then. The second one kills everything at once;
 3. when `run` returns, no child is left; when the launcher is killed, the kernel kills the children
    (`asyncrl.launcher.parent_guard`);
 4. every line of a child lies in `logs/NAME.log`; a child writes there itself, so a busy launcher never blocks it;
@@ -49,11 +48,12 @@ from asyncrl.launcher.stop_signals import StopSignals
 from asyncrl.metrics import open_lines
 from asyncrl.process_plan.plan import ONLOOKER, SERVICES, Outcome, ProcessPlan
 from asyncrl.runtime.host_facts import kill_group, reachable
+from asyncrl.runtime.role import find_end_signal
 
 WINDOW_S = 600.0
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 10.0
-SERVICE_RETURN_S = 5.0  # a service that ended by itself while it is needed: the learner may be about to end too
+SERVICE_RETURN_S = 5.0  # of what ended well while it is needed: the learner may be about to end too
 READY_TIMEOUT_S = 10.0
 POLL_S = 0.1
 KILL_WAIT_S = 10.0  # for a killed process to disappear
@@ -211,8 +211,7 @@ class Supervisor:
     def _decide(self, child: Child, code: int) -> None:
         name = child.plan.name
         if code == EXIT_OK:
-            if child.plan.role in SERVICES and self._workers_are_busy():
-                self._schedule(child, SERVICE_RETURN_S)
+            self._heed_end(child)
             return
         now = time.monotonic()
         while child.restarted and now - child.restarted[0] > WINDOW_S:
@@ -235,12 +234,22 @@ class Supervisor:
         )
         self._schedule(child, wait_s)
 
+    def _heed_end(self, child: Child) -> None:
+        """Start what ended well again if it is needed: a service, or the last worker of a role, ended by a signal."""
+        if child.plan.role in SERVICES and self._workers_are_busy():
+            self._schedule(child, SERVICE_RETURN_S)
+        elif child.plan.role in REPLACEABLE and (name := find_end_signal(child.attempt_log())):
+            learns = any(one.plan.role == "learner" and not one.over for one in self.children)
+            if again := learns and not self._others(child):
+                self._schedule(child, SERVICE_RETURN_S)
+            then = f"restart in {SERVICE_RETURN_S:g} s" if again else "it is not started again"
+            self._say("launch", f"warning: {child.plan.name} was ended by {name}: {then}")
+
     def _others(self, child: Child) -> list[str]:
         """Workers of the same role that run here, or will be restarted."""
-        role = child.plan.role
-        mine = (role, child.plan.judge)  # workers of another judge cannot replace it
+        mine = (child.plan.role, child.plan.judge)  # workers of another judge cannot replace it
         alike = [one for one in self.children if one is not child and (one.plan.role, one.plan.judge) == mine]
-        return [other.plan.name for other in alike if not other.over] if role in REPLACEABLE else []
+        return [other.plan.name for other in alike if not other.over] if mine[0] in REPLACEABLE else []
 
     def _give_up(self, child: Child, code: int, why: str) -> None:
         """Continue the run without this worker."""
@@ -272,13 +281,10 @@ class Supervisor:
     def _look_for_silence(self) -> None:
         if self._silence is None or self._stages is not None:
             return
-        for kind, text in self._silence.look(self._running_children()):
+        running = {child.process.pid: child.plan.name for child in self.children if child.process is not None}
+        for kind, text in self._silence.look(running):
             self._say("launch", f"warning: {text}" if kind == "silent" else text)
             self._event(kind, text=text)
-
-    def _running_children(self) -> dict[int, str]:
-        """pid -> name of the running children."""
-        return {child.process.pid: child.plan.name for child in self.children if child.process is not None}
 
     def _look_for_a_hang(self, *, learner_ended: bool = False) -> bool:
         if self._hang is None or self._stages is not None:
@@ -300,8 +306,7 @@ class Supervisor:
         if failed is not None or code == EXIT_INTERNAL:
             self._learner_grace_s = self._grace.failed_s
         by_role = [[child for child in self.children if child.plan.role == role] for role in STOP_ORDER]
-        known = {id(child) for stage in by_role for child in stage}
-        by_role.append([child for child in self.children if id(child) not in known])
+        by_role.append([child for child in self.children if child.plan.role not in STOP_ORDER])
         for child in self.children:
             child.restart_at = None
             child.wake()

@@ -15,6 +15,7 @@ import argparse
 import ctypes
 import faulthandler
 import os
+import re
 import signal
 import sys
 import threading
@@ -31,6 +32,7 @@ from asyncrl.runtime.failpoints import arm
 from asyncrl.runtime.run_dir import RunDir
 
 PR_SET_PDEATHSIG = 1
+_ASKED = re.compile(rb": ended after [\d.]+ s (SIG[A-Z]+)$", re.MULTILINE)  # the last line of `run`
 MAY_RENAME = "ASYNCRL_MAY_RENAME"  # set by the launcher: a worker takes a suffix if its name is in use
 
 
@@ -123,6 +125,12 @@ def worker_key(args: RoleArgs, config: Config, role: Role) -> Keys | None:
         what, remedy = f"a {role} was given the key of role {keys.role}", f"give it a key made for the role {role}"
         raise ConfigError("config.network", what, where=str(key_file(args, config)), remedy=remedy)
     return keys
+
+
+def find_end_signal(log: bytes) -> str:
+    """The signal that asked a role to end, by the end of its log; empty if it ended by itself."""
+    found = _ASKED.findall(log)
+    return found[-1].decode() if found else ""
 
 
 def run(role: str, body: Callable[[RoleArgs, Config, Stop], None], argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +63,21 @@ def test_a_role_outlives_sigterm_that_comes_again(monkeypatch: pytest.MonkeyPatc
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("reason", ["SIGTERM", ""])
+def test_the_end_of_a_log_names_the_signal(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text(
+        f'[run]\ndir = "{tmp_path}"\n[model]\npath = "m"\n[data]\npath = "d"\n[[reward]]\nfunction = "x:y"\n'
+    )
+    for name in ("die_with_parent", "install_signals"):  # of this process
+        monkeypatch.setattr(role, name, lambda *_: None)
+    before = os.umask(0o077)
+    try:
+        assert role.run("producer", lambda _args, _config, stop: stop.set(reason), ["--config", str(config)]) == 0
+    finally:
+        os.umask(before)
+    assert role.find_end_signal(capsys.readouterr().out.encode()) == reason

@@ -316,6 +316,38 @@ def test_service_that_ends_while_needed_comes_back(tmp_path: Path, monkeypatch: 
     assert outcome.code == 0 and names(events, "start").count("buffer") >= 2
 
 
+@pytest.mark.parametrize(
+    ("role", "others", "log", "told"),
+    [
+        ("producer", [], b"producer p: ended after 3.2 s SIGTERM\n", "was ended by SIGTERM: restart in 5 s"),
+        ("reward", [], b"reward p: ended after 3.2 s SIGINT\nbye\n", "was ended by SIGINT: restart in 5 s"),
+        (
+            "producer",
+            ["producer"],
+            b"p p: ended after 3.2 s SIGTERM\n",
+            "was ended by SIGTERM: it is not started again",
+        ),
+        ("producer", ["reward"], b"producer p: ended after 3.2 s \n", ""),  # the run is done
+        ("tracker", [], b"tracker t: ended after 3.2 s SIGTERM\n", ""),
+    ],
+)
+def test_a_worker_that_a_signal_ended_is_named_and_the_last_of_its_role_comes_back(
+    tmp_path: Path, role: str, others: list[str], log: bytes, told: str
+) -> None:
+    said: list[str] = []
+    plans = [ProcessPlan(one, f"{one}-{number}", ("x",)) for number, one in enumerate([role, *others, "learner"])]
+    supervisor = Supervisor(plans, logs=tmp_path, say=lambda _, line: said.append(line))
+    worker, *_, learner = supervisor.children
+    worker.started = True
+    worker.log.write_bytes(log)
+    supervisor._decide(worker, 0)
+    assert said == ([f"warning: {role}-0 {told}"] if told else [])
+    assert (worker.restart_at is not None) is ("restart in" in told)
+    worker.restart_at, learner.started = None, True  # which is over then
+    supervisor._decide(worker, 0)
+    assert worker.restart_at is None
+
+
 @pytest.mark.timeout(300)
 def test_process_that_does_not_heed_is_killed_after_its_grace(tmp_path: Path) -> None:
     plans = [script("producer", STUBBORN), script("learner", "import time; time.sleep(0.7)")]
