@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -461,6 +462,41 @@ def test_second_launcher_is_refused_and_stop_ends_the_first(stand_ins: Path) -> 
     output, _ = first.communicate(timeout=30)
     assert first.returncode == 0 and "stopped by SIGTERM" in output
     assert json.loads((stand_ins / "run" / "result.json").read_text())["done"] is False
+
+
+@pytest.mark.timeout(300)
+def test_a_closed_terminal_stops_the_run_in_order(stand_ins: Path) -> None:
+    """The hang-up comes as a signal, and as an error of every line that is printed after it."""
+    path = stand_ins / "learners" / "main.py"
+    path.write_text(path.read_text().replace("time.sleep(1.5)", "time.sleep(60)"))
+    master, terminal = os.openpty()
+    takes_it = (
+        "import fcntl, os, signal, sys, termios\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", takes_it, "-m", "asyncrl", "launch", "all", "c.toml"],
+        cwd=stand_ins,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    log = stand_ins / "run" / "logs" / "learner.log"
+    deadline = time.monotonic() + 90
+    while not (log.exists() and "up" in log.read_text()):
+        assert time.monotonic() < deadline and launcher.poll() is None
+        if select.select([master], [], [], 0.05)[0]:
+            os.read(master, 1 << 16)
+    os.close(master)
+    assert launcher.wait(timeout=60) == 0
+    result = json.loads((stand_ins / "run" / "result.json").read_text())
+    assert result["code"] == 0 and result["reason"] == "stopped by SIGHUP"
+    assert (stand_ins / "run" / "report.html").exists() and launchers(RunDir(stand_ins / "run")) == []
 
 
 @pytest.mark.timeout(300)
