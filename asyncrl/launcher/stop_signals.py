@@ -2,9 +2,9 @@
 
 Guarantees:
 1. SIGINT and SIGTERM ask, and SIGHUP unless it is ignored (`nohup`);
-2. what comes within `REPEAT_S` of the first one belongs to it: wrappers forward signals that their children get anyway,
-   a service manager signals every process at once, with SIGTERM and SIGHUP. SIGHUP never asks again: a closed terminal
-   sends several, and no user is left there.
+2. a SIGTERM within `REPEAT_S` of the first signal belongs to it: a service manager signals every process at once, with
+   SIGTERM and SIGHUP, and launchers forward what their children get anyway. SIGHUP never asks again: a closed terminal
+   sends several, and no user is left there. SIGINT always does: somebody presses Ctrl-C.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ class StopSignals:
         now = self._clock()
         if not self.requests:
             self._first_at = now
-        elif number == signal.SIGHUP or now < self._first_at + REPEAT_S:
+        elif number == signal.SIGHUP or (number == signal.SIGTERM and now < self._first_at + REPEAT_S):
             return
         self.requests.append(signal.Signals(number))

@@ -22,8 +22,8 @@ HUP, INT, TERM = signal.SIGHUP, signal.SIGINT, signal.SIGTERM
         ([(0.0, TERM), (0.01, TERM)], [TERM]),  # a service manager and a launcher above this one
         ([(0.0, HUP), (0.01, TERM)], [HUP]),  # a session that ends
         ([(0.0, HUP), (REPEAT_S + 1, HUP)], [HUP]),  # the shell's and the kernel's
-        ([(0.0, INT), (REPEAT_S + 1, INT)], [INT, INT]),
-        ([(0.0, INT), (0.01, INT), (REPEAT_S + 1, TERM)], [INT, TERM]),
+        ([(0.0, INT), (0.01, INT)], [INT, INT]),
+        ([(0.0, INT), (0.01, TERM), (REPEAT_S + 1, TERM)], [INT, TERM]),
     ],
 )
 def test_only_a_later_signal_asks_again(
