@@ -190,7 +190,7 @@ class Producer:
     async def _group(self, lease: Lease) -> None:
         """Generate the missing samples of one leased group."""
         prompts: Prompts | HeldOutPrompts = self.prompts
-        sampling, version = self.config.sampling, -1
+        sampling, version = self.config.training_sampling, -1
         begun = self.client.begun.pop((lease.group, lease.token), ())
         if is_evaluation(lease.group):
             prompts, sampling = self.held_out, self.held_out.sampling

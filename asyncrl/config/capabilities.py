@@ -195,7 +195,7 @@ def device_type(setting: str) -> str:
 
 def refuse_cuts(config: Config, *, able: bool, key: str) -> None:
     """Raise `config.conflict` if draws are cut exactly and a part that `key` names, of any package, is not able to."""
-    if config.sampling.wants_support and config.producers.engine != "dataset" and not able:
+    if config.training_sampling.wants_support and not able:
         asked, value = FEATURES["exact_truncation"].asks(config, NO_MODEL), get_setting(config, key)
         what = f"{asked}: {key} = {value!r} {NO_SUPPORT[0]}"
         raise ConfigError("config.conflict", what, where="sampling.truncation", remedy=NO_SUPPORT[1])

@@ -155,7 +155,8 @@ FEATURES: dict[str, Feature] = {
         if c.learner.lora.rank and c.learner.lora.publish == "adapter" else ""),
     "exact_truncation": Feature(
         "`sampling.top_p`, `top_k` or `min_p` with `sampling.truncation = \"exact\"`", "sampling.truncation",
-        lambda c, _: f"{c.sampling.cut} with sampling.truncation = 'exact'" if c.sampling.wants_support else ""),
+        lambda c, _: f"{c.sampling.cut} with sampling.truncation = 'exact'"
+        if c.training_sampling.wants_support else ""),
     "second_weights": _value("evaluation.lane", "second_weights"),
     "router_replay": _switch("learner.router_replay"),
     "speculation": _number("producers.speculative_tokens", 0),

@@ -63,6 +63,11 @@ class Config(Section, frozen=True, kw_only=True):
         return max(self.sampling.max_new_tokens, self.evaluation.enabled * self.evaluation.max_new_tokens)
 
     @property
+    def training_sampling(self) -> SamplingConfig:
+        """`[sampling]` as producers use it: only mode rl trains on log-probs of draws, and needs their supports."""
+        return self.sampling if self.learner.mode == "rl" else replace(self.sampling, truncation="biased")
+
+    @property
     def held_out_prompts(self) -> int:
         """Held-out prompts that a producer may hold in addition to its training groups."""
         asked = self.sampling.asked_samples

@@ -55,7 +55,7 @@ class ProducerRequests:
         config = context.config
         self._images = ImageFolder(RunDir(config.run_dir).images)
         trained, held_out = config.sampling.max_new_tokens, evaluation_sampling(config).max_new_tokens
-        self._cut = config.sampling.wants_support and not streams(config)
+        self._cut = config.training_sampling.wants_support
         self._limits = {
             guest: sample_limits(config, trained, guest=guest, support=self._cut) for guest in (False, True)
         }

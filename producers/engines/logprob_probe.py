@@ -72,7 +72,7 @@ async def check_logprobs(engine: Engine, config: Config, ordinary_ids: Sequence[
     else:
         return  # new weights every moment: the learner's own comparison remains
     dtype = config.model.dtype if config.producers.dtype == "auto" else config.producers.dtype
-    if problem := find_problem(found, config.sampling, limit=GAP_LIMIT[dtype]):
+    if problem := find_problem(found, config.training_sampling, limit=GAP_LIMIT[dtype]):
         name = config.producers.engine
         raise ConfigError(
             "config.conflict",
@@ -84,7 +84,7 @@ async def check_logprobs(engine: Engine, config: Config, ordinary_ids: Sequence[
 
 async def _draw(engine: Engine, config: Config, prompt: npt.NDArray[np.int32], name: str) -> Draws:
     """Sample first tokens in the three ways; a way that is another one with these settings is not sampled again."""
-    sampling = config.sampling
+    sampling = config.training_sampling
     plain = GenRequest(
         f"{name}/plain", prompt, tuple(range(SAMPLES)), seed=config.run.seed, max_new_tokens=1, stop_ids=()
     )

@@ -286,6 +286,14 @@ def test_parts_of_other_packages_that_record_none_are_refused_at_the_start(name:
     refuse_cuts(parse(TOML, overrides=["sampling.top_p=0.9", "sampling.truncation=biased"]), able=False, key=name)
 
 
+@pytest.mark.parametrize("settings", [(), ("learner.preference.demonstrations=true",)], ids=["online_dpo", "spin"])
+def test_only_mode_rl_records_supports(settings: tuple[str, ...]) -> None:
+    cut = parse(TOML, overrides=["sampling.top_p=0.9"])
+    pairs = parse(TOML, overrides=["sampling.top_p=0.9", "learner.mode=dpo", "sampling.group_size=2", *settings])
+    assert cut.training_sampling.wants_support and not pairs.training_sampling.wants_support
+    refuse_cuts(pairs, able=False, key="producers.engine")
+
+
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
