@@ -6,10 +6,11 @@ the others are skipped, counted, with a line in the history. Guarantees:
    The remaining prompts are missing then, counted by what they waited for, and their leases are cancelled;
 2. `prompts = scored + failed + missing` for every evaluation that ended, and its figures are of the scored ones alone;
 3. an evaluation measures exactly one version, fixed by its first lease and named by its line: that of its step, or a
-   later one if no producer asked while it had the step's. If the version is lost (the last producer that holds it was
-   killed, say), all samples are dropped and the evaluation begins again with another version, at most
-   `buffer.max_reissue` times; it ends instead if a newer one waits. A step that is trained again with the same weights
-   (same digest) is not evaluated again; with other weights it is, and the unfinished evaluation of it ends;
+   later one if no producer asked while it had the step's; and one set of weights, because a learner that went back may
+   train other weights with this number. If the version is lost (the last producer that holds it was killed, or it was
+   trained again), all samples are dropped and the evaluation begins again, at most `buffer.max_reissue` times; it ends
+   instead if a newer one waits. A step that is trained again with the same weights (same digest) is not evaluated
+   again; with other weights it is, and the unfinished evaluation of it ends;
 4. all state is in rows: after a kill of the service an evaluation continues with the answers it has, and has its full
    time again.
 
@@ -36,6 +37,7 @@ from buffers.groups.sample_intake import SampleIntake
 from buffers.groups.scoring import Scoring
 
 LOST_VERSION = "no producer holds its version any more"
+OTHER_WEIGHTS = "its version was trained again with other weights"
 TIME = "time"  # why an evaluation ended with prompts missing
 
 
@@ -186,23 +188,33 @@ class Evaluations:
             self._close("")
 
     def _keep_version(self) -> None:
-        """Begin again, or end, if no producer has the version any more and prompts are left to generate. Of the newest
-        version a producer that starts gets exactly that: nothing is dropped.
-        """
-        current, limit_s = self.table.meta.round, self.machine.settings.lease_timeout_s
-        if current is None or not 0 <= current.version < self.machine.table.meta.newest or self.table.is_generated():
+        """Begin again, or end, if the version is lost and prompts are left to generate."""
+        current = self.table.meta.round
+        if current is None or current.version < 0 or self.table.is_generated():
             return
-        if not self.prompt_leases.holders.all_gone(current.version, self.tx.now, limit_s):
+        why = self._why_lost(current)
+        if not why:
             return
         if self.table.meta.waiting is not None or current.restarts >= self.machine.settings.max_reissue:
-            self._close(LOST_VERSION)
+            self._close(why)
             return
         for prompt in list(self.table.prompts.values()):
             self.table.remove(prompt)
         number, lost = self.tx.next_token(), current.version
-        self.table.event("restart", step=current.step, round=current.number, now=number, version=lost, why=LOST_VERSION)
+        self.table.event("restart", step=current.step, round=current.number, now=number, version=lost, why=why)
         current.number, current.cursor, current.version, current.restarts = number, 0, -1, current.restarts + 1
+        current.weights = ""
         self.table.put("vmeta")
+
+    def _why_lost(self, current: Round) -> str:
+        """Why nothing more can be generated with the weights that are measured; empty if it can."""
+        machine, digests = self.machine, self.machine.table.digests.get(current.version)
+        if current.weights and digests and digests[-1] != current.weights:
+            return OTHER_WEIGHTS
+        if current.version >= machine.table.meta.newest:
+            return ""  # a producer that starts gets exactly this version
+        gone = self.prompt_leases.holders.all_gone(current.version, self.tx.now, machine.settings.lease_timeout_s)
+        return LOST_VERSION if gone else ""
 
     def finish(self) -> None:
         """The run is over: prompts that are not scored are missing."""

@@ -66,6 +66,7 @@ class Round(msgspec.Struct, array_like=True):
     version: int = -1  # version that makes all its samples: that of the first lease; -1: none was granted
     restarts: int = 0  # times that it began again because its version was lost
     refused: int = 0  # samples that another version made, at least in part
+    weights: str = ""  # digest of the weights that made its samples; empty: no sample came, or producers name none
 
 
 class EvaluationMeta(msgspec.Struct, array_like=True):

@@ -3,8 +3,8 @@
 Rules about staleness do not apply: there is no admission, bound or filter, and nothing here counts towards a budget
 that ends the run. Guarantees:
 1. the first lease fixes the version of an evaluation: that of the engine that gets it, of the evaluated step or later.
-   From then on only engines of exactly this version get prompts, and a sample with a token of another version is
-   refused (`other_version`) and counted; its prompt is leased again without blame;
+   From then on only engines of exactly this version get prompts, and a sample with a token of another version, or of
+   other weights with its number, is refused (`other_version`) and counted; its prompt is leased again without blame;
 2. a producer holds at most `evaluation.share` of what it holds for training, in addition to that; as much as that once
    no group is left to issue, or newer weights wait for the end of the evaluation (unless a second set of weights
    decodes the prompts: it has that many rows);
@@ -168,6 +168,8 @@ class PromptWork:
     `lines`: scored samples with their text, for the files of the evaluation.
     """
 
+    one_digest = True
+
     def __init__(self, table: PromptTable, leases: Leases) -> None:
         self.table = table
         self.leases = leases
@@ -191,11 +193,16 @@ class PromptWork:
         current = self.table.meta.round
         wanted = current.version if current is not None else -1
         others = sorted({version for item in head.samples for version, _ in item.runs} - {wanted})
-        if not others or current is None:
+        if current is None or not (others or self._other_weights(head, current)):
             return ""
         current.refused += len(head.samples)
         self.table.put("vmeta")
-        return f"{OTHER_VERSION}: {others[0]} made tokens of it, version {wanted} is evaluated"
+        made = f"{others[0]} made tokens of it" if others else f"other weights of version {wanted} made it"
+        return f"{OTHER_VERSION}: {made}, version {wanted} is evaluated"
+
+    def _other_weights(self, head: Samples, current: Round) -> bool:
+        """Whether weights that have the measured number, after the learner went back, are others."""
+        return current.weights not in ("", head.digests.get(current.version, ""))
 
     def poison(self, prompt: Prompt, reason: str) -> None:
         self.leases.lose(prompt, reason)
@@ -205,6 +212,10 @@ class PromptWork:
     # ------------------------------------------------------------ samples
 
     def store(self, prompt: Prompt, head: Samples, accepted: set[int], record: Record) -> None:
+        current = self.table.meta.round
+        if current is not None and not current.weights:
+            current.weights = head.digests.get(current.version, "")
+            self.table.put("vmeta")
         with self.table.edit(prompt):
             prompt.records.append(record)
             if head.row and prompt.source != row_source(head.row):

@@ -232,13 +232,13 @@ class GroupTable:
         self.put(f"x{number}")
 
     def add_digest(self, version: int, digest: str) -> None:
-        """The weights of `version` have this digest. A version that was trained again may have two."""
+        """The weights of `version` have this digest. A version that was trained again may have two: the last counts."""
         if version > self.meta.newest:
             self.meta.newest = version
             self.put("meta")
         known = self.digests.get(version, ())
-        if digest and digest not in known:
-            self.digests[version] = (*known, digest)[-4:]
+        if digest and digest not in known[-1:]:
+            self.digests[version] = (*(other for other in known if other != digest), digest)[-4:]
             for old in sorted(self.digests)[:-KEPT_DIGESTS]:
                 del self.digests[old]
             self.put("digests")

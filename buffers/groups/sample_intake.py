@@ -40,7 +40,9 @@ OTHER_VERSION = "other_version"
 
 
 class IntakeTarget(Protocol):
-    """Where accepted samples go."""
+    """Where accepted samples go. `one_digest`: of a version that was trained again only the last weights are wanted."""
+
+    one_digest: bool
 
     @property
     def size(self) -> int:
@@ -172,7 +174,9 @@ class SampleIntake:
         A version without a known digest passes: modes without weights have none, and a commit may still arrive.
         """
         for version in {version for sample in head.samples for version, _ in sample.runs}.union(head.digests):
-            known, digest = self.table.digests.get(version), head.digests.get(version, "")
+            known, digest = self.table.digests.get(version, ()), head.digests.get(version, "")
+            if self.target.one_digest:
+                known = known[-1:]
             if known and digest not in known:
                 self.workers.bar(head.producer, version, self.tx.now + self.live.current.lease_timeout_s)
                 held = f"holds {digest} as version {version}" if digest else f"names none for version {version}"
@@ -211,6 +215,8 @@ class SampleIntake:
 
 class GroupSamples:
     """Samples of training groups: storing them, and the way of a complete group to READY."""
+
+    one_digest = False
 
     def __init__(
         self,

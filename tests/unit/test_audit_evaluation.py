@@ -98,6 +98,13 @@ def test_an_evaluation_has_one_version() -> None:
         assert f"measured version 3, {field} is 4" in bad
 
 
+def test_an_evaluation_has_one_set_of_weights() -> None:
+    again = {"e": "commit", "step": 3, "version": 3, "epoch": 1, "digest": "other", "groups": []}
+    mixed = measured(2, digests={"3": "other"})
+    found = violations([again, *mixed])
+    assert any(f"measured several weights of version 3: other, {digest_of(3)}" in text for text in found), found
+
+
 def test_what_came_before_a_lost_version_does_not_count() -> None:
     lost = measured()[:-1]
     restart = {"e": "eval_restart", "step": 2, "round": 900, "now": 950, "version": 3, "why": "gone"}

@@ -319,6 +319,28 @@ def test_a_lost_version_begins_again_with_another_one_and_mixes_nothing() -> Non
     assert len({sample["round"] for sample in lab.lines}) == 2, "the file tells them apart"
 
 
+def test_a_version_that_was_trained_again_begins_again_and_mixes_no_weights() -> None:
+    lab = Lab("evaluation.share=1.0", rows=2)
+    lab.due(0)
+    one, two = lab.lease(version=1)
+    lab.groups.table.add_digest(1, "old")
+    assert lab.answer(one, version=1, digest="old").accepted == (0, 1)
+    assert "other weights of version 1" in lab.answer(two, version=1, digest="new").refused[0], "it is not committed"
+    lab.groups.begin(lab.now)
+    lab.groups.table.add_digest(1, "new")  # the learner went back and trained the step again
+    lab.tick(0.1)
+    assert [e["why"] for e in lab.events if e["e"] == "eval_restart"] == [
+        "its version was trained again with other weights"
+    ]
+    held = lab.lease(version=1)
+    assert lab.answer(held[0], version=1, digest="old").refused[0].startswith("not published"), "of the old weights"
+    assert lab.lease(version=1) == [], "it takes the new ones first"
+    fresh = lab.lease("q", version=1)
+    for lease in fresh:
+        assert lab.answer(lease, version=1, producer="q", digest="new").accepted == (0, 1)
+    assert lab.groups.table.digests[1] == ("old", "new")
+
+
 def test_a_lost_version_ends_if_a_newer_evaluation_waits_or_too_often() -> None:
     lab = Lab()
     lab.groups.table.meta.newest = 9
