@@ -230,11 +230,17 @@ class Services:
     def _usable(self, batch: ClaimedBatch) -> ClaimedBatch:
         if self._archive is not None:
             self._archive.put(batch, epoch=self.mark.epoch, history=self._history)
-        limit = self._config.learner.micro_batch_tokens
+        learner = self._config.learner
 
         def check(group: GroupData) -> str:
-            teacher = teacher_of(self._config, str(group.row.get("data_source") or ""))
-            why = unusable(group, max_tokens=limit, vocabulary=self._vocabulary, teacher=teacher, routing=self._routing)
+            why = unusable(
+                group,
+                max_tokens=learner.micro_batch_tokens,
+                vocabulary=self._vocabulary,
+                teacher=teacher_of(self._config, str(group.row.get("data_source") or "")),
+                routing=self._routing,
+                one_row=learner.mode != "rl",
+            )
             return why or (image_problem(group, batch.images, self._images) if self._looks else "")
 
         bad = dict(batch.invalid)

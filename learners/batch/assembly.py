@@ -55,9 +55,11 @@ def unusable(
     vocabulary: int = 0,
     teacher: str = "",
     routing: tuple[int, int, int] = (0, 0, 0),
+    one_row: bool = False,
 ) -> str:
     """Return why the learner cannot train this group; empty if it can. Checks what the wire format does not. `teacher`:
-    of the group's row; `routing`: experts, layers, and experts of a token.
+    of the group's row; `routing`: experts, layers, and experts of a token; `one_row`: a sample must be one sequence,
+    with images in its prompt alone.
     """
     for cut in estimates.iter_cuts(group.samples):
         tokens = (cut.prompt or group.prompt_ids.size) + cut.stop - cut.start
@@ -67,6 +69,9 @@ def unusable(
     for sample in group.samples:
         if teacher and (sample.teaching is None or sample.teaching.teacher != teacher):
             return f"teacher: {teacher} has told nothing about sample {sample.index}"
+        if one_row and (estimates.rows_in(sample) or getattr(sample, "images", ())):
+            what = "has several sequences or images after its prompt, which only mode rl trains"
+            return f"rows: sample {sample.index} {what}"
         if not np.isfinite(sample.reward):
             return f"reward: sample {sample.index} has {sample.reward}"
         if why := _misrouted(getattr(sample, "experts", None), routing):

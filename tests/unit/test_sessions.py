@@ -436,6 +436,12 @@ def test_lengths_are_judged_by_row() -> None:
     assert response_length(one) == 7
 
 
+def test_modes_without_rewards_train_single_sequences() -> None:
+    (several,), (single,) = (batch_of(sample(one, 0, 1.0)).groups for one in (three_rows(), two_turns().finish()))
+    assert unusable(single, max_tokens=64, one_row=True) == ""
+    assert unusable(several, max_tokens=64, one_row=True).startswith("rows: sample 0 has several sequences")
+
+
 def test_samples_without_observations_have_no_figures_of_them() -> None:
     session = Session(np.array([1], np.int32), index=0)
     session.add_turn(said(5))
