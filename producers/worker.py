@@ -45,7 +45,7 @@ from producers.environments.single_turn import SingleTurn
 from producers.rollout.capacity import make_capacity
 from producers.rollout.kept_turns import TurnTrail
 from producers.rollout.partial_samples import Trail
-from producers.rollout.rollout import Finished, roll_out, run_together, submit_fields
+from producers.rollout.rollout import Finished, fits_message, roll_out, run_together, submit_fields
 from producers.support.progress_line import ProgressLine
 from producers.support.retry import Patience
 from weightsync.receiver.receiver import Receiver
@@ -213,6 +213,9 @@ class Producer:
         async def deliver(finished: list[Finished]) -> bool:
             await self._wait_attested([item.sample for item in finished])
             samples = [trail.complete_sample(item.sample) for item in finished]
+            if len(finished) > 1 and not fits_message(samples):
+                half = len(finished) // 2
+                return await deliver(finished[:half]) and await deliver(finished[half:])
             try:
                 await store_images([image for item in finished for _, image in item.images], self._store)
             except ImageProblem as problem:

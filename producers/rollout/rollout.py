@@ -20,6 +20,7 @@ from asyncrl.config import SamplingConfig
 from asyncrl.engine import Engine, GenDelta, GenRequest
 from asyncrl.images.digests import image_digest
 from asyncrl.versions import Runs
+from asyncrl.wire.support import MOST_IDS
 from producers.support.retry import Bell
 
 #: The engine always ends its iterator, which wakes the wait: this is only a safety net.
@@ -39,6 +40,11 @@ class Finished(NamedTuple):
     parts: Mapping[str, float] = {}
     images: tuple[tuple[int, bytes], ...] = ()
     others: tuple[tuple[int, str, Runs], ...] = ()
+
+
+def fits_message(samples: Sequence[GenDelta]) -> bool:
+    """Whether the supports of these samples may go in one message (`MOST_IDS`)."""
+    return sum(sample.support.ids.size for sample in samples if sample.support is not None) <= MOST_IDS
 
 
 def submit_fields(finished: Sequence[Finished]) -> dict[str, Any]:

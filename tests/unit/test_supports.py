@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from asyncrl import wire
 from asyncrl.config import SamplingConfig, parse
 from asyncrl.config.capabilities import refuse_cuts
+from asyncrl.config.rules import general
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.engine import GenDelta
 from asyncrl.errors import ConfigError, WireError
 from asyncrl.wire import Support, join_supports, pack_support, unpack_support
 from asyncrl.wire import support as coding
@@ -24,6 +26,7 @@ from learners.batch.assembly import assemble, unusable
 from learners.batch.micro_batches import Minibatch, Sample, decode_share, encode_share, packed_row
 from learners.models.logprobs import chunked_logprobs, split_logprobs, token_numbers
 from learners.models.support import Supports
+from producers.rollout import rollout
 
 CPU = torch.device("cpu")
 TOML = '[model]\npath = "m"\n[data]\npath = "d.jsonl"\n[[reward]]\nfunction = "r:f"\n'
@@ -254,6 +257,17 @@ def test_a_share_brings_supports_to_its_rank() -> None:
     assert [one.support_counts.tolist() for one in found.micro] == [[2, 1, 0, 0], [], [2, 1]]
     assert [one.support_ids.tolist() for one in found.micro] == [[1, 4, 6], [], [1, 4, 6]]
     assert to_device(found.micro[1], CPU).support is None
+
+
+def test_samples_are_sent_apart_if_a_message_cannot_take_their_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert general.MOST_IDS == rollout.MOST_IDS == coding.MOST_IDS
+    monkeypatch.setattr(rollout, "MOST_IDS", 4)
+    cut = GenDelta(
+        "1:1", 0, np.array([4, 6], np.int32), np.zeros(2, np.float32), ((0, 2),), "stop", support=support((1, 4), (6,))
+    )
+    whole = replace(cut, support=None)
+    assert rollout.fits_message([cut]) and rollout.fits_message([whole] * 9)
+    assert not rollout.fits_message([cut, cut])
 
 
 def test_every_sequence_of_a_sample_has_its_part_and_ids_beyond_the_vocabulary_are_quarantined() -> None:

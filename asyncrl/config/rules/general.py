@@ -17,6 +17,7 @@ from asyncrl.plugins import is_place
 
 MOST_RATIOS = 100_000  # sum of data.ratios: groups after which the order of data sets begins anew
 MOST_PIECES = 256  # of one sample; the buffer accepts twice as many
+MOST_IDS = 1 << 23  # of the supports in one message, as `asyncrl.wire.support` has it
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -123,7 +124,14 @@ def _length_problems(config: Config) -> Iterator[Conflict]:
             f"{f'2 * ({names}) = 2 * ({sum_})' if pair else f'{names} = {sum_}'} = {row}: the longest "
             f"{'pair' if pair else 'sample'} would not fit",
         )
-    every, longest = config.producers.checkpoint_tokens, config.sampling.max_new_tokens
+    every, longest, sampling = config.producers.checkpoint_tokens, config.sampling.max_new_tokens, config.sampling
+    limit = MOST_IDS // longest
+    if config.training_sampling.wants_support and sampling.top_k > limit and sampling.top_p == 1 and not sampling.min_p:
+        yield conflict(
+            "sampling.top_k",
+            f"sampling.top_k = {sampling.top_k} gives a sample of sampling.max_new_tokens = {longest} more ids in its "
+            f"supports than a message takes ({MOST_IDS}): set {limit} or less, or top_p or min_p as well",
+        )
     if every and longest > MOST_PIECES * every:
         yield conflict(
             "producers.checkpoint_tokens",
