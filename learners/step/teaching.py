@@ -21,13 +21,15 @@ class Taught(NamedTuple):
     sums: dict[str, Tensor]
 
 
-def read_teacher(settings: DistillationConfig, micro: Micro, current: Tensor, proximal: Tensor) -> Taught | None:
-    """Return what teachers add; None without one.
+def read_teacher(
+    settings: DistillationConfig, micro: Micro, current: Tensor, proximal: Tensor, weights: Tensor
+) -> Taught | None:
+    """Return what teachers add; None without one. `weights`: of the correction for old samples.
 
     The reverse KL is minimized by policy gradient on the sampled tokens. With k1, the gap of the log-probs is the
     advantage of the token, negated, so that the correction for old samples and the clip of the loss apply. k3 depends
-    on the policy, too, and is a term of the loss, whose gradient is that of the divergence. `jsd` is differentiated as
-    it is, on the policy's samples (GKD).
+    on the policy, too, and is a term of the loss with the same correction, whose gradient is that of the divergence.
+    `jsd` is differentiated as it is, on the policy's samples (GKD).
     """
     if micro.teacher is None:
         return None
@@ -38,7 +40,7 @@ def read_teacher(settings: DistillationConfig, micro: Micro, current: Tensor, pr
     sums = {"teacher_kl_sum": gap.sum(), "teacher_tokens": known.sum()}
     if settings.loss == "reverse_kl":
         if settings.estimator == "k3":
-            return Taught(zero, coeff * kl_importance_weighted(current, proximal, teacher, known), sums)
+            return Taught(zero, coeff * weights * kl_importance_weighted(current, proximal, teacher, known), sums)
         return Taught(-coeff * kl_estimate(proximal, teacher, known, kind="k1"), zero, sums)
     if micro.top_current is None or micro.top_logprobs is None:
         return Taught(zero, zero, sums)

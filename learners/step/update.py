@@ -104,7 +104,7 @@ def loss_function(
             correction = correct(proximal, micro.behaviour, micro.mask, micro.sequences)
         given = terms.get(number, "advantages")
         advantages = micro.advantages if given is None else given
-        taught = read_teacher(terms.distillation, micro, logprobs, proximal)
+        taught = read_teacher(terms.distillation, micro, logprobs, proximal, correction.weights)
         if taught is not None:
             advantages = advantages + taught.advantages
         keep = _policy_mask(micro, terms, number) & correction.keep
@@ -133,7 +133,8 @@ def loss_function(
         if terms.high is not None:
             sums["entropy_kept_sum"] = _policy_mask(micro, terms, number).sum()
         if algorithm.kl.where == "loss":
-            divergence = kl_term(algorithm, logprobs, proximal, terms.get(number, "reference"), micro.mask)
+            reference = terms.get(number, "reference")
+            divergence = kl_term(algorithm, logprobs, proximal, reference, micro.mask, weights=correction.weights)
             value = value + terms.kl_coeff * reduce(divergence, micro.mask, micro.sequences, siblings=micro.siblings)
             sums["kl_reference_sum"] = divergence.detach().sum()
         if taught is not None:
@@ -166,9 +167,12 @@ def proximal_logprobs(algorithm: AlgorithmConfig, current: Tensor, micro: Micro,
     return current.detach() if known is None else known
 
 
-def kl_term(algorithm: AlgorithmConfig, current: Tensor, proximal: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+def kl_term(
+    algorithm: AlgorithmConfig, current: Tensor, proximal: Tensor, reference: Tensor, mask: Tensor, *, weights: Tensor
+) -> Tensor:
+    """Return the estimate of the divergence at each token. `weights`: of the correction for old samples."""
     if algorithm.kl.importance_weighted:
-        return kl_importance_weighted(current, proximal, reference, mask)
+        return kl_importance_weighted(current, proximal, reference, mask) * weights
     return divergence_for(algorithm.kl.kind)(current, reference, mask)
 
 

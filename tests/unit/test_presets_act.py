@@ -23,10 +23,10 @@ from asyncrl.config import AlgorithmConfig, parse, presets
 from asyncrl.config.sections.algorithm_catalogue import derive_algorithm, effective_correction
 from asyncrl.configure import preset_pages
 from learners.algorithms.aggregation import Denominators
-from learners.algorithms.registry import advantage_for, chooser_for
+from learners.algorithms.registry import advantage_for, chooser_for, correction_for
 from learners.algorithms.types import LossInputs, Rollouts
 from learners.backends.base import Micro
-from learners.step.update import Terms, loss_function
+from learners.step.update import Terms, kl_term, loss_function
 
 Array = npt.NDArray[np.float64]
 LENGTH, GROUP = 2, 2
@@ -311,6 +311,30 @@ def test_the_expected_gradient_is_that_of_the_closed_form(name: str) -> None:
         found, wanted = expected_of(name, age), expected(algorithm, age, by_hand)
         assert np.abs(wanted).max() > 1e-3
         np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-9, err_msg=f"age {age}")
+
+
+@pytest.mark.parametrize("age", range(5))
+def test_an_importance_weighted_kl_has_the_gradient_of_the_divergence_at_every_age(age: int) -> None:
+    """At the states where the sampling policy comes: weights of single tokens correct the token, not its prefix."""
+    text = ["kl.where=loss", "kl.importance_weighted=true", "tis_cap=off", "advantage=dr_grpo"]
+    algorithm = parse(BARE, overrides=[f"learner.algorithm.{one}" for one in text]).learner.algorithm
+    reference = START + 0.5 * np.arange(6).reshape(3, 2) ** 2
+    visits = torch.from_numpy(np.stack([[1.0, *np.exp(log_policy(OLD[age])[0])]]).T)
+    wanted, now = (torch.from_numpy(MOVED.copy()).requires_grad_() for _ in range(2))
+    table, other = wanted.log_softmax(-1), torch.from_numpy(log_policy(reference))
+    (visits * table.exp() * (table - other)).sum().div(LENGTH).backward()
+    for group in itertools.product(SEQUENCES, repeat=GROUP):
+        behaviour, proximal = log_probs(OLD[age], group), log_probs(START, group)
+        current = now.log_softmax(-1)
+        current = torch.stack([current[state(one, t), one[t]] for one in group for t in range(LENGTH)])
+        mask = torch.ones(GROUP * LENGTH, dtype=torch.bool)
+        correction = correction_for(algorithm)(flat(proximal), flat(behaviour), mask, None)
+        found = kl_term(
+            algorithm, current, flat(proximal), flat(log_probs(reference, group)), mask, weights=correction.weights
+        )
+        (float(np.exp(behaviour.sum())) * found.mean()).backward()
+    assert now.grad is not None and wanted.grad is not None and wanted.grad.abs().max() > 0.1
+    np.testing.assert_allclose(now.grad.numpy(), wanted.grad.numpy(), rtol=1e-6, atol=1e-9)
 
 
 def test_presets_are_the_same_update_only_where_this_policy_cannot_tell() -> None:

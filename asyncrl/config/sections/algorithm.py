@@ -30,7 +30,7 @@ class KLConfig(Section, frozen=True):
     where: Literal["off", "loss", "reward"] = "off"  # only one of them: both would penalize the same distance twice
     kind: KLKind = "auto"  # estimator; auto: k3 in the loss, k1 in the reward; or your own, as 'file.py:name'
     coeff: From0 = 0.001  # weight; the start value with controller = adaptive
-    importance_weighted: bool = False  # in the loss: k3 times the ratio current / proximal, unbiased off policy
+    importance_weighted: bool = False  # in the loss: k3 with the importance weights of the policy loss
     controller: Literal["fixed", "adaptive"] = "fixed"  # adaptive: in the reward, towards `target`
     target: Above0 = 0.1  # target in nats per token
     horizon: Above0 = 10000.0  # samples; smaller adapts faster
