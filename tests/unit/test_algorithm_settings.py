@@ -144,9 +144,14 @@ def test_surprises_are_noted() -> None:
     told = [*notes.notes(made(key("correction=none"), key("loss=gspo"), key("clip_high=0.5")))]
     assert any("biased by their lag" in note for note in told) and any("no effect on loss" in note for note in told)
     assert list(notes.notes(made())) == []
-    (told,) = notes.notes(made(key("loss=kl_cov")))
-    assert "no effect before the second mini-batch" in told
-    assert list(notes.notes(made(key("loss=kl_cov"), key("minibatches=2")))) == []
+    for loss in ("loss=kl_cov", "loss=topr", "loss=dro"):
+        options = [key("loss_options={beta=0.1}")] if loss == "loss=dro" else []
+        (told,) = notes.notes(made(key(loss), *options))
+        assert "no effect before the second mini-batch" in told
+        assert list(notes.notes(made(key(loss), *options, key("minibatches=2")))) == []
+    (told,) = notes.notes(made(key("kl.where=loss"), key("kl.kind=k1")))
+    assert "its gradient is 0 in expectation" in told
+    assert list(notes.notes(made(key("kl.where=loss"), key("kl.kind=k1+")))) == []
     (told,) = notes.notes(made("learner.process_reward.lr=1e-4"))
     assert "[learner.process_reward] has no effect" in told
     (told,) = notes.notes(made("learner.process_reward.lr=0", key("advantage=prime")))
@@ -248,6 +253,12 @@ def test_a_clip_that_cannot_act_is_noted_with_the_remedy() -> None:
         assert f"its {word} cannot act" in told and "clip_against = 'behaviour'" in told
         for remedy in ("minibatches=2", "clip_against=behaviour"):
             assert not [note for note in notes.notes(made(key(f"loss={loss}"), key(remedy))) if "cannot act" in note]
+    for fresh in ("buffer.max_staleness=0", "buffer.pipeline_depth=0"):
+        for measured in ("clip_against=behaviour", "preset=bypass"):
+            chosen = key("loss=ppo"), key(measured)
+            (told,) = (note for note in notes.notes(made(*chosen, fresh)) if "cannot act" in note)
+            assert "set minibatches above 1" in told and "clip_against" not in told
+            assert not [note for note in notes.notes(made(*chosen)) if "cannot act" in note]
     assert not [note for note in notes.notes(made(key("loss=reinforce"))) if "cannot act" in note]
     assert "has no limit" in refused(key("loss=reinforce"), key("clip_against=behaviour"))
     assert "has no limit" in refused(key("loss=clip_cov"), key("clip_against=behaviour"))

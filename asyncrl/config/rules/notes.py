@@ -24,6 +24,12 @@ from asyncrl.config.tree import Config
 from asyncrl.evaluation.ids import METRICS
 
 GROUPS_PER_UPDATE = 4  # updates of fewer may overshoot at the learning rate of a whole batch (docs/learning.md)
+#: What losses without a limit do with the distance of the policy from the proximal one.
+DISTANCES = {
+    "kl_cov": "holds tokens back by |current - proximal|",
+    "dro": "has a penalty beta * (current - proximal)^2",
+    "topr": "weighs bad responses by their distance current - proximal",
+}
 
 
 def notes(config: Config) -> Iterator[str]:
@@ -105,9 +111,10 @@ def _correction_notes(config: Config) -> Iterator[str]:
 def _loss_notes(config: Config) -> Iterator[str]:
     algorithm = config.learner.algorithm
     loss = entry("loss", algorithm.loss)
-    if (limit := idle_limit(algorithm)) and _is_own_choice(algorithm):
+    synchronous = not min(config.buffer.depth, config.buffer.max_staleness)
+    if (limit := idle_limit(algorithm, synchronous=synchronous)) and _is_own_choice(algorithm):
         remedies = "set minibatches above 1"
-        if algorithm.loss != "clip_cov":
+        if algorithm.loss != "clip_cov" and not synchronous:
             remedies += f", or clip_against = 'behaviour', which measures the {limit} from the policy that sampled"
         yield (
             f"loss = {algorithm.loss!r}: its {limit} cannot act. With one update per batch (minibatches = 1) the "
@@ -119,10 +126,15 @@ def _loss_notes(config: Config) -> Iterator[str]:
         yield f"loss = {algorithm.loss!r} is always aggregated by {loss.aggregation}"
     if algorithm.advantage == "dr_grpo" and algorithm.aggregation != "seq-mean-token-sum-norm":
         yield "advantage = 'dr_grpo' belongs to aggregation = 'seq-mean-token-sum-norm'"
-    if algorithm.loss == "kl_cov" and algorithm.proximal == "recompute" and algorithm.minibatches == 1:
+    if algorithm.loss in DISTANCES and algorithm.proximal == "recompute" and algorithm.minibatches == 1:
         yield (
-            "loss = 'kl_cov' holds tokens back by |current - proximal|, which is 0 with minibatches = 1: it has no "
-            "effect before the second mini-batch"
+            f"loss = {algorithm.loss!r} {DISTANCES[algorithm.loss]}, which is 0 with minibatches = 1: it has no effect "
+            "before the second mini-batch. Set minibatches above 1, or proximal = 'behaviour'"
+        )
+    if algorithm.kl.where == "loss" and algorithm.kl.kind in ("k1", "kl"):
+        yield (
+            f"kl.kind = {algorithm.kl.kind!r} in the loss holds nothing back: its gradient is 0 in expectation. Set "
+            "kl.kind = 'k2' or 'k3', or kl.where = 'reward'"
         )
 
 

@@ -185,15 +185,16 @@ def option_types() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     return found
 
 
-def idle_limit(algorithm: AlgorithmConfig) -> str:
+def idle_limit(algorithm: AlgorithmConfig, *, synchronous: bool = False) -> str:
     """What limits the distance that an update may go, if it can never act: with one update per batch the ratio of
-    current to proximal is 1. Empty if it can act, or if there is none.
+    current to proximal is 1, and in a synchronous run that to the sampling policy, too. Empty if it can act, or if
+    there is none.
 
     >>> idle_limit(AlgorithmConfig(loss="sapo")), idle_limit(AlgorithmConfig(loss="sapo", minibatches=4))
     ('gate', '')
     """
-    moves = algorithm.minibatches > 1 or algorithm.proximal != "recompute" or algorithm.clip_against == "behaviour"
-    loss = entry("loss", algorithm.loss)
+    ages = algorithm.proximal != "recompute" or algorithm.clip_against == "behaviour"
+    loss, moves = entry("loss", algorithm.loss), algorithm.minibatches > 1 or (ages and not synchronous)
     return "" if moves or loss is None else loss.limit
 
 
