@@ -66,6 +66,7 @@ class GenRequest(msgspec.Struct, frozen=True):
     #: Where the last of the images begin in `prompt_ids`; the others have its first placeholders. A placeholder that is
     #: in no image is a plain token: the policy may sample one.
     image_places: tuple[int, ...] = ()
+    trained: bool = True  # False: of an evaluation, whose log-probs nothing reads
 
 
 class GenDelta(msgspec.Struct, frozen=True):

@@ -263,6 +263,7 @@ class Producer:
             min_p=sampling.min_p,
             support=sampling.wants_support,
             experts=self.config.learner.router_replay and not is_evaluation(lease.group),
+            trained=not is_evaluation(lease.group),
             stop_ids=self.tokenizer.eos_ids,
             delta_tokens=0 if is_evaluation(lease.group) else self.config.producers.checkpoint_tokens,
             version=version,

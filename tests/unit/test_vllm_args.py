@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.config import Config, dump, parse
+from asyncrl.engine import GenRequest
 from asyncrl.errors import AsyncRLError
 from producers.engines.vllm.args import KV_BLOCK, LEAST_KV_BYTES, arguments, kv_bytes, logprobs_problem
+from producers.engines.vllm.base import unfit_logprobs
 
 KNOWN = {
     "model", "trust_remote_code", "dtype", "max_num_seqs", "max_model_len", "generation_config", "max_logprobs",
@@ -114,3 +118,12 @@ def test_the_logprobs_of_vllm_that_come_nearest(sampling: str, mode: str, possib
     problem = logprobs_problem(config.sampling)
     assert (problem is None) == possible
     assert problem is None or ("top_k" in problem.message and problem.code == "config.conflict")
+
+
+def test_log_probs_of_evaluations_may_be_any() -> None:
+    greedy = GenRequest("1:1", np.array([1], np.int32), (0,), 0, 4, top_k=1)
+    warm = replace(greedy, top_k=0, temperature=0.7)
+    assert "after the cut" in unfit_logprobs(greedy, "processed_logprobs")
+    assert "before the temperature" in unfit_logprobs(warm, "raw_logprobs")
+    for request, mode in ((greedy, "processed_logprobs"), (warm, "raw_logprobs")):
+        assert unfit_logprobs(replace(request, trained=False), mode) == ""

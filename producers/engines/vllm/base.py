@@ -257,7 +257,10 @@ def check_dtypes(tensors: Sequence[Tensor], dtype: str) -> None:
 
 
 def unfit_logprobs(request: GenRequest, mode: str) -> str:
-    """Why the engine's log-probs would not be those of the full softmax after temperature; empty if they are."""
+    """Why the engine's log-probs would not be those of the full softmax after temperature; empty if they are, or if
+    nothing reads them."""
+    if not request.trained:
+        return ""
     if mode == "raw_logprobs" and request.temperature != 1:
         return f"temperature {request.temperature:g}: this engine records log-probs before the temperature"
     if mode == "processed_logprobs" and (request.top_p < 1 or request.top_k > 0 or request.min_p > 0):
