@@ -357,7 +357,7 @@ def estimate_late(
             first=first_advantages(estimate.advantages, mask),
         )
     if correct:
-        weights, keep = _correct(rollouts, algorithm)
+        weights, keep = _correct(whole, rollouts, algorithm)
         late = late._replace(weights=_floats(whole, weights), keep=unpad(whole, keep))
     return late
 
@@ -371,16 +371,18 @@ def _process(numbers: ModelNumbers, mask: Tensor, scoring: ProcessRewardConfig) 
     return token_scores(model, reference, mask, beta=scoring.beta, batch_norm=scoring.batch_norm).scores
 
 
-def _correct(rollouts: Rollouts, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Return weights and kept tokens `[S, T]` of a correction over all rows."""
+def _correct(whole: Whole, rollouts: Rollouts, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Return weights and kept tokens `[S, T]` of a correction over all sequences."""
     import torch
 
     from learners.algorithms.registry import correction_for
 
-    mask, places = rollouts.mask, rollouts.mask.nonzero()
+    mask, numbers = rollouts.mask, rollouts.mask.long()
+    for number, cut in enumerate(whole.cuts):
+        numbers[cut.sample, cut.start : cut.stop] = number
     assert rollouts.proximal is not None and rollouts.behaviour is not None
-    flat = mask[mask]
-    found = correction_for(algorithm)(rollouts.proximal[mask], rollouts.behaviour[mask], flat, places[:, 0])
+    one, other = rollouts.proximal[mask], rollouts.behaviour[mask]
+    found = correction_for(algorithm)(one, other, mask[mask], numbers[mask])
     weights, keep = torch.zeros(mask.shape, dtype=torch.float64), torch.zeros(mask.shape, dtype=torch.bool)
     weights[mask], keep[mask] = found.weights.double(), found.keep
     return weights, keep
@@ -389,11 +391,9 @@ def _correct(rollouts: Rollouts, algorithm: AlgorithmConfig) -> tuple[Tensor, Te
 def _pad(rows: Sequence[Array] | None, mask: torch.Tensor) -> Tensor | None:
     import torch
 
-    return (
-        None
-        if rows is None
-        else torch.from_numpy(pad_rows([row.astype(np.float64) for row in rows])).reshape(mask.shape)
-    )
+    if rows is None:
+        return None
+    return torch.from_numpy(pad_rows([row.astype(np.float64) for row in rows])).reshape(mask.shape)
 
 
 def _floats(whole: Whole, values: Tensor) -> list[Array]:

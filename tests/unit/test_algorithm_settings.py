@@ -262,6 +262,8 @@ def test_a_clip_that_cannot_act_is_noted_with_the_remedy() -> None:
     assert not [note for note in notes.notes(made(key("loss=reinforce"))) if "cannot act" in note]
     assert "has no limit" in refused(key("loss=reinforce"), key("clip_against=behaviour"))
     assert "has no limit" in refused(key("loss=clip_cov"), key("clip_against=behaviour"))
+    late = key("correction=icepop"), key("denominator=kept"), key("proximal=loglinear")
+    assert "counts the tokens that stay before the loss" in refused(*late)
     bypass = key("loss=ppo"), key("proximal=behaviour"), key("correction=none"), key("clip_against=behaviour")
     assert "compares with the behaviour policy already" in refused(*bypass)
 

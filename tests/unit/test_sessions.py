@@ -27,7 +27,7 @@ from asyncrl.wire import Support
 from learners.algorithms.aggregation import MODES
 from learners.backends.base import to_device
 from learners.batch.assembly import assemble, statistics, unusable
-from learners.batch.estimates import estimate_late, iter_cuts, response_length
+from learners.batch.estimates import ModelNumbers, convert_to_cuts, estimate_late, iter_cuts, response_length
 from learners.batch.micro_batches import MicroBatch, Minibatch
 from learners.gang.gang import Gang
 from learners.step.batch_passes import Prepared, _sample_numbers
@@ -404,8 +404,6 @@ def test_numbers_of_the_model_find_their_sample_and_their_way_back() -> None:
     batch = batch_of(sample(three_rows(), 0, 1.0), sample(two_turns().finish(), 1, 0.0))
     algorithm = AlgorithmConfig(advantage="gae")
     whole = assemble(batch, algorithm=algorithm, ranks=1, max_tokens=64).whole
-    from learners.batch.estimates import ModelNumbers, convert_to_cuts
-
     rows = [np.arange(cut.stop - cut.start, dtype=np.float32) + 10 * n for n, cut in enumerate(whole.cuts)]
     ends = [np.array([float(n)], np.float32) for n in range(len(whole.cuts))]
     found = _sample_numbers(whole, ModelNumbers(values=rows, after=ends))
@@ -416,6 +414,22 @@ def test_numbers_of_the_model_find_their_sample_and_their_way_back() -> None:
     late = estimate_late(whole, found, algorithm, kl_coeff=0.0, correct=False)
     assert late.advantages is not None and late.advantages[0].shape == (12,)
     assert (late.advantages[0][[2, 4, 5, 8, 9, 10]] == 0).all()
+
+
+def test_a_correction_over_the_batch_has_one_weight_for_each_sequence() -> None:
+    batch = batch_of(sample(three_rows(), 0, 1.0))
+    options = {"level": "sequence", "upper": 100.0, "batch_normalize": True}
+    algorithm = AlgorithmConfig(advantage="gae", correction_options=options)
+    whole = assemble(batch, algorithm=algorithm, ranks=1, max_tokens=64).whole
+    behaviour, zeros = whole.samples[0].logprobs, np.zeros(12, np.float32)
+    found = ModelNumbers(proximal=[behaviour + np.float32(0.25)], values=[zeros], after=[np.zeros(1, np.float32)])
+    late = estimate_late(whole, found, algorithm, kl_coeff=0.0, correct=True)
+    assert late.weights is not None
+    rows = [late.weights[0][cut.start : cut.stop] for cut in whole.cuts]
+    trained = [row[row > 0] for row in rows]  # prompts and observations have the weight 0
+    assert all(np.ptp(row) == 0 for row in trained), "one weight for all tokens of a sequence"
+    gaps = [float(np.log(row[0] / trained[0][0])) for row in trained]
+    assert gaps == pytest.approx([0.25 * (row.size - trained[0].size) for row in trained], abs=1e-3)
 
 
 def test_rewards_of_turns_stand_where_the_turns_end() -> None:

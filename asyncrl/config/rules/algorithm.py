@@ -148,6 +148,12 @@ def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
                 f"correction = {correction!r}: {why}; a weight on top would be wrong: set correction = 'none' or leave "
                 "it out",
             )
+    if algorithm.denominator == "kept" and algorithm.proximal == "loglinear":
+        yield conflict(
+            "learner.algorithm.denominator",
+            "denominator = 'kept' counts the tokens that stay before the loss, and proximal = 'loglinear' is known in it "
+            "alone: set proximal = 'recompute'",
+        )
     level = weight_level(algorithm)
     if algorithm.loss == "vespo" and level == "sequence":
         yield conflict(
