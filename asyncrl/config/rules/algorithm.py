@@ -151,8 +151,8 @@ def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
     if algorithm.denominator == "kept" and algorithm.proximal == "loglinear":
         yield conflict(
             "learner.algorithm.denominator",
-            "denominator = 'kept' counts the tokens that stay before the loss, and proximal = 'loglinear' is known in it "
-            "alone: set proximal = 'recompute'",
+            "denominator = 'kept' counts the tokens that stay before the loss, and proximal = 'loglinear' is known in "
+            "it alone: set proximal = 'recompute'",
         )
     level = weight_level(algorithm)
     if algorithm.loss == "vespo" and level == "sequence":
