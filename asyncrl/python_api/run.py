@@ -62,7 +62,7 @@ class Run:
     """A run: its folder, and the launcher that this process started for it, if it did."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.files = RunDir(Path(folder))
+        self.files = RunDir(Path(folder).expanduser())
         self._launcher: subprocess.Popen[bytes] | None = None
         self._steps = JsonTail(self.files.metrics / "learner.jsonl")
 
@@ -264,7 +264,7 @@ def train(
     """Train a model by reinforcement learning; the run when it has ended, or at once with `background`.
 
     Args:
-        model: folder in Hugging Face format.
+        model: folder in Hugging Face format, or a name on a hub (docs/configure.md).
         data: rows with a column `prompt`: a path, a list of dicts, a pandas or pyarrow table, a `datasets.Dataset`.
         rewards: functions, or `module:name`, `file.py:name`, `builtin:name`; several are summed (docs/rewards.md).
         steps: learner steps.
@@ -302,7 +302,7 @@ def launch(
 ) -> Run:
     """Check and start the run of a configuration or of a TOML file, or resume it; see `train`."""
     config = config if isinstance(config, Config) else Config.open(config)
-    files = RunDir(Path(config.require()["run.dir"])).create()
+    files = RunDir(Path(config.require()["run.dir"]).expanduser()).create()
     config.save(files.root / FILE)
     run = Run(files.root).start()
     return run if background else run.wait(on_step, progress=progress)

@@ -11,7 +11,7 @@ import msgspec
 import tomli_w
 
 from asyncrl.config import load
-from asyncrl.configure.proposal import proposed_settings
+from asyncrl.configure.proposal import find_files, proposed_settings
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.images.decoding import ImageProblem
 from asyncrl.images.rows import portable_row
@@ -67,14 +67,19 @@ class Config:
 
         Raises:
             ConfigError: `config.data`, `config.reward`: data or a function that cannot be used.
+            ConfigErrors: names on a hub that cannot be looked up: numbers that fit them are not known.
         """
-        root = Path(dir).resolve()
+        root = Path(dir).expanduser().resolve()
         if not rewards:
             raise ConfigError("config.reward", "there is no reward", where="rewards", remedy="give at least one")
         rows = "" if callable(data) else write_rows(data, root / "data" / "train.jsonl")
         given = {"model": str(model), "data": rows, "reward": "", "preset": "grpo_decoupled", "name": root.name}
+        located = find_files(given, hub=str((settings or {}).get("model.hub", "")))
+        if located.errors:
+            raise ConfigErrors(located.errors)
         adapters = bool((settings or {}).get("learner.lora.rank"))
-        made = proposed_settings(given, look_at_machine(root), adapters=adapters)
+        made = proposed_settings(located.answers, look_at_machine(root), adapters=adapters)
+        made |= {"model.path": given["model"], "data.path": rows}
         del made["reward.function"]
         if callable(data):
             del made["data.path"]

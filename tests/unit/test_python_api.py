@@ -11,13 +11,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from small_folder import write_folder
+from small_folder import CHAT, write_folder
 
 import asyncrl
 from asyncrl.config import load
 from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.python_api.function_source import write_functions
 from asyncrl.python_api.settings import flatten, nest, write_rows
+from asyncrl.runtime import hub
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"run.name": "a", "learner.optim.lr": 1e-4, "learner.algorithm.loss_options": {"beta": 1.0}}
@@ -182,6 +183,31 @@ def test_a_configuration_is_built_checked_saved_and_read(model: Path, tmp_path: 
     assert read.reward[0].function == "builtin:exact" and Path(read.run.dir) == tmp_path / "run"
     again = asyncrl.Config.open(path)
     assert load(again.save(tmp_path / "again.toml")) == read
+
+
+def test_numbers_fit_a_model_by_its_name_on_the_hub_or_in_the_home_folder(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(model, template=CHAT)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "look_up", lambda *_: hub.OnHub(model, {"model.safetensors": 10}))
+    for name in ("somebody/tiny", "~/model"):
+        config = asyncrl.Config.build(name, ROWS, ["builtin:exact"], dir="~/runs/a")
+        assert (config["learner.optim.lr"], config["data.as_chat"]) == (1e-4, True), name
+        assert config["data.max_prompt_tokens"] < 512 and config["model.path"] == name
+        assert Path(config["run.dir"]) == tmp_path / "runs" / "a" == asyncrl.Run("~/runs/a").folder
+
+
+def test_a_name_that_the_hub_does_not_answer_for_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def unreachable(*_: object) -> hub.OnHub:
+        raise ConfigError("config.model", "no such folder, and not on the hub: no network")
+
+    monkeypatch.setattr(hub, "look_up", unreachable)
+    with pytest.raises(ConfigErrors, match="not on the hub"):
+        asyncrl.Config.build("somebody/tiny", ROWS, ["builtin:exact"], dir="run")
 
 
 def test_every_mistake_is_told_before_anything_starts(model: Path, tmp_path: Path) -> None:
