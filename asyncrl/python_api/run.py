@@ -31,7 +31,7 @@ from asyncrl.monitor.tune import render as tune_text
 from asyncrl.process_plan.interpreters import python_path
 from asyncrl.process_plan.plan import environment
 from asyncrl.python_api.progress import Progress
-from asyncrl.python_api.settings import FILE, Config, Data, Reward, write_rows
+from asyncrl.python_api.settings import FILE, Config, Data, Reward, refuse_running, write_rows
 from asyncrl.report import write_report
 from asyncrl.runs.export import export_words
 from asyncrl.runtime.run_dir import RunDir, read_object
@@ -64,12 +64,14 @@ class Run:
     def __init__(self, folder: str | Path) -> None:
         self.files = RunDir(Path(folder).expanduser())
         self._launcher: subprocess.Popen[bytes] | None = None
+        self._said = 0  # bytes of the output of earlier launchers
         self._steps = JsonTail(self.files.metrics / "learner.jsonl")
 
     def start(self) -> Run:
         """Start or resume the run of `RUN/python.toml`."""
         command = guard_command([sys.executable, "-m", "asyncrl", "launch", "all", str(self.folder / FILE)])
-        with (self.files.logs / OUTPUT).open("wb") as output:
+        with (self.files.logs / OUTPUT).open("ab") as output:
+            self._said = output.tell()
             self._launcher = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -138,7 +140,7 @@ class Run:
                 self.stop()
             raise
         if code := self._launcher.returncode:
-            raise failure(self.files, code)
+            raise failure(self.files, code, self._said)
         return self
 
     def _new_steps(self, deadline: float) -> Iterator[dict[str, Any]]:
@@ -282,7 +284,7 @@ def train(
 
     Raises:
         ConfigErrors: every mistake, before anything starts.
-        AsyncRLError: the run failed.
+        AsyncRLError: the run failed; `service.duplicate`: it is running already, and stays as it is.
     """
     own = {
         "learner.steps": steps,
@@ -302,16 +304,17 @@ def launch(
 ) -> Run:
     """Check and start the run of a configuration or of a TOML file, or resume it; see `train`."""
     config = config if isinstance(config, Config) else Config.open(config)
-    files = RunDir(Path(config.require()["run.dir"]).expanduser()).create()
-    config.save(files.root / FILE)
+    files = RunDir(Path(config.require()["run.dir"]).expanduser())
+    refuse_running(files)
+    config.save(files.create().root / FILE)
     run = Run(files.root).start()
     return run if background else run.wait(on_step, progress=progress)
 
 
-def failure(files: RunDir, code: int) -> AsyncRLError:
-    """The error of a launcher that ended with this code."""
+def failure(files: RunDir, code: int, start: int) -> AsyncRLError:
+    """The error of a launcher that ended with this code, and whose output begins at `start`."""
     path = files.logs / OUTPUT
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in path.read_bytes()[start:].decode(errors="replace").splitlines() if line.strip()]
     text = "\n".join(lines[-8:])
     return AsyncRLError("role.failed", f"the launcher ended with code {code}:\n{text}", remedy=f"see {path}")
 

@@ -15,10 +15,12 @@ from small_folder import CHAT, write_folder
 
 import asyncrl
 from asyncrl.config import load
-from asyncrl.errors import ConfigError, ConfigErrors
+from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
+from asyncrl.python_api import run as runs
 from asyncrl.python_api.function_source import write_functions
 from asyncrl.python_api.settings import flatten, nest, write_rows
 from asyncrl.runtime import hub
+from asyncrl.runtime.run_dir import RunDir, launcher_mark
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"run.name": "a", "learner.optim.lr": 1e-4, "learner.algorithm.loss_options": {"beta": 1.0}}
@@ -235,3 +237,58 @@ def test_a_run_that_went_back_is_at_the_step_it_went_on_from(tmp_path: Path) -> 
     (folder / "metrics").mkdir(parents=True)
     (folder / "metrics" / "learner.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     assert asyncrl.Run(folder).step == 2
+
+
+# ---------------------------------------------------------------- runs and their launchers
+
+
+def test_a_second_start_of_a_running_run_is_refused_and_changes_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    monkeypatch.setattr(asyncrl.Run, "start", lambda _: pytest.fail("a launcher was started"))
+    config = asyncrl.Config.build(model, ROWS, ["builtin:exact"], dir=folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    launcher = RunDir(folder).create().lock(launcher_mark("all"))  # as a launcher holds it
+    try:
+        for start in (
+            lambda: asyncrl.train(model, ROWS[:1], ["builtin:exact"], dir=folder),
+            lambda: asyncrl.launch(config),
+        ):
+            with pytest.raises(AsyncRLError, match="launcher of all runs") as error:
+                start()
+            assert error.value.code == "service.duplicate"
+        assert before == {path: path.read_bytes() for path in before}
+        assert not (folder / "python.toml").exists() and not any((folder / "logs").iterdir())
+    finally:
+        launcher.close()
+    with RunDir(folder).lock(launcher_mark("producers")), pytest.raises(pytest.fail.Exception, match="was started"):
+        asyncrl.launch(config)  # further producers wait until the run goes on
+
+
+def with_launcher(monkeypatch: pytest.MonkeyPatch, run: asyncrl.Run, code: str) -> asyncrl.Run:
+    """The run with a launcher that runs this code."""
+    monkeypatch.setattr(runs, "guard_command", lambda _: [sys.executable, "-c", code])
+    return run.start()
+
+
+def test_the_output_of_earlier_launchers_stays_and_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = asyncrl.Run(RunDir(tmp_path / "run").create().root)
+    for word in ("first", "second"):
+        with pytest.raises(AsyncRLError, match=f"with code 3:\n{word}\n  ->") as error:
+            with_launcher(monkeypatch, run, f"print('{word}'); exit(3)").wait(progress=False, timeout_s=60.0)
+        assert error.value.code == "role.failed"
+    assert (run.folder / "logs" / runs.OUTPUT).read_text() == "first\nsecond\n"
+
+
+def test_files_of_a_run_are_replaced_and_never_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The renamed file is new: a process that has opened the old one reads that to its end."""
+    path = tmp_path / "rows.jsonl"
+    write_rows(ROWS, path)
+    config = asyncrl.Config({"run.name": "a"})
+    saved = config.save(tmp_path / "a.toml")
+    with path.open() as rows, saved.open() as settings:
+        write_rows(ROWS[:1], path)
+        asyncrl.Config({}).save(saved)
+        assert len(rows.readlines()) == 2 and settings.read() == config.text()
+    assert len(path.read_text().splitlines()) == 1 and saved.read_text() == ""
