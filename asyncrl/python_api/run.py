@@ -45,6 +45,10 @@ OUTPUT = "python-launch.log"  # in RUN/logs
 OnStep = Callable[[SimpleNamespace], object]
 
 
+class StillRunning(TimeoutError):
+    """`Run.wait` has waited long enough. A class of its own: a `TimeoutError` of `on_step` stops the run."""
+
+
 class Shown:
     """A value that prints as its command does; its attributes are those of the value."""
 
@@ -133,8 +137,8 @@ class Run:
                     bar.show(line)
                     if on_step is not None:
                         on_step(SimpleNamespace(**line))
-        except TimeoutError:
-            raise  # the run goes on
+        except StillRunning:
+            raise
         except BaseException:
             if self.running:
                 self.stop()
@@ -152,7 +156,7 @@ class Run:
             if not running and not lines:
                 return
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self!r} did not end in time")
+                raise StillRunning(f"{self!r} did not end in time")
             if running:
                 time.sleep(POLL_S)
 

@@ -281,6 +281,27 @@ def test_the_output_of_earlier_launchers_stays_and_is_not_told(tmp_path: Path, m
     assert (run.folder / "logs" / runs.OUTPUT).read_text() == "first\nsecond\n"
 
 
+def test_a_timeout_of_on_step_stops_the_run_and_that_of_wait_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = asyncrl.Run(RunDir(tmp_path / "run").create().root)
+    with_launcher(monkeypatch, run, "import time; time.sleep(100)")
+
+    def slow(_: object) -> None:
+        raise TimeoutError("an address did not answer")
+
+    try:
+        with pytest.raises(TimeoutError, match="did not end in time"):
+            run.wait(progress=False, timeout_s=0.0)
+        assert run.running
+        (run.folder / "metrics" / "learner.jsonl").write_text(json.dumps({"step": 1, "t": 1.0}) + "\n")
+        with pytest.raises(TimeoutError, match="an address"):
+            run.wait(slow, progress=False, timeout_s=60.0)
+        assert not run.running
+    finally:
+        run.stop()
+
+
 def test_files_of_a_run_are_replaced_and_never_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The renamed file is new: a process that has opened the old one reads that to its end."""
     path = tmp_path / "rows.jsonl"
