@@ -10,6 +10,7 @@ Guarantees:
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -42,6 +43,22 @@ POLL_S = 0.2
 STOP_S = 180.0  # for the last checkpoint and export
 EXPORT_S = 3600.0
 OUTPUT = "python-launch.log"  # in RUN/logs
+#: Settings of the short run of `Run.evaluate`: one step that changes no weight, and tells no tracker.
+SHORT: dict[str, Any] = {
+    "data.epochs": 0,
+    "learner.steps": 1,
+    "learner.optim.lr": 0.0,
+    "learner.checkpoint_best": 0,
+    "evaluation.source": "",
+    "evaluation.at_start": True,
+    "evaluation.at_end": False,
+    "evaluation.every": 0,
+    "buffer.store": "sqlite",
+    "buffer.redis_url": "",
+    "trackers.use": [],
+    "trackers.prometheus_port": 0,
+    "log.archive": False,
+}
 OnStep = Callable[[SimpleNamespace], object]
 
 
@@ -201,24 +218,21 @@ class Run:
         """
         if not (self.files.export / "config.json").exists():
             raise ConfigError("usage", "the run has no exported weights", where=str(self.files.export))
-        root = self.folder / "evaluate" / str(time.time_ns())
+        files = RunDir(self.folder / "evaluate" / str(time.time_ns()))
         config = Config.open(self.files.config)
-        config.settings |= {
-            "run.dir": str(root),
+        config.settings |= SHORT | {
+            "run.dir": str(files.root),
             "model.path": str(self.files.export),
-            "evaluation.path": write_rows(data, root / "data.jsonl"),
-            "evaluation.at_start": True,
-            "evaluation.at_end": False,
-            "evaluation.every": 0,
+            "evaluation.path": write_rows(data, files.root / "data.jsonl"),
             "evaluation.samples": samples,
             "evaluation.temperature": temperature,
-            "learner.steps": 1,
-            "learner.optim.lr": 0.0,
-            "buffer.store": "sqlite",
-            "buffer.redis_url": "",
         }
-        launch(config, progress=False)
-        [line] = read_lines(root / "metrics" / "evaluation.jsonl")
+        try:
+            launch(config, progress=False)
+        finally:
+            for large in (files.checkpoints, files.export, files.segments):
+                shutil.rmtree(large, ignore_errors=True)
+        [line] = read_lines(files.metrics / "evaluation.jsonl")
         told = {name: value for name, value in line.items() if name.startswith(("val-", "evaluation_"))}
         figures = {name: value for name, value in told.items() if "version" not in name}  # of the short run
         return figures | {"version": int(load(self.files.config).learner.steps)}

@@ -16,6 +16,7 @@ from small_folder import CHAT, write_folder
 import asyncrl
 from asyncrl.config import load
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
+from asyncrl.preflight.files import settle_steps
 from asyncrl.python_api import run as runs
 from asyncrl.python_api.function_source import write_functions
 from asyncrl.python_api.settings import flatten, nest, write_rows
@@ -313,3 +314,39 @@ def test_files_of_a_run_are_replaced_and_never_half_written(tmp_path: Path, monk
         asyncrl.Config({}).save(saved)
         assert len(rows.readlines()) == 2 and settings.read() == config.text()
     assert len(path.read_text().splitlines()) == 1 and saved.read_text() == ""
+
+
+def test_an_evaluation_is_one_step_that_leaves_no_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that takes its steps from epochs, and has held-out rows and trackers of its own."""
+    given = {
+        "data.epochs": 3, "evaluation.source": "textwrap:dedent", "evaluation.every": 5, "log.archive": True,
+        "learner.checkpoint_best": 1, "learner.checkpoint_metric": "val-core/all/reward/mean@1",
+        "trackers.use": ["wandb"], "trackers.prometheus_port": 9000,
+    }  # fmt: skip
+    run = asyncrl.Run(tmp_path / "run")
+    asyncrl.Config.build(model, ROWS, ["builtin:exact"], dir=run.folder, settings=given).save(run.files.config)
+    run.files.export.mkdir()
+    (run.files.export / "config.json").write_text("{}")
+    launched = []
+
+    def launch(config: asyncrl.Config, *, progress: bool) -> None:
+        made = settle_steps(load(config.save(tmp_path / "short.toml")))
+        assert (made.learner.steps, made.trackers.use, made.trackers.prometheus_port) == (1, (), 0)
+        assert not made.log.archive and made.evaluation.at_start and made.model.path == str(run.files.export)
+        files = RunDir(Path(made.run.dir)).create()
+        for folder in (files.checkpoints, files.export, files.segments):
+            folder.mkdir(exist_ok=True)
+            (folder / "weights").write_text("large")
+        (files.metrics / "evaluation.jsonl").write_text('{"step": 0, "evaluation_scored": 2}\n')
+        launched.append(files)
+        if len(launched) == 2:
+            raise AsyncRLError("role.failed", "it failed")
+
+    monkeypatch.setattr(runs, "launch", launch)
+    assert run.evaluate(ROWS)["evaluation_scored"] == 2
+    with pytest.raises(AsyncRLError, match="it failed"):
+        run.evaluate(ROWS)
+    for files in launched:
+        assert not list(files.root.rglob("weights")) and (files.root / "data.jsonl").exists()
