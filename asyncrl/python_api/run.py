@@ -35,6 +35,7 @@ from asyncrl.python_api.progress import Progress
 from asyncrl.python_api.settings import FILE, Config, Data, Reward, refuse_running, write_rows
 from asyncrl.report import write_report
 from asyncrl.runs.export import export_words
+from asyncrl.runs.exported import exported_step
 from asyncrl.runtime.run_dir import RunDir, read_object
 from asyncrl.trace.render import story_text
 from asyncrl.trace.story import load_story
@@ -216,8 +217,10 @@ class Run:
         """Figures of the exported weights on other rows, by the run's own rewards, in a short run of its own that
         changes no weight. Names as in docs/evaluation.md; `version` is the step of the weights.
         """
-        if not (self.files.export / "config.json").exists():
-            raise ConfigError("usage", "the run has no exported weights", where=str(self.files.export))
+        step = exported_step(self.files)
+        if step is None:
+            what = "the run has no exported weights of a known step"
+            raise ConfigError("usage", what, where=str(self.files.export), remedy="train it to its last step")
         files = RunDir(self.folder / "evaluate" / str(time.time_ns()))
         config = Config.open(self.files.config)
         config.settings |= SHORT | {
@@ -235,7 +238,7 @@ class Run:
         [line] = read_lines(files.metrics / "evaluation.jsonl")
         told = {name: value for name, value in line.items() if name.startswith(("val-", "evaluation_"))}
         figures = {name: value for name, value in told.items() if "version" not in name}  # of the short run
-        return figures | {"version": int(load(self.files.config).learner.steps)}
+        return figures | {"version": step}
 
     def audit(self) -> Shown:
         """The proof from the run's log (`asyncrl audit`)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from asyncrl.preflight.files import settle_steps
 from asyncrl.python_api import run as runs
 from asyncrl.python_api.function_source import write_functions
 from asyncrl.python_api.settings import flatten, nest, write_rows
+from asyncrl.runs.exported import exported_step, record_step
 from asyncrl.runtime import hub
 from asyncrl.runtime.run_dir import RunDir, launcher_mark
 
@@ -316,6 +318,29 @@ def test_files_of_a_run_are_replaced_and_never_half_written(tmp_path: Path, monk
     assert len(path.read_text().splitlines()) == 1 and saved.read_text() == ""
 
 
+def export(run: asyncrl.Run, *, step: int, whole: bool = True) -> None:
+    """Write what a learner exports."""
+    with contextlib.suppress(InterruptedError), record_step(run.files.export, step, lead=True):
+        run.files.export.mkdir(parents=True, exist_ok=True)
+        (run.files.export / "config.json").write_text("{}")
+        if not whole:
+            raise InterruptedError
+
+
+def test_the_step_of_exported_weights_is_that_of_the_last_whole_export(tmp_path: Path) -> None:
+    run = asyncrl.Run(tmp_path)
+    assert exported_step(run.files) is None
+    export(run, step=100)
+    run.files.result.write_text(json.dumps({"steps": 150}))  # continued, and stopped
+    assert exported_step(run.files) == 100
+    export(run, step=200, whole=False)
+    assert exported_step(run.files) is None
+    with pytest.raises(ConfigError, match="no exported weights"):
+        run.evaluate(ROWS)
+    run.files.result.write_text(json.dumps({"steps": 200, "ledger": {}}))  # of a version that wrote no such file
+    assert exported_step(run.files) == 200
+
+
 def test_an_evaluation_is_one_step_that_leaves_no_weights(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,8 +352,7 @@ def test_an_evaluation_is_one_step_that_leaves_no_weights(
     }  # fmt: skip
     run = asyncrl.Run(tmp_path / "run")
     asyncrl.Config.build(model, ROWS, ["builtin:exact"], dir=run.folder, settings=given).save(run.files.config)
-    run.files.export.mkdir()
-    (run.files.export / "config.json").write_text("{}")
+    export(run, step=40)
     launched = []
 
     def launch(config: asyncrl.Config, *, progress: bool) -> None:
@@ -345,7 +369,7 @@ def test_an_evaluation_is_one_step_that_leaves_no_weights(
             raise AsyncRLError("role.failed", "it failed")
 
     monkeypatch.setattr(runs, "launch", launch)
-    assert run.evaluate(ROWS)["evaluation_scored"] == 2
+    assert run.evaluate(ROWS) == {"evaluation_scored": 2, "version": 40}
     with pytest.raises(AsyncRLError, match="it failed"):
         run.evaluate(ROWS)
     for files in launched:
