@@ -1,8 +1,9 @@
 """The recipe of examples/reasoning beside TRL: the same checkpoint, prompts, rewards and hours, on the same machine.
 
     make trl
-    python examples/reasoning/recipe.py prepare sft
-    python benchmarks/reasoning_trl.py [--steps 200] [--seed 0] [--bound 2]
+    python examples/reasoning/recipe.py prepare --demonstrations 32000
+    asyncrl launch all examples/reasoning/sft.toml --set learner.ranks=1 --set run.dir=runs/reasoning/sft-500
+    python benchmarks/reasoning_trl.py [--steps 200] [--seed 0] [--bound 2] [--start runs/reasoning/sft-500/export]
 
 First `asyncrl launch all examples/reasoning/rl.toml` makes `--steps` steps; then TRL's GRPOTrainer, in an environment
 of its own, trains for as many seconds. The clock of each runs from its first step, without imports. Equal on both
@@ -37,7 +38,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from children import Answers, Child  # noqa: E402, RUF100
 
 RUNS = ROOT / "runs" / "reasoning"
-START = RUNS / "sft" / "export"
+START = RUNS / "sft-500" / "export"  # a shorter pre-training than that of the recipe
 RECIPE = ROOT / "examples" / "reasoning" / "rl.toml"
 RESULTS = ROOT / "benchmarks" / "results"
 EVERY = 40  # steps between kept weights
@@ -62,7 +63,7 @@ def train_with_trl() -> None:
     given = answers.hear()
     torch.set_num_threads(os.cpu_count() or 1)
     rows = read_lines(RUNS / "train.jsonl")
-    tokenizer = AutoTokenizer.from_pretrained(START)
+    tokenizer = AutoTokenizer.from_pretrained(given["start"])
     out = Path(given["out"])
     kept: list[dict[str, Any]] = []
     tokens = [0]
@@ -91,7 +92,7 @@ def train_with_trl() -> None:
                              "folder": str(folder)})  # fmt: skip
 
     trainer = GRPOTrainer(
-        str(START),
+        given["start"],
         reward_funcs=reward,
         processing_class=tokenizer,
         train_dataset=Dataset.from_dict(
@@ -177,7 +178,7 @@ class Rewards:
 def run_ours(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Train, and export every 40th step: version, seconds, trained tokens, folder."""
     settings = (
-        f"run.dir={folder}", f"run.seed={args.seed}", f"buffer.max_staleness={args.bound}",
+        f"run.dir={folder}", f"model.path={args.start}", f"run.seed={args.seed}", f"buffer.max_staleness={args.bound}",
         f"learner.steps={args.steps}", f"learner.checkpoint_every={EVERY}", "learner.checkpoint_keep=1000",
         "evaluation.every=0", "evaluation.at_start=false", "evaluation.at_end=false",
     )  # fmt: skip
@@ -200,8 +201,8 @@ def run_trl(args: argparse.Namespace, config: Any, rewards: Rewards, folder: Pat
     """Train with TRL for as many seconds; what the child said at its end."""
     optim = config.learner.optim
     rows = {row["extra_info"]["index"]: row for row in read_lines(RUNS / "train.jsonl")}
-    given = {"out": str(folder), "seconds": seconds, "seed": args.seed, "lr": optim.lr, "beta2": optim.beta2,
-             "warmup_steps": optim.warmup_steps}  # fmt: skip
+    given = {"out": str(folder), "start": str(args.start), "seconds": seconds, "seed": args.seed, "lr": optim.lr,
+             "beta2": optim.beta2, "warmup_steps": optim.warmup_steps}  # fmt: skip
     folder.mkdir(parents=True)
     command = [str(args.trl_python), str(Path(__file__).resolve()), "--trl"]
     child = Child(command, first=given, log=folder / "trl.log", env={"PYTHONUNBUFFERED": "1"})
@@ -241,6 +242,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help=f"of asyncrl; a multiple of {EVERY}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bound", type=int, default=2, help="of staleness")
+    parser.add_argument("--start", type=Path, default=START, help="folder of the weights that both sides begin with")
     parser.add_argument("--samples", type=int, default=4, help="for each held-out prompt")
     parser.add_argument("--figures", action="store_true", help="train nothing: evaluate what was kept")
     parser.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl" / "bin" / "python")
@@ -249,6 +251,9 @@ def main() -> None:
     if args.trl:
         train_with_trl()
         return
+    args.start = args.start.resolve()
+    if not (args.start / "config.json").exists():
+        parser.error(f"no model in {args.start}: docs/recipes.md says how to make it")
     from asyncrl.config import load
 
     folder = RUNS / f"beside-trl-seed{args.seed}"
@@ -269,7 +274,7 @@ def main() -> None:
         ]
         for side, kept in sides.items()
     }
-    start = look(START)
+    start = look(args.start)
     rewards.close()
     for side, found in figures.items():
         for one in found:

@@ -30,6 +30,7 @@ import msgspec
 from asyncrl.config import Config, dump
 from asyncrl.errors import AsyncRLError, StateLost, Unavailable
 from asyncrl.metrics import drop_repeated_steps, read_lines
+from asyncrl.runs.exported import record_step
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.run_dir import RunDir, write_atomic
 from learners.backends.base import Backend
@@ -361,7 +362,8 @@ class Learner:
             self._await_others()
             failpoint("learner.at_export")
             self._turns.begin()
-            self._backend.export_hf(self._run.export)
+            with record_step(self._run.export, step, lead=self._gang.lead):
+                self._backend.export_hf(self._run.export)
             self._turns.end(self._backend)
         if self._services is None:
             return

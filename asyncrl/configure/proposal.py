@@ -5,7 +5,7 @@ Guarantees:
 2. the learning rate follows the size of the model and whether adapters are trained (`learning_rate`);
 3. slots, tokens per pass and, without an accelerator, the batch are halved until the estimated memory is within `SHARE`
    of what there is: of all processes in the host, or of the fullest accelerator, if its driver tells its size.
-What cannot be read leaves the defaults: the check that follows names it.
+What cannot be read leaves the defaults: the check that follows names it. `find_files` fetches names on a hub first.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from asyncrl.config import parse
+from asyncrl.config import Config, DataConfig, ModelConfig, parse
+from asyncrl.config.locations import Places
+from asyncrl.config.paths import settle_paths
 from asyncrl.errors import AsyncRLError
 from asyncrl.images.decoding import check_image
 from asyncrl.images.digests import IMAGES, image_digests
 from asyncrl.images.rows import normalise_row, takes_images
 from asyncrl.preflight.files import data_paths, has_template, has_texts, prompt_column
+from asyncrl.preflight.hub import settle_hub
 from asyncrl.preflight.machine import REDIS_SERVERS, Machine, device_memory
 from asyncrl.preflight.memory import estimate
 from asyncrl.preflight.model_shape import model_shape
@@ -55,6 +58,23 @@ class Facts(NamedTuple):
             f"the longest of {self.rows} prompts has {self.longest} tokens" if self.longest else "",
         ]
         return ", ".join(filter(None, known))
+
+
+class Located(NamedTuple):
+    """Answers whose model and data are paths on this machine, and why a name on a hub is still a name."""
+
+    answers: dict[str, str]
+    errors: list[AsyncRLError]
+
+
+def find_files(answers: Mapping[str, str], *, hub: str = "") -> Located:
+    """Where model and data of the answers are. Of a name on a hub (`hub`: a value of `model.hub`) the rows are fetched,
+    and the files of the model without its weights: the launch fetches those after all checks.
+    """
+    paths = settle_paths({name: {"path": answers[name]} for name in ("model", "data")}, Places())
+    model = ModelConfig(path=paths["model"]["path"], hub="modelscope" if hub == "modelscope" else "huggingface")
+    found = settle_hub(Config(model=model, data=DataConfig(path=paths["data"]["path"])), fetch=True, weights=False)
+    return Located({**answers, "model": found.config.model.path, "data": found.config.data.path}, found.errors)
 
 
 def read_facts(model: str, data: str) -> Facts:
@@ -142,7 +162,9 @@ def fit_lengths(facts: Facts, *, answer: int) -> tuple[int, int]:
 def proposed_settings(
     answers: Mapping[str, str], machine: Machine, *, adapters: bool = False, facts: Facts | None = None
 ) -> dict[str, object]:
-    """Dotted key -> value, in the order of the file. `adapters`: they are what is trained."""
+    """Dotted key -> value, in the order of the file. `answers`: as `find_files` located them; `adapters`: they are what
+    is trained.
+    """
     kind, name = machine.accelerator, answers["name"]
     facts = facts or read_facts(answers["model"], answers["data"])
     prompt, answer = fit_lengths(facts, answer=1024 if kind else 128)

@@ -8,7 +8,9 @@ Guarantees:
 4. without a reward function, a file with one is written: an exact match with the answer;
 5. limits, batch and learning rate follow the model, the rows and this machine (`asyncrl.configure.proposal`);
 6. `--from` translates the settings of a run of another trainer, and names the rest (`asyncrl.configure.translate`).
-   A model or data set that is not on disk is no error: its name is written, and the check says what to put there.
+   A model or data set that is not on disk is no error: its name is written, and the check says what to put there;
+7. a name on a hub is written as it is. Its rows, and of a model all but its weights, are fetched first; a note says if
+   that cannot be done.
 
 Example: `asyncrl init --model models/m --data rows.jsonl --reward my_rewards:exact --preset dapo --name first`
 """
@@ -26,7 +28,7 @@ from typing import NamedTuple
 from asyncrl.config import Config, parse, presets
 from asyncrl.config.json_schema import meanings
 from asyncrl.config.suggestions import list_keys
-from asyncrl.configure.proposal import proposed_settings, read_facts
+from asyncrl.configure.proposal import Located, find_files, proposed_settings, read_facts
 from asyncrl.configure.translate import Translation, translate
 from asyncrl.errors import UNREADABLE, ConfigError, ConfigErrors
 from asyncrl.preflight.check import check_files
@@ -95,12 +97,15 @@ def init_command(
         raise ConfigError("usage", "the file exists", where=str(path), remedy="give another name, or --force")
     if not answered["reward"]:
         answered["reward"] = _own_reward(Path(REWARD_FILE))
-    path.write_text(fit_foreign(answered, look_at_machine(Path.cwd()), translation), encoding="utf-8")
+    located = find_files(answered, hub=str(translation.settings.get("model.hub", "")))
+    path.write_text(fit_foreign(answered, look_at_machine(Path.cwd()), translation, located), encoding="utf-8")
     print(
         f"written: {path}" + (f", with {len(translation.settings)} settings of {translation.trainer}" if theirs else "")
     )
     for note in translation.notes:
         print(f"  left out: {note}")
+    for error in located.errors:
+        print(f"note: limits, learning rate and chat template are defaults: {error.where}: {error.message}")
     for name, place in PLACEHOLDERS.items() if theirs else ():
         if answered[name] == place:
             print(f"  missing: {theirs} names no {name}: put it at {place}, or change {name}.path")
@@ -113,11 +118,11 @@ def init_command(
     return 0
 
 
-def fit_foreign(answers: Mapping[str, str], machine: Machine, translation: Translation) -> str:
+def fit_foreign(answers: Mapping[str, str], machine: Machine, translation: Translation, located: Located) -> str:
     """The text of the file. A translated setting that contradicts others is left out, with the reason as a note."""
     settings = dict(translation.settings)
     while True:  # bounded: each round leaves out a setting
-        text = format_toml(answers, machine, settings)
+        text = format_toml(answers, machine, settings, located=located)
         try:
             fitted = parse(text)
         except ConfigErrors as wrong:
@@ -221,19 +226,27 @@ def merge_foreign(settings: Mapping[str, object], theirs: Mapping[str, object]) 
     return dict(sorted(both.items(), key=lambda item: order[item[0]]))
 
 
-def format_toml(answers: Mapping[str, str], machine: Machine, theirs: Mapping[str, object] | None = None) -> str:
-    """The text of the file; `theirs`: translated settings."""
+def format_toml(
+    answers: Mapping[str, str],
+    machine: Machine,
+    theirs: Mapping[str, object] | None = None,
+    *,
+    located: Located | None = None,
+) -> str:
+    """The text of the file; `theirs`: translated settings; `located`: the answers with files that are here."""
+    here = located.answers if located else answers
     means = meanings(Config)
     lines = [
         "# Written by `asyncrl init`. All settings: docs/configuration.md, or `asyncrl explain SECTION`.",
         "# Check it: asyncrl check FILE. Start it, and go on with it: asyncrl launch all FILE.",
     ]
     section = ""
-    facts = read_facts(answers["model"], answers["data"])
+    facts = read_facts(here["model"], here["data"])
     if str(facts):
         lines.append(f"# Limits and learning rate follow the files: {facts}.")
     adapters = bool((theirs or {}).get("learner.lora.rank"))
-    settings = proposed_settings(answers, machine, adapters=adapters, facts=facts)
+    settings = proposed_settings(here, machine, adapters=adapters, facts=facts)
+    settings |= {"model.path": answers["model"], "data.path": answers["data"]}
     settings = merge_foreign(settings, theirs) if theirs else settings
     width = max(len(f"{key.rpartition('.')[2]} = {_toml(value)}") for key, value in settings.items())
     for key, value in settings.items():

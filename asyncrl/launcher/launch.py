@@ -282,10 +282,10 @@ def resume_note(run: RunDir, config: Config) -> str:
     ]
     if not found:
         return ""
-    step, steps = max(found), config.learner.steps
-    anew = "another run.dir starts anew"
+    step, steps, anew = max(found), config.learner.steps, "another run.dir starts anew"
     if step >= steps:
-        return f"note: this run is over, step {step} of {steps}: raise learner.steps to go on; {anew}"
+        key = "data.epochs" if config.data.epochs else "learner.steps"
+        return f"note: this run is over, step {step} of {steps}: raise {key} to go on; {anew}"
     return f"goes on from step {step} of {steps}; {anew}"
 
 

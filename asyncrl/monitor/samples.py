@@ -3,7 +3,7 @@
 Guarantees:
 1. it only reads `samples.jsonl`, which the learner writes (the best and the worst of a step, `log.samples_per_step`);
 2. the model's text cannot control the terminal: unprintable characters are shown as escapes;
-3. of a step that was trained again, the last samples are shown.
+3. samples are those of the history that counts: of a step that was trained again, the last ones.
 
 Example: `asyncrl samples runs/my --step 40`
 """
@@ -11,13 +11,14 @@ Example: `asyncrl samples runs/my --step 40`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.images.digests import IMAGES, image_digests
 from asyncrl.images.folder import ImageFolder
-from asyncrl.metrics import read_lines
+from asyncrl.metrics import drop_repeated_steps, read_lines
 from asyncrl.runtime.run_dir import RunDir
 
 MOST_CHARS = 2000  # of one text; `--full` prints all
@@ -47,10 +48,18 @@ def samples_command(folder: Path, *, last: int, step: int | None, full: bool) ->
     return 0
 
 
+def drop_repeated_samples(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of `samples.jsonl` that count. A step has one or several in a row. If it comes again after a later one,
+    its earlier lines and those of all later steps are removed.
+    """
+    steps = [{"step": step, "lines": list(of)} for step, of in groupby(lines, key=lambda line: line.get("step"))]
+    return [line for step in drop_repeated_steps(steps) for line in step["lines"]]
+
+
 def group_by_step(lines: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
     """The samples of each step, the best first; the last line counts if a sample is there twice."""
     kept: dict[tuple[int, int, int], dict[str, Any]] = {}
-    for line in lines:
+    for line in drop_repeated_samples(lines):
         if isinstance(line.get("step"), int):
             kept[line["step"], int(line.get("group") or 0), int(line.get("index") or 0)] = line
     found: dict[int, list[dict[str, Any]]] = {}

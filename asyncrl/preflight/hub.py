@@ -28,8 +28,8 @@ class Settled(NamedTuple):
     pending: frozenset[str]
 
 
-def settle_hub(config: Config, *, fetch: bool) -> Settled:
-    """`fetch`: also get what is not in the cache."""
+def settle_hub(config: Config, *, fetch: bool, weights: bool = True) -> Settled:
+    """`fetch`: also get what is not in the cache; without `weights`, of a model only its other files."""
     notes, errors, pending = list[str](), list[AsyncRLError](), set[str]()
     look_up, fetch_files = (
         (modelscope.look_up, modelscope.fetch) if config.model.hub == "modelscope" else (hub.look_up, hub.fetch)
@@ -39,6 +39,8 @@ def settle_hub(config: Config, *, fetch: bool) -> Settled:
         """Its files, on this machine; None if they are not here."""
         try:
             found = look_up(text, kind, splits)
+            wanted = {name: size for name, size in found.files.items() if weights or not name.endswith(".safetensors")}
+            found = found._replace(files=wanted)
             missing = sum(found.files.values())
             found = fetch_files(found, text, kind) if fetch and missing else found
         except ConfigError as error:

@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.runtime.run_dir import write_atomic
 
 FILE = "functions.py"
 
@@ -45,9 +46,9 @@ def write_functions(folder: Path, functions: list[Callable[..., Any]]) -> list[s
     if source.parts:
         text = source.text().encode()
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_bytes(text)
+        write_atomic(folder / FILE, text)
         manifest = {"file": FILE, "sha256": hashlib.sha256(text).hexdigest(), "names": sorted(source.parts)}
-        (folder / "manifest.json").write_text(json.dumps(manifest) + "\n")
+        write_atomic(folder / "manifest.json", f"{json.dumps(manifest)}\n".encode())
     return names
 
 

@@ -10,6 +10,7 @@ Guarantees:
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -31,9 +32,10 @@ from asyncrl.monitor.tune import render as tune_text
 from asyncrl.process_plan.interpreters import python_path
 from asyncrl.process_plan.plan import environment
 from asyncrl.python_api.progress import Progress
-from asyncrl.python_api.settings import FILE, Config, Data, Reward, write_rows
+from asyncrl.python_api.settings import FILE, Config, Data, Reward, refuse_running, write_rows
 from asyncrl.report import write_report
 from asyncrl.runs.export import export_words
+from asyncrl.runs.exported import exported_step
 from asyncrl.runtime.run_dir import RunDir, read_object
 from asyncrl.trace.render import story_text
 from asyncrl.trace.story import load_story
@@ -42,7 +44,27 @@ POLL_S = 0.2
 STOP_S = 180.0  # for the last checkpoint and export
 EXPORT_S = 3600.0
 OUTPUT = "python-launch.log"  # in RUN/logs
+#: Settings of the short run of `Run.evaluate`: one step that changes no weight, and tells no tracker.
+SHORT: dict[str, Any] = {
+    "data.epochs": 0,
+    "learner.steps": 1,
+    "learner.optim.lr": 0.0,
+    "learner.checkpoint_best": 0,
+    "evaluation.source": "",
+    "evaluation.at_start": True,
+    "evaluation.at_end": False,
+    "evaluation.every": 0,
+    "buffer.store": "sqlite",
+    "buffer.redis_url": "",
+    "trackers.use": [],
+    "trackers.prometheus_port": 0,
+    "log.archive": False,
+}
 OnStep = Callable[[SimpleNamespace], object]
+
+
+class StillRunning(TimeoutError):
+    """`Run.wait` has waited long enough. A class of its own: a `TimeoutError` of `on_step` stops the run."""
 
 
 class Shown:
@@ -62,14 +84,16 @@ class Run:
     """A run: its folder, and the launcher that this process started for it, if it did."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.files = RunDir(Path(folder))
+        self.files = RunDir(Path(folder).expanduser())
         self._launcher: subprocess.Popen[bytes] | None = None
+        self._said = 0  # bytes of the output of earlier launchers
         self._steps = JsonTail(self.files.metrics / "learner.jsonl")
 
     def start(self) -> Run:
         """Start or resume the run of `RUN/python.toml`."""
         command = guard_command([sys.executable, "-m", "asyncrl", "launch", "all", str(self.folder / FILE)])
-        with (self.files.logs / OUTPUT).open("wb") as output:
+        with (self.files.logs / OUTPUT).open("ab") as output:
+            self._said = output.tell()
             self._launcher = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -131,14 +155,14 @@ class Run:
                     bar.show(line)
                     if on_step is not None:
                         on_step(SimpleNamespace(**line))
-        except TimeoutError:
-            raise  # the run goes on
+        except StillRunning:
+            raise
         except BaseException:
             if self.running:
                 self.stop()
             raise
         if code := self._launcher.returncode:
-            raise failure(self.files, code)
+            raise failure(self.files, code, self._said)
         return self
 
     def _new_steps(self, deadline: float) -> Iterator[dict[str, Any]]:
@@ -150,7 +174,7 @@ class Run:
             if not running and not lines:
                 return
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self!r} did not end in time")
+                raise StillRunning(f"{self!r} did not end in time")
             if running:
                 time.sleep(POLL_S)
 
@@ -193,29 +217,28 @@ class Run:
         """Figures of the exported weights on other rows, by the run's own rewards, in a short run of its own that
         changes no weight. Names as in docs/evaluation.md; `version` is the step of the weights.
         """
-        if not (self.files.export / "config.json").exists():
-            raise ConfigError("usage", "the run has no exported weights", where=str(self.files.export))
-        root = self.folder / "evaluate" / str(time.time_ns())
+        step = exported_step(self.files)
+        if step is None:
+            what = "the run has no exported weights of a known step"
+            raise ConfigError("usage", what, where=str(self.files.export), remedy="train it to its last step")
+        files = RunDir(self.folder / "evaluate" / str(time.time_ns()))
         config = Config.open(self.files.config)
-        config.settings |= {
-            "run.dir": str(root),
+        config.settings |= SHORT | {
+            "run.dir": str(files.root),
             "model.path": str(self.files.export),
-            "evaluation.path": write_rows(data, root / "data.jsonl"),
-            "evaluation.at_start": True,
-            "evaluation.at_end": False,
-            "evaluation.every": 0,
+            "evaluation.path": write_rows(data, files.root / "data.jsonl"),
             "evaluation.samples": samples,
             "evaluation.temperature": temperature,
-            "learner.steps": 1,
-            "learner.optim.lr": 0.0,
-            "buffer.store": "sqlite",
-            "buffer.redis_url": "",
         }
-        launch(config, progress=False)
-        [line] = read_lines(root / "metrics" / "evaluation.jsonl")
+        try:
+            launch(config, progress=False)
+        finally:
+            for large in (files.checkpoints, files.export, files.segments):
+                shutil.rmtree(large, ignore_errors=True)
+        [line] = read_lines(files.metrics / "evaluation.jsonl")
         told = {name: value for name, value in line.items() if name.startswith(("val-", "evaluation_"))}
         figures = {name: value for name, value in told.items() if "version" not in name}  # of the short run
-        return figures | {"version": int(load(self.files.config).learner.steps)}
+        return figures | {"version": step}
 
     def audit(self) -> Shown:
         """The proof from the run's log (`asyncrl audit`)."""
@@ -264,7 +287,7 @@ def train(
     """Train a model by reinforcement learning; the run when it has ended, or at once with `background`.
 
     Args:
-        model: folder in Hugging Face format.
+        model: folder in Hugging Face format, or a name on a hub (docs/configure.md).
         data: rows with a column `prompt`: a path, a list of dicts, a pandas or pyarrow table, a `datasets.Dataset`.
         rewards: functions, or `module:name`, `file.py:name`, `builtin:name`; several are summed (docs/rewards.md).
         steps: learner steps.
@@ -282,7 +305,7 @@ def train(
 
     Raises:
         ConfigErrors: every mistake, before anything starts.
-        AsyncRLError: the run failed.
+        AsyncRLError: the run failed; `service.duplicate`: it is running already, and stays as it is.
     """
     own = {
         "learner.steps": steps,
@@ -302,16 +325,17 @@ def launch(
 ) -> Run:
     """Check and start the run of a configuration or of a TOML file, or resume it; see `train`."""
     config = config if isinstance(config, Config) else Config.open(config)
-    files = RunDir(Path(config.require()["run.dir"])).create()
-    config.save(files.root / FILE)
+    files = RunDir(Path(config.require()["run.dir"]).expanduser())
+    refuse_running(files)
+    config.save(files.create().root / FILE)
     run = Run(files.root).start()
     return run if background else run.wait(on_step, progress=progress)
 
 
-def failure(files: RunDir, code: int) -> AsyncRLError:
-    """The error of a launcher that ended with this code."""
+def failure(files: RunDir, code: int, start: int) -> AsyncRLError:
+    """The error of a launcher that ended with this code, and whose output begins at `start`."""
     path = files.logs / OUTPUT
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in path.read_bytes()[start:].decode(errors="replace").splitlines() if line.strip()]
     text = "\n".join(lines[-8:])
     return AsyncRLError("role.failed", f"the launcher ended with code {code}:\n{text}", remedy=f"see {path}")
 

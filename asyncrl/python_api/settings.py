@@ -11,13 +11,15 @@ import msgspec
 import tomli_w
 
 from asyncrl.config import load
-from asyncrl.configure.proposal import proposed_settings
+from asyncrl.configure.proposal import find_files, proposed_settings
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.images.decoding import ImageProblem
 from asyncrl.images.rows import portable_row
 from asyncrl.preflight.check import check_files
 from asyncrl.preflight.machine import look_at_machine
+from asyncrl.process_plan.plan import TARGETS
 from asyncrl.python_api.function_source import write_functions
+from asyncrl.runtime.run_dir import RunDir, launchers, write_atomic
 
 #: A reward: a function, or one of the texts that `[[reward]] function` takes.
 Reward = Callable[..., Any] | str
@@ -67,14 +69,21 @@ class Config:
 
         Raises:
             ConfigError: `config.data`, `config.reward`: data or a function that cannot be used.
+            ConfigErrors: names on a hub that cannot be looked up: numbers that fit them are not known.
+            AsyncRLError: `service.duplicate`: the run of `dir` is running, and its processes read these files.
         """
-        root = Path(dir).resolve()
+        root = Path(dir).expanduser().resolve()
+        refuse_running(RunDir(root))
         if not rewards:
             raise ConfigError("config.reward", "there is no reward", where="rewards", remedy="give at least one")
         rows = "" if callable(data) else write_rows(data, root / "data" / "train.jsonl")
         given = {"model": str(model), "data": rows, "reward": "", "preset": "grpo_decoupled", "name": root.name}
+        located = find_files(given, hub=str((settings or {}).get("model.hub", "")))
+        if located.errors:
+            raise ConfigErrors(located.errors)
         adapters = bool((settings or {}).get("learner.lora.rank"))
-        made = proposed_settings(given, look_at_machine(root), adapters=adapters)
+        made = proposed_settings(located.answers, look_at_machine(root), adapters=adapters)
+        made |= {"model.path": given["model"], "data.path": rows}
         del made["reward.function"]
         if callable(data):
             del made["data.path"]
@@ -97,7 +106,7 @@ class Config:
         """Write the TOML; its path."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(self.text(), encoding="utf-8")
+        write_atomic(target.resolve(), self.text().encode())
         return target
 
     def require(self) -> Config:
@@ -105,6 +114,15 @@ class Config:
         if errors := self.check():
             raise ConfigErrors(errors)
         return self
+
+
+def refuse_running(files: RunDir) -> None:
+    """Raise `service.duplicate` if a launcher of the run lives on this host. Further producers and reward workers may
+    wait until the run goes on.
+    """
+    for target, pid in launchers(files):
+        if {"buffer", "learner"} & {*TARGETS.get(target, ())}:
+            raise AsyncRLError("service.duplicate", f"the launcher of {target} runs (pid {pid})", where=str(files.root))
 
 
 def name_functions(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -156,7 +174,7 @@ def write_rows(data: Data, path: Path) -> str:
     if not lines:
         raise ConfigError("config.data", "there are no rows", where="data", remedy="pass at least one")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"\n".join(lines) + b"\n")
+    write_atomic(path, b"\n".join(lines) + b"\n")
     return str(path)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 from asyncrl.config.suggestions import value_at
 from asyncrl.evaluation.ids import name_version
 from asyncrl.metrics import line_number
-from asyncrl.report.data import ENDS, RunData
+from asyncrl.report.data import ENDS, RunData, newest
 from asyncrl.report.html import card, seconds, table
-from asyncrl.report.learning import figure_value, list_sources, newest
+from asyncrl.report.learning import figure_value, list_sources
 from asyncrl.report.page import frame, grade, heading
 from asyncrl.report.settings import list_repeated, plain_keys
 from asyncrl.report.svg import Line, legend, line_chart, short

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -152,7 +153,12 @@ def ledger_text(audit: Audit) -> str:
     return f"issued {audit.issued} = {' + '.join(f'{name} {count}' for name, count in parts)}"
 
 
-def _held_out(lines: list[Line]) -> list[str]:
+def newest(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of evaluations the last line of every step, in order."""
+    return [line for _, line in sorted({int(line["step"]): line for line in lines if "step" in line}.items())]
+
+
+def _held_out(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """`held out  mean@4 0.247 (version 0) -> 0.933 (version 40), 3 evaluations`; nothing without evaluations."""
     figures = []
     for line in (lines[0], lines[-1]) if lines else ():
@@ -221,7 +227,7 @@ def summary(data: RunData, outcome: Outcome) -> list[str]:
         f"ended     {outcome.reason} after {outcome.wall_s:.1f} s, {where}; restarts: {restarts}",
         *([f"given up  {', '.join(without)}: the run went on without"] if without else []),
         *_learning(data),
-        *_held_out(data.evaluations),
+        *_held_out(newest(data.evaluations)),
         f"ledger    {ledger_text(audit)}; doubled {audit.doubled}",
         *_weights(data),
         *_hints(data),

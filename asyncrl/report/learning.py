@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl.evaluation.ids import measured_version, name_version
 from asyncrl.evaluation.statistics import ALL
 from asyncrl.metrics.length_bias import Bucket
-from asyncrl.report.data import RunData
+from asyncrl.report.data import RunData, newest
 from asyncrl.report.html import card, table
 from asyncrl.report.svg import Line, bar_chart, legend, line_chart, short
 
@@ -183,11 +183,6 @@ def evaluations(data: RunData) -> str:
             "of the scored prompts alone"
         ),
     )
-
-
-def newest(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The last line of every step, in order."""
-    return [line for _, line in sorted({int(line["step"]): line for line in lines if "step" in line}.items())]
 
 
 def list_sources(lines: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -4,7 +4,7 @@ The learner writes the samples (`samples.jsonl`). Guarantees:
 1. every text of the model and of the prompts is escaped;
 2. a token's colour is |engine - learner| of its log-probs, by `LEVELS`; tokens that the policy did not sample are grey;
 3. images are thumbnails in the page itself, before prompt and response: pixels that were decoded and encoded here;
-4. of a step that was trained again, the last samples are shown; at most `SHOWN` in all.
+4. samples are those of the history that counts (`asyncrl.monitor.samples`); at most `SHOWN` in all.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.images.decoding import ImageProblem, thumbnail
 from asyncrl.images.digests import IMAGES, image_digests
 from asyncrl.images.folder import ImageFolder
+from asyncrl.monitor.samples import drop_repeated_samples
 from asyncrl.report.data import Line, RunData
 from asyncrl.report.html import card, clip, table
 from asyncrl.report.svg import short
@@ -70,11 +71,12 @@ def _pictures(digests: Sequence[str], folder: ImageFolder) -> str:
 
 
 def newest(lines: Sequence[Line]) -> list[Line]:
-    """The last line of every step, group and sample; by step."""
+    """The last line of every step, group and sample that counts; by step."""
     kept = {
-        str((line.get("step"), line.get("group"), line.get("index", place))): line for place, line in enumerate(lines)
+        str((line.get("step"), line.get("group"), line.get("index", place))): line
+        for place, line in enumerate(drop_repeated_samples(lines))
     }
-    return sorted(kept.values(), key=lambda line: float(line.get("step") or 0))
+    return list(kept.values())
 
 
 def gaps(line: Line) -> list[float | None]:

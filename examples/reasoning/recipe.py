@@ -35,9 +35,13 @@ sys.path[:0] = [str(ROOT), str(HERE), str(ROOT / "benchmarks")]
 import problems  # noqa: E402, RUF100
 from intervals import interval  # noqa: E402, RUF100
 
+from asyncrl.config import load  # noqa: E402, RUF100
+from asyncrl.config.mode import derive_steps  # noqa: E402, RUF100
 from asyncrl.demo.tasks import write_jsonl  # noqa: E402, RUF100
 from asyncrl.metrics import drop_repeated_steps, read_lines  # noqa: E402, RUF100
 from asyncrl.monitor.samples import group_by_step  # noqa: E402, RUF100
+from asyncrl.preflight.files import count_rows  # noqa: E402, RUF100
+from asyncrl.runtime.run_dir import RunDir, read_object  # noqa: E402, RUF100
 
 DEMONSTRATIONS, TRAIN, HELD_OUT = 96_000, 20_000, 500
 NOISE = 0.06  # of the teacher, per character
@@ -86,8 +90,16 @@ def run_folder(bound: int, seed: int) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a run has exported its last weights."""
-    return (folder / "export" / "config.json").exists()
+    """Whether a run has ended with its last step, and exported those weights. An export alone may be of fewer steps."""
+    result = read_object(RunDir(folder).result)
+    return bool(result.get("done")) and result["steps"] >= wanted_steps(folder)
+
+
+def wanted_steps(folder: Path) -> int:
+    """The steps of a run by its configuration; of pre-training, by the demonstrations that there are."""
+    config = load(HERE / ("sft.toml" if folder.name == "sft" else "rl.toml"))
+    rows = count_rows(RUNS / "demonstrations.jsonl")
+    return derive_steps(config, rows).learner.steps if rows else config.learner.steps
 
 
 def launch(file: str, settings: list[str], *, until: float | None) -> None:

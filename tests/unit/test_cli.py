@@ -206,6 +206,8 @@ def test_a_run_that_has_begun_says_where_it_goes_on_and_keeps_the_size_of_its_gr
     assert capsys.readouterr().out == "goes on from step 12 of 40; another run.dir starts anew\n"
     settle_config(run, parse(text.replace("40", "12")), LaunchOptions(), tag="")
     assert "note: this run is over, step 12 of 12: raise learner.steps" in capsys.readouterr().out
+    settle_config(run, parse(text.replace("40", "12"), overrides=["data.epochs=1"]), LaunchOptions(), tag="")
+    assert "step 12 of 12: raise data.epochs to go on" in capsys.readouterr().out
     other = parse(text, overrides=["sampling.group_size=2"])
     run.history.write_text("{}\n")
     with pytest.raises(ConfigError, match="this run has groups of 8 samples, and 2 are asked for"):

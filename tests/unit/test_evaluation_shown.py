@@ -64,6 +64,8 @@ def test_the_summary_tells_the_first_and_the_last(tmp_path: Path) -> None:
     last = {"step": 40, "round": 8, **dict.fromkeys(VERSIONS, 40)}
     lines = [LINE, {**LINE, **last, "val-core/all/reward/mean@4": 0.9}]
     (run.metrics / "evaluation.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    with (run.metrics / "evaluation.jsonl").open("ab") as file:  # the last ones were made again after a kill
+        file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     told = [line for line in summary(load_run(run), outcome) if line.startswith("held out")]
     assert told == [
         "held out  mean@4 0.400 (version 21) -> 0.900 (version 40), 2 evaluations; 6 prompts failed or missing"

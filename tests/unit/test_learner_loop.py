@@ -17,6 +17,7 @@ from made_batches import a_batch, a_group, a_sample
 
 from asyncrl import config as configuration
 from asyncrl.errors import AsyncRLError, Fenced, StateLost
+from asyncrl.runs.exported import exported_step
 from asyncrl.runtime.role import Stop
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import NotYet
@@ -251,6 +252,7 @@ def test_a_whole_run_in_order(gang: Gang, model_dir: Path, tmp_path: Path, capfd
     result = json.loads(run.result.read_text())
     assert result["steps"] == 3 and result["reward_last5"] == 0.5 and result["ledger"] == {"epoch": 1, "trained_to": 3}
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {p.name for p in run.export.iterdir()}
+    assert exported_step(run) == 3
 
 
 def test_tuned_settings_are_in_force_for_exactly_their_step(gang: Gang, model_dir: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from asyncrl.config import load
 from asyncrl.configure.proposal import (
     SHARE,
     Facts,
+    find_files,
     fit_lengths,
     fit_memory,
     image_tokens,
@@ -22,8 +23,10 @@ from asyncrl.configure.proposal import (
     read_facts,
     used_bytes,
 )
+from asyncrl.errors import ConfigError
 from asyncrl.images.model_inputs import ImageInputs
 from asyncrl.preflight.machine import Machine, device_memory
+from asyncrl.runtime import hub
 
 GIB = 1 << 30
 HOST = Machine(cores=2, memory_bytes=16 * GIB, devices={}, disk_free_bytes=GIB, shm_free_bytes=GIB)
@@ -100,6 +103,46 @@ def test_plain_texts_become_messages_for_a_chat_model(place: Path) -> None:
     assert "data.as_chat" not in proposed_settings(answers(), HOST)
     write_folder(place / "model", template=CHAT)
     assert proposed_settings(answers(), HOST)["data.as_chat"] is True
+
+
+def test_the_home_folder_is_meant_by_its_sign(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(place))
+    monkeypatch.chdir("/")
+    located = find_files(answers("~/rows.jsonl") | {"model": "~/model"})
+    assert located == ({**answers(str(place / "rows.jsonl")), "model": str(place / "model")}, [])
+
+
+def test_of_a_name_on_the_hub_all_but_the_weights_is_fetched(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_folder(place / "model", template=CHAT, max_position_embeddings=256)
+    fetched = []
+
+    def look_up(text: str, kind: hub.Kind, splits: object = ()) -> hub.OnHub:
+        names = ["rows.jsonl"] if kind == "dataset" else ["config.json", "tokenizer.json", "model.safetensors"]
+        return hub.OnHub(place if kind == "dataset" else place / "model", dict.fromkeys(names, 10))
+
+    def fetch(found: hub.OnHub, text: str, kind: hub.Kind) -> hub.OnHub:
+        fetched.append((text, list(found.files)))
+        return found
+
+    monkeypatch.setattr(hub, "look_up", look_up)
+    monkeypatch.setattr(hub, "fetch", fetch)
+    words = ["--model", "somebody/tiny", "--data", "somebody/sums", "--reward", "mine.py:right"]
+    assert main(["init", "a.toml", *words]) == 0
+    assert fetched == [("somebody/tiny", ["config.json", "tokenizer.json"]), ("somebody/sums", ["rows.jsonl"])]
+    made = load(Path("a.toml"))
+    assert (made.model.path, made.data.path) == ("somebody/tiny", "somebody/sums")
+    assert made.learner.optim.lr == 1e-4 and made.data.as_chat and made.data.prompt_key == "question"
+    assert made.data.max_prompt_tokens < 128 and "note: limits" not in capsys.readouterr().out
+
+    def unreachable(*_: object) -> hub.OnHub:
+        raise ConfigError("config.model", "no such folder, and not on the hub: no network")
+
+    monkeypatch.setattr(hub, "look_up", unreachable)
+    assert main(["init", "b.toml", *words]) == 2
+    said = capsys.readouterr().out
+    assert "chat template are defaults: model.path = 'somebody/tiny': no such folder, and not on the hub" in said
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,8 @@ def test_the_report_keeps_runs_from_elsewhere_that_began_with_the_same_weights(
     recipe.write_jsonl(folder / "metrics" / "evaluation.jsonl", looks)
     recipe.write_jsonl(folder / "metrics" / "weightsync.jsonl", weights)
     recipe.write_jsonl(folder / "samples.jsonl", [{**sample, "step": step} for step in (1, 20, 20)])
-    recipe.write_jsonl(folder / "export" / "config.json", [{}])
+    recipe.write_jsonl(folder / "result.json", [{"done": True, "steps": 20}])
+    monkeypatch.setattr(recipe, "wanted_steps", lambda _: 20)
     log_lines = [
         "learner: ready",
         "step 1/20",
@@ -170,6 +171,30 @@ def test_a_report_without_a_complete_run_changes_nothing(
     said = capsys.readouterr().out
     assert "rl-bound0-seed0: left out, it is not complete" in said and "no run in" in said
     assert [path.read_bytes() for path in (recipe.RESULTS, recipe.PAGE)] == before
+
+
+def test_a_run_is_complete_at_the_last_step_of_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export of a shorter pre-training is not that of the whole one."""
+    monkeypatch.setattr(recipe, "RUNS", tmp_path)
+    recipe.write_jsonl(tmp_path / "demonstrations.jsonl", [{}] * 640)
+    for name, steps in (("sft", 10), ("rl-bound2-seed0", load(FOLDER / "rl.toml").learner.steps)):
+        recipe.write_jsonl(tmp_path / name / "export" / "config.json", [{}])
+        assert not recipe.is_complete(tmp_path / name)
+        for made, done in ((steps - 1, True), (steps, False)):
+            recipe.write_jsonl(tmp_path / name / "result.json", [{"done": done, "steps": made}])
+            assert not recipe.is_complete(tmp_path / name)
+        recipe.write_jsonl(tmp_path / name / "result.json", [{"done": True, "steps": steps}])
+        assert recipe.is_complete(tmp_path / name)
+
+
+def test_the_comparison_with_trl_begins_with_the_pre_training_that_the_page_makes() -> None:
+    import reasoning_trl
+
+    page = (recipe.ROOT / "docs" / "recipes.md").read_text()
+    assert f"run.dir={reasoning_trl.START.parent.relative_to(recipe.ROOT)}\n" in page
+    assert reasoning_trl.START != recipe.RUNS / "sft" / "export"
 
 
 def test_the_page_has_the_tables_of_the_results() -> None:

@@ -132,9 +132,13 @@ def test_tokens_are_coloured_by_their_gap_and_escaped() -> None:
     assert answer({"response": "<i>"}) == "&lt;i&gt;"
 
 
-def test_of_a_step_trained_again_the_last_samples_are_shown() -> None:
-    lines = [{**SAMPLE, "reward": 0.0}, {**SAMPLE, "step": 2}, {**SAMPLE, "reward": 1.0}]
-    assert [(line["step"], line.get("reward")) for line in newest(lines)] == [(1, 1.0), (2, None)]
+def test_of_a_step_trained_again_the_last_samples_are_shown_and_none_of_the_steps_after_it() -> None:
+    lines = [
+        {**SAMPLE, "reward": 0.0}, {**SAMPLE, "group": 8}, {**SAMPLE, "step": 2}, {**SAMPLE, "reward": 1.0},
+        {**SAMPLE, "group": 9}, {**SAMPLE, "step": 2, "reward": 0.5}, {**SAMPLE, "step": 2, "reward": 0.75},
+    ]  # fmt: skip
+    assert [(line["step"], line.get("reward")) for line in newest(lines[:5])] == [(1, 1.0), (1, None)]
+    assert [(line["step"], line.get("reward")) for line in newest(lines)] == [(1, 1.0), (1, None), (2, 0.75)]
 
 
 def test_what_a_model_says_stays_words(tmp_path: Path) -> None:

@@ -48,6 +48,15 @@ def test_the_newest_step_the_best_first(run: Path, capsys: pytest.CaptureFixture
     assert "first" in capsys.readouterr().out
 
 
+def test_samples_of_a_history_that_was_rolled_back_are_not_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (run / "samples.jsonl").open("a") as file:
+        file.write(line(3, 1.0, "lost") + line(2, 0.5, "again", group=7))
+    assert main(["samples", str(run), "--last", "9"]) == 0
+    said = capsys.readouterr().out
+    assert "first" in said and "again" in said
+    assert "good" not in said and "bad" not in said and "lost" not in said
+
+
 def test_a_step_without_samples_says_which_have_some(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["samples", str(run), "--step", "1"]) == 0
     assert "first" in capsys.readouterr().out
