@@ -127,13 +127,16 @@ class Evaluations:
         self._begin()
 
     def due(self, step: int, digest: str) -> None:
-        """Evaluate the weights of a step, unless that was done, runs or waits already."""
-        current, waiting = self.table.meta.round, self.table.meta.waiting
-        if self.table.meta.known.get(step) == digest or waiting == (step, digest):
+        """Evaluate the weights of a step, unless that was done, runs or waits already. Without a digest they are those
+        that the step had before.
+        """
+        current, waiting, known = self.table.meta.round, self.table.meta.waiting, self.table.meta.known
+        had = [known[step]] if step in known else []
+        had += [waiting[1]] if waiting is not None and waiting[0] == step else []
+        had += [current.digest] if current is not None and current.step == step else []
+        if had and (not digest or digest in had):
             return
         if current is not None and current.step == step:
-            if current.digest == digest:
-                return
             self._close("the step was trained again with other weights")
         if waiting is not None and waiting[0] != step:
             self._skip(f"that of step {step} came due before it could begin")
@@ -208,10 +211,12 @@ class Evaluations:
 
     def _why_lost(self, current: Round) -> str:
         """Why nothing more can be generated with the weights that are measured; empty if it can."""
-        machine, digests = self.machine, self.machine.table.digests.get(current.version)
-        if current.weights and digests and digests[-1] != current.weights:
+        machine, meta = self.machine, self.machine.table.meta
+        digests = machine.table.digests.get(current.version, (current.weights,))
+        gone = current.weights in meta.abandoned or current.version > meta.newest + 1
+        if gone or (current.weights and digests[-1] != current.weights):
             return OTHER_WEIGHTS
-        if current.version >= machine.table.meta.newest:
+        if current.version >= meta.newest:
             return ""  # a producer that starts gets exactly this version
         gone = self.prompt_leases.holders.all_gone(current.version, self.tx.now, machine.settings.lease_timeout_s)
         return LOST_VERSION if gone else ""

@@ -242,6 +242,18 @@ class GroupTable:
             for old in sorted(self.digests)[:-KEPT_DIGESTS]:
                 del self.digests[old]
             self.put("digests")
+        if digest in self.meta.abandoned:
+            self.meta.abandoned = tuple(other for other in self.meta.abandoned if other != digest)
+            self.put("meta")
+
+    def abandon_versions(self, newest: int) -> None:
+        """The learner went back: other weights will have the numbers above `newest`."""
+        self.meta.newest = newest
+        for version in [version for version in self.digests if version > newest]:
+            gone = self.digests.pop(version)
+            self.meta.abandoned = (*self.meta.abandoned, *gone)[-KEPT_DIGESTS:]
+            self.put("digests")
+        self.put("meta")
 
     # ------------------------------------------------------------ counts
 

@@ -101,8 +101,8 @@ class PartialSamples:
     def refusal(self, found: PartialSample, due: int, deadline: int) -> str:
         """Why a partial sample may not be continued; empty if it may be."""
         for version, _ in found.runs:
-            known = self.table.digests.get(version)
-            if version > self.table.meta.newest + 1 or (known and found.digests.get(version, "") not in known):
+            known, digest, meta = self.table.digests.get(version), found.digests.get(version, ""), self.table.meta
+            if version > meta.newest + 1 or (known and digest not in known) or digest in meta.abandoned:
                 return "not_published"
         return self.schedule.may_continue(due, deadline)
 

@@ -240,13 +240,14 @@ class Meta(msgspec.Struct, array_like=True):
     cursor: int = 0  # prompts issued
     version: int = 0  # learner steps committed
     epoch: int = 0  # of the learner
-    newest: int = 0  # newest version ever heard of
+    newest: int = 0  # newest version that was heard of, less those that a learner went back from
     sequence: int = 0
     done: bool = False
     learner: tuple[str, int, str] = ("", 0, "")  # name, pid, host of the registered one
     registered_step: int = -1  # step of its registration until its first claim: a Register sent again is the same
     registrations: tuple[tuple[int, int], ...] = ()  # the newest: (random number of the message, epoch given)
     emptied: bool = False  # the store lost state under this run, and no learner has registered since
+    abandoned: tuple[str, ...] = ()  # digests of versions that a learner went back from and has not made again
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True, gc=False):

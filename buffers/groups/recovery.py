@@ -10,7 +10,8 @@ The checkpoint of step s0 wins over the store. Guarantees:
    are taken;
 5. a prompt issued before the checkpoint that the store does not know is issued again under its id;
 6. groups with samples of versions that the checkpoint and the recorded batches cannot reach again are generated anew:
-   other weights will have these numbers;
+   other weights will have these numbers. Samples of the abandoned weights that come later are refused by their digest,
+   and a generator gets no work with them;
 7. a second learner is refused while the first is heard from, unless it takes over; the first is then fenced.
 """
 
@@ -108,7 +109,6 @@ class Recovery:
         for version, digest in (digests or {}).items():
             self.table.add_digest(version, digest)
         self._reconcile(step, ledger)
-        meta.newest = max(meta.newest, step)
         self.batches.late_since = self.batches.asked_since = None
         self.table.put("meta")
         self.tx.event("register", epoch=meta.epoch, step=step, pid=pid, host=host)
@@ -144,6 +144,7 @@ class Recovery:
         self.restore_batches(step, trained, recorded)
         self._issue_unknown(ledger.cursor)
         table.meta.version = step
+        table.abandon_versions(table.frontier)
         competing = [group for group in table.groups.values() if group.state in COMPETING]
         self.leases.restart_abandoned(competing, table.frontier)
         self.partial.discard_abandoned(table.frontier)

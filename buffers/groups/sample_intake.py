@@ -177,10 +177,11 @@ class SampleIntake:
             known, digest = self.table.digests.get(version, ()), head.digests.get(version, "")
             if self.target.one_digest:
                 known = known[-1:]
-            if known and digest not in known:
+            if (known and digest not in known) or digest in self.table.meta.abandoned:
                 self.workers.bar(head.producer, version, self.tx.now + self.live.current.lease_timeout_s)
                 held = f"holds {digest} as version {version}" if digest else f"names none for version {version}"
-                return f"digest: {head.producer} {held}, published was {known[-1]}"
+                right = f"published was {known[-1]}" if known else "the learner went back from it"
+                return f"digest: {head.producer} {held}, {right}"
         return ""
 
     def _wrong_rewards(self, head: Samples) -> str:

@@ -78,9 +78,9 @@ class Lab:
             self.e.table.indexes.over,
         )
 
-    def due(self, step: int, digest: str = "") -> None:
+    def due(self, step: int, digest: str | None = None) -> None:
         self.groups.begin(self.now)
-        self.e.due(step, digest or f"d{step}")
+        self.e.due(step, f"d{step}" if digest is None else digest)
         self.settle()
 
     def lease(self, producer: str = "p", version: int = 0, request: int = 0) -> list[Lease]:
@@ -339,6 +339,22 @@ def test_a_version_that_was_trained_again_begins_again_and_mixes_no_weights() ->
     for lease in fresh:
         assert lab.answer(lease, version=1, producer="q", digest="new").accepted == (0, 1)
     assert lab.groups.table.digests[1] == ("old", "new")
+
+
+def test_a_version_that_the_learner_went_back_from_is_lost_at_once() -> None:
+    for version, digests in ((4, {}), (1, {1: "old"})):
+        lab = Lab()
+        for known in range(1, 5):
+            lab.groups.table.add_digest(known, digests.get(known, ""))
+        lab.due(0)
+        one, _ = lab.lease(version=version)
+        lab.answer(one, version=version, digest=digests.get(version, ""))
+        lab.groups.begin(lab.now)
+        lab.groups.table.abandon_versions(0)
+        lab.tick(0.1)
+        (event,) = [e for e in lab.events if e["e"] == "eval_restart"]
+        assert event["why"] == "its version was trained again with other weights"
+        assert lab.lease(version=4) == [] and lab.e.prompt_leases.hold(4) == -1
 
 
 def test_a_lost_version_ends_if_a_newer_evaluation_waits_or_too_often() -> None:
@@ -626,6 +642,8 @@ def test_the_same_weights_are_evaluated_once_and_others_again() -> None:
     stale = lab.lease()[0]
     lab.due(0, "one")
     assert lab.names().count("begin") == 1
+    lab.due(0, "")  # replayed without a publish: as before
+    assert lab.names().count("begin") == 1
     lab.due(0, "two")  # the learner went back and trained the step again
     assert [line["why"] for line in lab.e.table.ended] == ["the step was trained again with other weights"]
     assert lab.answer(stale).refused[0].startswith("gone")
@@ -637,6 +655,7 @@ def test_the_same_weights_are_evaluated_once_and_others_again() -> None:
     lab.score(1.0, 1.0, 1.0, 1.0)
     assert [line["digest"] for line in lab.e.table.ended] == ["one", "two"]
     lab.due(0, "two")
+    lab.due(0, "")
     assert lab.e.table.meta.round is None
 
 

@@ -240,6 +240,32 @@ def test_samples_of_a_version_that_is_gone_are_not_claimed() -> None:
     assert run.claim(2) == held
 
 
+def test_abandoned_weights_train_nothing_though_their_number_comes_again() -> None:
+    run = Run(batch_groups=1, max_staleness=4, total_groups=9, max_reissue=5)
+    run.step(1)
+    old = run.g.batches.ledger(epoch=run.epoch, step=1)
+    for step in (2, 3):
+        run.step(step)
+    (held, later) = run.lease(2, count=2, name="q")
+    for step in (2, 3):
+        run.g.table.add_digest(step, f"old{step}")
+    run.g.batches.checkpointed(epoch=run.epoch, step=3)
+    run.register(1, old)
+    meta = run.g.table.meta
+    assert (meta.newest, meta.abandoned, run.g.table.digests) == (1, ("old2", "old3"), {})
+    assert run.lease(3) == [], "an engine at work with a version that does not exist"
+    assert run.send(held, 0, version=2, digests={2: "old2"}, name="q").refused[0].startswith("not published")
+    assert run.lease(2, name="q") == [], "it takes the new weights first"
+    while run.g.table.meta.version < 2:
+        (fresh,) = run.lease(1) or run.lease(1)
+        run.finish(fresh, version=1)
+        if run.claim(2):
+            run.commit(2, "new2")
+    assert run.send(later, 0, version=2, digests={2: "old2"}, name="q").refused[0].startswith("not published")
+    run.g.table.add_digest(3, "old3")
+    assert meta.abandoned == ("old2",), "the same weights were made again"
+
+
 def test_a_store_that_went_back_is_told_from_another_learner() -> None:
     run = Run(batch_groups=1, max_staleness=2, total_groups=6)
     run.step(1)
