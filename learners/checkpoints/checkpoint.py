@@ -81,7 +81,7 @@ def save(
     """Write the checkpoint of `step` (`state` is needed on rank 0). Collective; durable on return.
 
     `backend` writes this rank's part: itself, or a snapshot of it. `ranking` selects the best. `fence` runs on rank 0
-    right before the checkpoint becomes visible, and raises if another learner took over.
+    right before the checkpoint becomes visible and before older ones go, and raises if another learner took over.
 
     Raises:
         AsyncRLError: `disk.full` on every rank if one could not write; earlier checkpoints are unchanged.
@@ -116,6 +116,7 @@ def save(
         error = _attempt(lambda: _complete(temporary, target, whole, entries, fence))
     agree(error)
     if gang.lead:
+        fence()  # the folder was synced since: a successor may have written later checkpoints, which are not to go
         clean(root, step=step, keep=keep, ranking=ranking)
     return target
 

@@ -430,6 +430,23 @@ def test_a_crash_at_any_stage_of_writing_leaves_the_earlier_checkpoint(
     assert [path.name for path in root.iterdir()] == ["step_000002"]
 
 
+def test_a_learner_that_was_replaced_while_it_wrote_removes_nothing(
+    gang: Gang, model_dir: Path, tmp_path: Path
+) -> None:
+    backend = FSDP2Backend(make_config(model_dir, tmp_path / "run", steps=1), gang)
+    root = tmp_path / "checkpoints"
+
+    def fence() -> None:
+        if checkpoint.step_folder(root, 1).exists():  # hung in the sync of the folder; the other learner went on
+            checkpoint.step_folder(root, 9).mkdir()
+            raise Fenced("fenced", "another learner")
+
+    with pytest.raises(Fenced):
+        state = checkpoint.State(step=1, ledger="one")
+        checkpoint.save(root, state, step=1, backend=backend, gang=gang, keep=1, fence=fence)
+    assert checkpoint.steps_in(root) == [9, 1]
+
+
 def test_a_rank_without_progress_ends_with_its_diagnosis(capfd: pytest.CaptureFixture[str]) -> None:
     import threading
 
