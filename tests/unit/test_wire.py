@@ -297,6 +297,8 @@ def test_validation_accepts_good_samples_and_names_each_poison() -> None:
     verdict("runs", {"samples": (msgspec.structs.replace(one, runs=((4, 3), (5, 0))),)})
     verdict("layout", {"fields": fields[:2]})
     verdict("layout", {}, logprobs=np.array([3, 4, 5], dtype=np.int32))
+    verdict("digests", {"digests": {4: "d4", 3: "d" * 65}})
+    verdict("digests", {"digests": dict.fromkeys(range(100), "d")})
 
 
 if __name__ == "__main__":
