@@ -55,6 +55,7 @@ TICK_S = 0.05
 #: or with the tick.
 LONG_LOOK_S, REST = 0.005, 3.0
 LONGEST_HOLD_S = 10.0
+MOST_LOG_BYTES = 256 << 20  # of metrics/weightsync.jsonl: errors of guests stand in it
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Service:
         self._sessions = 0
         self._stop_asked = ""
         self._look_at = 0.0
-        self._log = MetricsLog(RunDir(config.run_dir).metrics / "weightsync.jsonl")
+        self._log = MetricsLog(RunDir(config.run_dir).metrics / "weightsync.jsonl", most_bytes=MOST_LOG_BYTES)
         self._mode = config.weightsync.transport
         self._sign = Sign(RunDir(config.run_dir).alive, role="weightsync", name="weightsync")
         self._sign_s = config.log.heartbeat_s

@@ -239,6 +239,15 @@ def test_mutated_headers_raise_nothing_else() -> None:
     assert 0 < decoded < 20_000
 
 
+@pytest.mark.parametrize("field", ["fingerprint", "state", "digest", "has_plan", "relay", "base"])
+def test_texts_that_the_weight_sync_keeps_are_bounded(field: str) -> None:
+    poll = next(one for one in EXAMPLES if isinstance(one, wire.MemberPoll))
+    assert wire.decode_header(wire.encode_header(msgspec.structs.replace(poll, **{field: "x" * 500})))
+    with pytest.raises(WireError) as error:
+        wire.decode_header(wire.encode_header(msgspec.structs.replace(poll, **{field: "x" * 501})))
+    assert error.value.code == "wire.decode"
+
+
 def test_arrays_round_trip_aligned_and_read_only() -> None:
     arrays = {"a": np.arange(5, dtype=np.int32), "b": np.ones(3, dtype=np.float32), "c": np.zeros(0, dtype=np.uint8)}
     fields, payload = wire.pack_arrays(arrays)
