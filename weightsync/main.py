@@ -184,11 +184,11 @@ class Service:
     def _write_finished(self) -> None:
         for round_, ended in self._rounds.state.finished:
             numbers, text = reports.round_line(round_, ended=ended)
-            self._log.write(numbers, **text)
+            self._log.try_write(numbers, **text)
         self._rounds.state.finished.clear()
         for name, error in self._rounds.state.complaints:
             numbers, text = reports.complaint_line(self._rounds, name, error)
-            self._log.write(numbers, **text)
+            self._log.try_write(numbers, **text)
         self._rounds.state.complaints.clear()
 
     def _retry_question(self, peer: bytes, held: HeldCall, now: float) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from service_lab import Asked, ServiceLab
 
 from asyncrl import wire
+from asyncrl.metrics import open_lines
 
 
 @pytest.fixture
@@ -48,6 +49,15 @@ def test_a_late_copy_does_not_take_the_version_of_its_producer_back(lab: Service
         lab.ask(wire.LeaseRequest("p", version, 1, 0.0), request=request)
         lab.tick()
     assert not holders.all_gone(1, lab.now, 30.0)
+
+
+def test_a_full_disk_of_metrics_ends_no_service(lab: ServiceLab) -> None:
+    lab.hello("producer", "p")
+    for log in (lab.service.session._roles_log, lab.service.session._buffer_log):
+        log._file = open_lines(Path("/dev/full"))
+    assert isinstance(lab.beat("producer", "p", stats={"busy_share": 0.5}), wire.Ok)
+    lab.service.write_metrics()
+    assert (lab.service.session._roles_log.lost, lab.service.session._buffer_log.lost) == (1, 1)
 
 
 class ForgetfulNetwork:

@@ -11,6 +11,7 @@ from bare_config import BARE
 
 from asyncrl.config import WeightSyncConfig, parse
 from asyncrl.errors import AsyncRLError, Fenced, HandshakeError
+from asyncrl.metrics import open_lines
 from asyncrl.monitor.status import render
 from asyncrl.wire import Instruction, Manifest, MemberPoll, Publish, Published, RoundReply, RoundRequest
 from weightsync import main
@@ -517,6 +518,19 @@ def test_the_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     config = parse(BARE, overrides=[f"run.dir={tmp_path}"])
     main.Service(config, address="", keys=None)
     assert opened == {"weightsync.jsonl": {"most_bytes": main.MOST_LOG_BYTES}}
+
+
+def test_a_full_disk_costs_lines_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "Responder", lambda *_, **__: SimpleNamespace(address=""))
+    service = main.Service(parse(BARE, overrides=[f"run.dir={tmp_path}"]), address="", keys=None)
+    service._log._file = open_lines(Path("/dev/full"))
+    sim = Sim()
+    service._rounds = sim.rounds
+    sim.publish(0)
+    sim.take("a", receive(sim.poll("a")))
+    sim.poll("a", error="its weights have changed")
+    service._write_finished()
+    assert service._log.lost == 2 and not sim.rounds.state.finished and not sim.rounds.state.complaints
 
 
 def test_an_acknowledgement_with_an_error_is_one() -> None:
