@@ -75,7 +75,7 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
         return f"rank {gang.rank} of {gang.size} waits for {waits or 'an order or a collective of the other ranks'}"
 
     ticker.waits = lambda: turns.waiting_for or (services.waits_for() if services is not None else "")
-    watchdog = Watchdog(config.run.hang_timeout_s, diagnosis=diagnosis)
+    watchdog = Watchdog(config.run.hang_timeout_s, first_s=config.run.start_timeout_s, diagnosis=diagnosis)
     lost = False
     try:
         learner = Learner(

@@ -55,6 +55,7 @@ TICK_S = 0.05
 #: or with the tick.
 LONG_LOOK_S, REST = 0.005, 3.0
 LONGEST_HOLD_S = 10.0
+MOST_LOG_BYTES = 256 << 20  # of metrics/weightsync.jsonl: errors of guests stand in it
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Service:
         self._sessions = 0
         self._stop_asked = ""
         self._look_at = 0.0
-        self._log = MetricsLog(RunDir(config.run_dir).metrics / "weightsync.jsonl")
+        self._log = MetricsLog(RunDir(config.run_dir).metrics / "weightsync.jsonl", most_bytes=MOST_LOG_BYTES)
         self._mode = config.weightsync.transport
         self._sign = Sign(RunDir(config.run_dir).alive, role="weightsync", name="weightsync")
         self._sign_s = config.log.heartbeat_s
@@ -183,11 +184,11 @@ class Service:
     def _write_finished(self) -> None:
         for round_, ended in self._rounds.state.finished:
             numbers, text = reports.round_line(round_, ended=ended)
-            self._log.write(numbers, **text)
+            self._log.try_write(numbers, **text)
         self._rounds.state.finished.clear()
         for name, error in self._rounds.state.complaints:
             numbers, text = reports.complaint_line(self._rounds, name, error)
-            self._log.write(numbers, **text)
+            self._log.try_write(numbers, **text)
         self._rounds.state.complaints.clear()
 
     def _retry_question(self, peer: bytes, held: HeldCall, now: float) -> None:

@@ -22,6 +22,7 @@ import msgspec
 from asyncrl.config.sections.reward import DEFAULT, SHOWN_DEFAULT, JudgeConfig
 from asyncrl.config.sections.teacher import TeacherConfig
 from asyncrl.errors import UNREADABLE
+from asyncrl.evaluation.ids import SOURCE_CHARS
 
 if TYPE_CHECKING:
     from asyncrl.config.sections.reward import RewardFunctionConfig
@@ -168,4 +169,4 @@ def row_data_source(row: str) -> str:
         found: Any = msgspec.json.decode(row)
     except UNREADABLE:
         return ""
-    return str((found.get("data_source") if isinstance(found, dict) else "") or "")
+    return str((found.get("data_source") if isinstance(found, dict) else "") or "")[:SOURCE_CHARS]

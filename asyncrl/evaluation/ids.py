@@ -26,6 +26,7 @@ FIRST = 1 << 52  # ids of evaluations begin here
 ROW_BITS = 24
 MAX_ROWS = 1 << ROW_BITS
 NO_SOURCE = "default"  # for rows without a data_source
+SOURCE_CHARS = 200  # of a data_source that counts: tables and lines of the history repeat it
 METRICS = ("evaluation_", "val-core/", "val-aux/")  # prefixes of an evaluation's numbers; other fields are labels
 MARK = "eval_"  # prefix of evaluation events in the history
 
@@ -84,4 +85,4 @@ def row_source(row: str) -> str:
         found: Any = msgspec.json.decode(row)
     except UNREADABLE:
         return NO_SOURCE
-    return str((found.get("data_source") if isinstance(found, dict) else "") or NO_SOURCE)
+    return str((found.get("data_source") if isinstance(found, dict) else "") or NO_SOURCE)[:SOURCE_CHARS]

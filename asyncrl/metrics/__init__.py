@@ -12,6 +12,7 @@ from asyncrl.metrics.log import (
     line_time,
     open_lines,
     read_lines,
+    report_loss,
 )
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "line_time",
     "open_lines",
     "read_lines",
+    "report_loss",
 ]

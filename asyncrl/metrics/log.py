@@ -37,6 +37,12 @@ def open_lines(path: Path) -> FileIO:
     return file
 
 
+def report_loss(what: str, error: OSError) -> None:
+    """Say that something could not be written; the output may stand on the same full disk."""
+    with suppress(OSError):
+        print(f"ERROR: {what}: {error}", flush=True)
+
+
 class MetricsLog:
     """Appends lines of metrics to one JSONL file. Text fields go through `labels`, not through the catalogue.
 
@@ -49,6 +55,8 @@ class MetricsLog:
         self._most_bytes = most_bytes
         self._file = open_lines(path)
         self._torn = b""
+        self.lost = 0  # lines that `try_write` could not write
+        self._loses = False
 
     def write(self, values: Mapping[str, float], **labels: Any) -> None:
         """One line: `t` (seconds since the epoch), the labels, the values. Raises KeyError on an unknown name."""
@@ -68,9 +76,23 @@ class MetricsLog:
         if self._file.write(text) == len(text):
             self._torn = b""
         if self._most_bytes and self._file.tell() > self._most_bytes:
-            os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
+            with suppress(FileNotFoundError):  # it was renamed before, and no new file could be made
+                os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
+            new = open_lines(self._path)
             self._file.close()
-            self._file = open_lines(self._path)
+            self._file = new
+
+    def try_write(self, values: Mapping[str, float], **labels: Any) -> None:
+        """`write` for a service: a full disk costs it lines of this file and does not end it. The first is said."""
+        try:
+            self.write(values, **labels)
+        except OSError as error:
+            self.lost += 1
+            if not self._loses:
+                report_loss(f"lines of {self._path.name} are lost ({self.lost} so far)", error)
+            self._loses = True
+        else:
+            self._loses = False
 
     def close(self) -> None:
         self._file.close()

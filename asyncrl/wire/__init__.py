@@ -81,7 +81,14 @@ from asyncrl.wire.training import (
     Register,
     Registered,
 )
-from asyncrl.wire.validation import LOWEST_LOGPROB, SampleLimits, checked_arrays, checked_teacher, validate_samples
+from asyncrl.wire.validation import (
+    LOWEST_LOGPROB,
+    SampleLimits,
+    checked_arrays,
+    checked_teacher,
+    find_wrong_digests,
+    validate_samples,
+)
 from asyncrl.wire.weights import (
     BaseOffer,
     Fetch,
@@ -206,6 +213,7 @@ __all__ = [
     "decode_samples",
     "encode",
     "encode_header",
+    "find_wrong_digests",
     "join_supports",
     "pack_arrays",
     "pack_experts",

@@ -15,6 +15,7 @@ LARGEST: Final = 1 << 62  # what comes after it still fits where 64 bits are all
 Whole = Annotated[int, Meta(ge=0, le=LARGEST)]
 Version = Annotated[int, Meta(ge=-1, le=LARGEST)]  # -1: none yet
 Name = Annotated[str, Meta(max_length=200)]  # of a process or a role: services keep tables by it
+Text = Annotated[str, Meta(max_length=500)]  # what a service keeps of every peer: digests, addresses, names of settings
 Buffer = bytes | bytearray | memoryview
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]

@@ -18,11 +18,12 @@ from asyncrl.wire.experts import NAMES as EXPERTS
 from asyncrl.wire.experts import unpack_experts
 from asyncrl.wire.rewards import TeacherLogprobs
 from asyncrl.wire.support import NAMES, Support, unpack_support
-from asyncrl.wire.work import SampleHead, Samples
+from asyncrl.wire.work import Pieces, SampleHead, Samples
 
 LOWEST_LOGPROB: Final = -1000.0  # float32 draws no token of a probability below 1e-38; raw log-probs go a little lower
 MOST_ROW_BYTES: Final = 16 << 20  # of a prompt's row as JSON
-DIGEST_LETTERS: Final = 64  # of an image
+DIGEST_LETTERS: Final = 64  # of an image; digests of weights have at most as many
+SPARE_DIGESTS: Final = 64  # of versions that made no token of the message
 
 
 class SampleLimits(msgspec.Struct, frozen=True):
@@ -50,12 +51,26 @@ def validate_samples(
 
     Cheap numpy checks: lengths agree, indices in range, log-probs finite and not positive, token ids inside the
     vocabulary (if `vocab_size` is known), no version newer than `newest_version`, no empty response, each token among
-    the ids that it was drawn from, nothing beyond `limits`.
+    the ids that it was drawn from, digests of a plausible length and number, nothing beyond `limits`.
     """
     beyond = _check_limits(head, limits) if limits is not None else ""
+    beyond = beyond or find_wrong_digests(head)
     if beyond:
         return beyond
     return checked_arrays(head, payload, group_size=group_size, vocab_size=vocab_size, newest_version=newest_version)[1]
+
+
+def find_wrong_digests(head: Samples | Pieces) -> str:
+    """Why the digests of these samples or pieces may not be kept: rows and lines of the history repeat them."""
+    longest = max(map(len, head.digests.values()), default=0)
+    if longest > DIGEST_LETTERS:
+        return f"digests: one has {longest} characters, {DIGEST_LETTERS} are allowed"
+    if len(head.digests) <= SPARE_DIGESTS:  # the usual case
+        return ""
+    versions = {version for sample in head.samples for version, _ in sample.runs}
+    if len(head.digests) > len(versions) + SPARE_DIGESTS:
+        return f"digests: {len(head.digests)} for tokens of {len(versions)} versions"
+    return ""
 
 
 def _check_limits(head: Samples, limits: SampleLimits) -> str:

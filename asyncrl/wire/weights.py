@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.wire.base import Message, Name, Version, Whole
+from asyncrl.wire.base import Message, Name, Text, Version, Whole
 
 
 class Tensor(Message, frozen=True):
@@ -100,19 +100,19 @@ class MemberPoll(Message, frozen=True, tag=64):
     member: Name
     pid: Whole
     host: Name
-    fingerprint: str
-    state: str  # joining | stale | prepared | serving | holding (serving, and wants no newer version now)
+    fingerprint: Text
+    state: Text  # joining | stale | prepared | serving | holding (serving, and wants no newer version now)
     version: Version
-    digest: str
+    digest: Text
     round: Whole
     wait_s: float
-    transports: tuple[str, ...] = ()
-    has_plan: str = ""
+    transports: tuple[Text, ...] = ()
+    has_plan: Text = ""
     error: str = ""
-    encodings: tuple[str, ...] = ("full",)
-    relay: str = ""  # address where it relays its version to others (transport `stream`)
+    encodings: tuple[Text, ...] = ("full",)
+    relay: Text = ""  # address where it relays its version to others (transport `stream`)
     order: int = 0  # grows with every poll on its host (a monotonic clock): an older one is a late copy; 0: unknown
-    base: str = ""  # digest of its full weights, without the adapter
+    base: Text = ""  # digest of its full weights, without the adapter
 
 
 class Instruction(Message, frozen=True, tag=65):

@@ -53,6 +53,8 @@ def check(
         return {}, f"length: the arrays do not hold the {total} tokens of {len(head.samples)} pieces"
     if len({item.index for item in head.samples}) < len(head.samples):
         return {}, "index: a sample stands there twice"
+    if why := wire.find_wrong_digests(head):
+        return {}, why
     if TURNS in arrays and (why := _wrong_turns(arrays[TURNS], total, len(head.samples))):
         return {}, why
     reasons = (_wrong_head(item, group_size, max_tokens, newest_version) for item in head.samples)

@@ -4,7 +4,7 @@ Guarantees:
 1. `evaluations/step-<N>.jsonl` holds a line for every scored sample before its score is persisted. After a kill a line
    may stand there twice (readers take the last one of `round`, `row` and `index`), none is missing;
 2. `metrics/evaluation.jsonl` holds a line for every evaluation that ended; after a kill the missing ones are written at
-   the next start.
+   the next start, and those that a full disk refused with the next evaluation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.evaluation.ids import METRICS
-from asyncrl.metrics import MetricsLog, open_lines, read_lines
+from asyncrl.metrics import MetricsLog, open_lines, read_lines, report_loss
 from asyncrl.runtime.run_dir import RunDir
 from buffers.service.event_log import write_all
 
@@ -29,6 +29,7 @@ class EvaluationFiles:
         self._run = RunDir(config.run_dir)
         self._durable = config.buffer.fsync == "always"
         self._log: MetricsLog | None = None
+        self._ended: list[dict[str, Any]] = []  # evaluations whose lines are to be written
         self._written: set[int] | None = None  # rounds that are in the metrics
 
     def write_samples(self, samples: Sequence[dict[str, Any]]) -> None:
@@ -43,19 +44,27 @@ class EvaluationFiles:
                     os.fdatasync(file.fileno())
 
     def write_ended(self, ended: Sequence[dict[str, Any]]) -> None:
-        """Append the lines of metrics that are not there yet."""
-        if not ended:
+        """Append the lines of metrics that are not there yet. The evaluations themselves are in the store."""
+        self._ended += ended
+        try:
+            self._write_ended()
+        except OSError as error:
+            report_loss("the line of an evaluation waits for the next one", error)
+
+    def _write_ended(self) -> None:
+        if not self._ended:
             return
         if self._log is None or self._written is None:
             path = self._run.metrics / "evaluation.jsonl"
             self._written = {line["round"] for line in read_lines(path) if "round" in line}
             self._log = MetricsLog(path)
-        for line in ended:
+        for line in self._ended:
             if line["round"] in self._written:
                 continue
             values = {name: value for name, value in line.items() if name.startswith(METRICS)}
-            self._written.add(line["round"])
             self._log.write(values, **{name: value for name, value in line.items() if name not in values})
+            self._written.add(line["round"])
+        self._ended.clear()
 
     def close(self) -> None:
         if self._log is not None:

@@ -86,6 +86,8 @@ class LearnerRequests:
         try:
             self._register(call, since=since)
         except AsyncRLError as error:
+            if error.code == "internal":  # the table is half edited: it must not be persisted
+                raise
             self.context.refuse(call, error)
 
     # ------------------------------------------------------------ batches

@@ -95,7 +95,7 @@ class Session:
             context.evaluations.heartbeat(beat.role, beat.name, pid=beat.pid, holds=beat.holds)
         if leads or context.peers.may_log(beat.role, beat.name, context.now):
             waits = beat.waiting_for[:WAIT_CHARS]
-            self._roles_log.write(
+            self._roles_log.try_write(
                 beat.stats, role=beat.role, name=beat.name, pid=beat.pid, host=beat.host, waiting_for=waits
             )
         cancelled = machine.workers.take_cancelled(beat.name, again=True) if beat.role == "producer" else ()
@@ -153,7 +153,7 @@ class Session:
             **context.lengths.values(),
             **self._judge_metrics(),
         }
-        self._buffer_log.write(values, **labels)
+        self._buffer_log.try_write(values, **labels)
 
     def _judge_metrics(self) -> dict[str, float]:
         values: dict[str, float] = {}

@@ -210,8 +210,8 @@ class Gang:
 
 
 def waiting_s(config: Config) -> float:
-    """Return the timeout of collectives: longer than the longest wait for a batch."""
-    return max(config.learner.batch_timeout_s, config.run.hang_timeout_s) + 120
+    """Return the timeout of collectives: longer than the longest wait for a batch, or for a checkpoint at the start."""
+    return max(config.learner.batch_timeout_s, config.run.hang_timeout_s, config.run.start_timeout_s) + 120
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -150,6 +150,8 @@ def outside(what: str, lease: wire.Lease) -> dict[str, Any]:
     elif what == "an image named by a path":
         arguments["masks"] = {index: np.array([1, 0, 1], np.uint8) for index in lease.missing}
         arguments["images"] = dict.fromkeys(lease.missing, ((1, "/" * 64),))
+    elif what == "a long digest":
+        arguments["digests"] = {0: "d" * 65}
     elif what == "a long prompt":
         arguments["prompt_ids"] = np.zeros(5000, np.int32)
     elif what == "many sequences":
@@ -163,7 +165,7 @@ def outside(what: str, lease: wire.Lease) -> dict[str, Any]:
 OUTSIDE = (
     "rewards of its own", "rewards of turns", "60,000 tokens", "impossible log-probs", "a long prompt",
     "many sequences", "an image that it never sent", "an image of a turn that it never sent",
-    "an image named by a path",
+    "an image named by a path", "a long digest",
 )  # fmt: skip
 
 

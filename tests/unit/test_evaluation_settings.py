@@ -10,10 +10,20 @@ import pytest
 from bare_config import BARE
 
 from asyncrl.config import Config, parse
+from asyncrl.config.judges import row_data_source
 from asyncrl.config.mode import evaluation_data, evaluation_sampling, is_evaluation_due, present_roles
 from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import ConfigError, ConfigErrors
-from asyncrl.evaluation.ids import FIRST, MAX_ROWS, evaluation_group, is_evaluation, row_seed, row_source, split_group
+from asyncrl.evaluation.ids import (
+    FIRST,
+    MAX_ROWS,
+    SOURCE_CHARS,
+    evaluation_group,
+    is_evaluation,
+    row_seed,
+    row_source,
+    split_group,
+)
 from asyncrl.launcher.launch import LaunchOptions, roles_here
 from asyncrl.preflight.derived import derive_findings, notes_on, what_starts
 from asyncrl.preflight.files import check_data
@@ -142,6 +152,8 @@ def test_ids() -> None:
     assert row_seed(1, 2) == row_seed(1, 2) != row_seed(1, 3) != row_seed(2, 3)
     assert row_source('{"data_source":"gsm8k"}') == "gsm8k"
     assert row_source("{}") == row_source("not json") == row_source("[1]") == "default"
+    long = msgspec.json.encode({"data_source": "m" * 10_000}).decode()
+    assert row_source(long) == row_data_source(long) == "m" * SOURCE_CHARS
 
 
 def test_share_of_a_producer() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import random
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from bare_config import BARE
 
 from asyncrl.config import parse
 from asyncrl.metrics import JsonTail, MetricsLog, Position, open_lines, read_lines
+from asyncrl.metrics import log as metrics_log
 from asyncrl.runtime.run_dir import RunDir
 from buffers.service.evaluation_files import EvaluationFiles
 
@@ -185,3 +189,57 @@ def test_scored_samples_and_processes_after_a_line_that_a_kill_cut(tmp_path: Pat
     run.processes.write_bytes(b'{"role": "buf')
     run.record_process("buffer", "buffer")
     assert [line["role"] for line in read_lines(run.processes)] == ["buffer"]
+
+
+def run_out_of_space(log: MetricsLog) -> FileIO:
+    """Every write of the log fails; its file, to give it back."""
+    file, log._file = log._file, open_lines(Path("/dev/full"))
+    return file
+
+
+def test_a_full_disk_costs_a_service_lines_of_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = MetricsLog(tmp_path / "m.jsonl")
+    log.try_write({"step": 1})
+    file = run_out_of_space(log)
+    log.try_write({"step": 2})
+    log.try_write({"step": 3})
+    with pytest.raises(OSError, match="No space left"):
+        log.write({"step": 3})
+    log._file = file
+    log.try_write({"step": 4})
+    log.close()
+    assert [line["step"] for line in read_lines(tmp_path / "m.jsonl")] == [1, 4] and log.lost == 2
+    assert capsys.readouterr().out.count("ERROR: lines of m.jsonl are lost (1 so far)") == 1, "once per outage"
+    with pytest.raises(KeyError):
+        log.try_write({"no such metric": 1})
+
+
+def test_a_log_is_renamed_later_if_no_new_file_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.jsonl"
+    log = MetricsLog(path, most_bytes=100)
+
+    def refuse(path: Path) -> FileIO:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(metrics_log, "open_lines", refuse)
+        for step in range(10):
+            log.try_write({"step": step})
+    log.try_write({"step": 10})
+    log.try_write({"step": 11})
+    log.close()
+    assert [line["step"] for line in read_lines(path)] == [11]
+    assert [line["step"] for line in read_lines(tmp_path / "m.jsonl.1")] == list(range(11))
+
+
+def test_the_line_of_an_evaluation_waits_for_space(tmp_path: Path) -> None:
+    RunDir(tmp_path).create()
+    files = EvaluationFiles(parse(BARE, overrides=[f"run.dir={tmp_path}"]))
+    files.write_ended([{"round": 1, "val-core/x/reward/mean@1": 0.5}])
+    assert files._log is not None
+    file = run_out_of_space(files._log)
+    files.write_ended([{"round": 2, "val-core/x/reward/mean@1": 0.6}])
+    files._log._file = file
+    files.write_ended([{"round": 3, "val-core/x/reward/mean@1": 0.7}])
+    files.close()
+    assert [line["round"] for line in read_lines(tmp_path / "metrics" / "evaluation.jsonl")] == [1, 2, 3]

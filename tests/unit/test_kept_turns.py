@@ -204,3 +204,5 @@ def test_a_piece_of_turns_is_checked(folder: Path, tokenizer: Tokenizer) -> None
         assert why in partial_samples.check(replace(message, fields=fields), data, **limits)[1]
     fields, data = wire.pack_arrays(arrays | {"turns": np.array([7, 0, 1], np.int32)})
     assert "layout" in partial_samples.check(replace(message, fields=fields), data, **limits)[1]
+    for digests in ({3: "d" * 65}, dict.fromkeys(range(100), "d")):
+        assert "digests" in partial_samples.check(replace(message, digests=digests), payload, **limits)[1]

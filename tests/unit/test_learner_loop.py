@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import numpy as np
@@ -469,6 +470,44 @@ def test_a_rank_without_progress_ends_with_its_diagnosis(capfd: pytest.CaptureFi
     assert codes == [70]
     said = capfd.readouterr().err
     assert "no step for 11 s. rank 1 waits for rank 0" in said and "most recent call first" in said
+
+
+def test_a_rank_has_longer_until_its_first_step() -> None:
+    import threading
+
+    ended = threading.Event()
+    now = 0.0
+    dog = Watchdog(10.0, first_s=100.0, diagnosis=str, end=lambda _: ended.set(), clock=lambda: now)
+    now = 99.0
+    assert not ended.wait(1.2)
+    dog.progress()
+    now = 110.0
+    assert ended.wait(60)
+    dog.stop()
+
+
+def test_the_learner_asks_for_that_time(monkeypatch: pytest.MonkeyPatch, model_dir: Path, tmp_path: Path) -> None:
+    from learners import main as learner_main
+    from learners.gang.gang import waiting_s
+
+    config = make_config(model_dir, tmp_path / "run", extra="run.hang_timeout_s = 20\nrun.start_timeout_s = 3600")
+    made: dict[str, Any] = {}
+
+    class Enough(Exception):
+        """The watchdog was made."""
+
+    def watch(limit_s: float, **settings: Any) -> None:
+        made.update(settings, limit_s=limit_s)
+        raise Enough
+
+    monkeypatch.setattr("learners.gang.watchdog.Watchdog", watch)
+    for name in ("learners.gang.gang.Gang.join", "learners.device_turns.DeviceTurns", "asyncrl.plugins.find"):
+        monkeypatch.setattr(name, MagicMock())
+    for name in ("_connect", "refuse_cuts"):
+        monkeypatch.setattr(learner_main, name, MagicMock())
+    with pytest.raises(Enough):
+        learner_main._train(SimpleNamespace(), config, SimpleNamespace(), SimpleNamespace())
+    assert (made["limit_s"], made["first_s"]) == (20, 3600) and waiting_s(config) == 3720
 
 
 def test_heart_beats_while_the_main_thread_waits() -> None:

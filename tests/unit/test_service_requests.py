@@ -13,6 +13,10 @@ from hypothesis import strategies as st
 from service_lab import Asked, ServiceLab
 
 from asyncrl import wire
+from asyncrl.errors import AsyncRLError
+from asyncrl.metrics import open_lines
+from buffers import main as server
+from buffers.groups import recovery
 
 
 @pytest.fixture
@@ -48,6 +52,37 @@ def test_a_late_copy_does_not_take_the_version_of_its_producer_back(lab: Service
         lab.ask(wire.LeaseRequest("p", version, 1, 0.0), request=request)
         lab.tick()
     assert not holders.all_gone(1, lab.now, 30.0)
+
+
+def test_a_full_disk_of_metrics_ends_no_service(lab: ServiceLab) -> None:
+    lab.hello("producer", "p")
+    for log in (lab.service.session._roles_log, lab.service.session._buffer_log):
+        log._file = open_lines(Path("/dev/full"))
+    assert isinstance(lab.beat("producer", "p", stats={"busy_share": 0.5}), wire.Ok)
+    lab.service.write_metrics()
+    assert (lab.service.session._roles_log.lost, lab.service.session._buffer_log.lost) == (1, 1)
+
+
+def test_a_registration_that_breaks_the_table_later_persists_nothing(
+    lab: ServiceLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the silence of the learner before it, and is looked at again by the clock."""
+
+    def check(_table: object) -> None:
+        raise AsyncRLError("internal", "a check failed")
+
+    epoch = lab.groups.table.meta.epoch
+    asked = lab.ask(wire.Register("learner", 2, "h2", 0, "", False, "", {0: "d0"}), request=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(recovery, "check_table", check)
+        with pytest.raises(AsyncRLError, match="a check failed"):
+            for _ in range(100):
+                lab.tick()
+    assert not asked.answers
+    died = lab.service
+    lab.service = server.open_service(lab.config, server.open_store(lab.config, lambda: False))
+    assert lab.groups.table.meta.epoch == epoch and lab.groups.table.meta.learner[1] == 1
+    died.segments.close()
 
 
 class ForgetfulNetwork:

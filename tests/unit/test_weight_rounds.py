@@ -2,15 +2,21 @@
 
 import random
 from dataclasses import astuple
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bare_config import BARE
 
-from asyncrl.config import WeightSyncConfig
+from asyncrl.config import WeightSyncConfig, parse
 from asyncrl.errors import AsyncRLError, Fenced, HandshakeError
+from asyncrl.metrics import open_lines
 from asyncrl.monitor.status import render
 from asyncrl.wire import Instruction, Manifest, MemberPoll, Publish, Published, RoundReply, RoundRequest
+from weightsync import main
 from weightsync.coordinator import status as reports
+from weightsync.coordinator.membership import ERROR_CHARS, MOST_WAYS
 from weightsync.coordinator.queries import WANTED, reply_digest
 from weightsync.coordinator.records import Publisher, Round
 from weightsync.coordinator.rounds import Rounds
@@ -491,6 +497,40 @@ def test_an_error_of_an_older_round_does_not_fail_the_newer_one() -> None:
     member = sim.rounds.state.members["a"]
     assert member.part is not None and member.part.round.number == new.round and member.complaint == "too slow"
     assert sim.take("a", new) is None and sim.state("a") == "serving" and member.complaint == ""
+
+
+def test_what_a_member_says_is_cut() -> None:
+    sim = Sim()
+    sim.publish(0)
+    old = receive(sim.poll("a"))
+    sim.poll("a", round=old.round, error="x" * 1_000_000, transports=("local",) * 100)
+    member = sim.rounds.state.members["a"]
+    assert member.error == "x" * ERROR_CHARS and sim.rounds.state.complaints == [], "it is the result of its part"
+    assert len(member.transports) == MOST_WAYS
+    (round_, ended), *_ = sim.rounds.state.finished
+    assert reports.round_line(round_, ended=ended)[1]["members"] == {"a": "x" * ERROR_CHARS}
+
+
+def test_the_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: dict[str, Any] = {}
+    monkeypatch.setattr(main, "MetricsLog", lambda path, **settings: opened.update({path.name: settings}))
+    monkeypatch.setattr(main, "Responder", lambda *_, **__: SimpleNamespace(address=""))
+    config = parse(BARE, overrides=[f"run.dir={tmp_path}"])
+    main.Service(config, address="", keys=None)
+    assert opened == {"weightsync.jsonl": {"most_bytes": main.MOST_LOG_BYTES}}
+
+
+def test_a_full_disk_costs_lines_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "Responder", lambda *_, **__: SimpleNamespace(address=""))
+    service = main.Service(parse(BARE, overrides=[f"run.dir={tmp_path}"]), address="", keys=None)
+    service._log._file = open_lines(Path("/dev/full"))
+    sim = Sim()
+    service._rounds = sim.rounds
+    sim.publish(0)
+    sim.take("a", receive(sim.poll("a")))
+    sim.poll("a", error="its weights have changed")
+    service._write_finished()
+    assert service._log.lost == 2 and not sim.rounds.state.finished and not sim.rounds.state.complaints
 
 
 def test_an_acknowledgement_with_an_error_is_one() -> None:

@@ -239,6 +239,15 @@ def test_mutated_headers_raise_nothing_else() -> None:
     assert 0 < decoded < 20_000
 
 
+@pytest.mark.parametrize("field", ["fingerprint", "state", "digest", "has_plan", "relay", "base"])
+def test_texts_that_the_weight_sync_keeps_are_bounded(field: str) -> None:
+    poll = next(one for one in EXAMPLES if isinstance(one, wire.MemberPoll))
+    assert wire.decode_header(wire.encode_header(msgspec.structs.replace(poll, **{field: "x" * 500})))
+    with pytest.raises(WireError) as error:
+        wire.decode_header(wire.encode_header(msgspec.structs.replace(poll, **{field: "x" * 501})))
+    assert error.value.code == "wire.decode"
+
+
 def test_arrays_round_trip_aligned_and_read_only() -> None:
     arrays = {"a": np.arange(5, dtype=np.int32), "b": np.ones(3, dtype=np.float32), "c": np.zeros(0, dtype=np.uint8)}
     fields, payload = wire.pack_arrays(arrays)
@@ -297,6 +306,8 @@ def test_validation_accepts_good_samples_and_names_each_poison() -> None:
     verdict("runs", {"samples": (msgspec.structs.replace(one, runs=((4, 3), (5, 0))),)})
     verdict("layout", {"fields": fields[:2]})
     verdict("layout", {}, logprobs=np.array([3, 4, 5], dtype=np.int32))
+    verdict("digests", {"digests": {4: "d4", 3: "d" * 65}})
+    verdict("digests", {"digests": dict.fromkeys(range(100), "d")})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from weightsync.coordinator.records import HOLDING, Member, SyncState, is_part_e
 from weightsync.coordinator.transfers import Transfers
 
 COMPLAINT_S = 1.0  # between two lines of one member in the log
-ERROR_CHARS = 1000
+ERROR_CHARS = 1000  # of a member's error: lines of the log repeat it
+MOST_WAYS = 32  # transports and encodings of a member
 FORGET_S = 3600.0  # preempted generators come back under new names: a dead member is forgotten then
 
 
@@ -28,15 +29,15 @@ class Membership:
             state.members[message.member] = member
         member.last_seen = now
         member.dead = False
-        member.transports, member.encodings = message.transports, message.encodings
+        member.transports, member.encodings = message.transports[:MOST_WAYS], message.encodings[:MOST_WAYS]
         member.has_plan, member.relay, member.base = message.has_plan, message.relay, message.base
         return member
 
     def report(self, member: Member, message: MemberPoll, now: float) -> None:
         """Take the member's report of what it holds."""
-        member.order, member.unsure, part = message.order, False, member.part
-        if message.error and is_part_error(message, part):
-            self.transfers.fail(member, message.error, now)
+        member.order, member.unsure, part, error = message.order, False, member.part, message.error[:ERROR_CHARS]
+        if error and is_part_error(message, part):
+            self.transfers.fail(member, error, now)
         if message.state == "prepared":
             member.received_digest = message.digest
             if message.version != member.version:  # overwritten in place: it holds nothing until the commit
@@ -49,8 +50,7 @@ class Membership:
         if message.state == HOLDING:
             self.transfers.release(member, now)
         member.reported, member.round_reported = message.state, message.round
-        is_result = part is not None and part.result == message.error
-        error = message.error[:ERROR_CHARS]
+        is_result = part is not None and part.result == error
         if error and not is_result and error != member.complaint and now - member.complained > COMPLAINT_S:
             member.complaint, member.complained = error, now
             self.state.complaints.append((member.name, error))
