@@ -362,7 +362,7 @@ class Learner:
             self._await_others()
             failpoint("learner.at_export")
             self._turns.begin()
-            with record_step(self._run.export, step, lead=self._gang.lead):
+            with record_step(self._run, step, lead=self._gang.lead):
                 self._backend.export_hf(self._run.export)
             self._turns.end(self._backend)
         if self._services is None:

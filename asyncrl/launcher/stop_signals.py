@@ -4,7 +4,7 @@ Guarantees:
 1. SIGINT and SIGTERM ask, and SIGHUP unless it is ignored (`nohup`);
 2. a SIGTERM within `REPEAT_S` of the first signal belongs to it: a service manager signals every process at once, with
    SIGTERM and SIGHUP, and launchers forward what their children get anyway. SIGHUP never asks again: a closed terminal
-   sends several, and no user is left there. SIGINT always does: somebody presses Ctrl-C.
+   sends several, and no user is left there. SIGINT always does: a user presses Ctrl-C.
 """
 
 from __future__ import annotations

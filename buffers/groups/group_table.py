@@ -246,15 +246,6 @@ class GroupTable:
             self.meta.abandoned = tuple(other for other in self.meta.abandoned if other != digest)
             self.put("meta")
 
-    def abandon_versions(self, newest: int) -> None:
-        """The learner went back: other weights will have the numbers above `newest`."""
-        self.meta.newest = newest
-        for version in [version for version in self.digests if version > newest]:
-            gone = self.digests.pop(version)
-            self.meta.abandoned = (*self.meta.abandoned, *gone)[-KEPT_DIGESTS:]
-            self.put("digests")
-        self.put("meta")
-
     # ------------------------------------------------------------ counts
 
     @property
@@ -276,6 +267,16 @@ class GroupTable:
             self._checked = self.tx.now
         else:
             check_sums(self)
+
+
+def abandon_versions(table: GroupTable, newest: int) -> None:
+    """The learner went back: other weights will have the numbers above `newest`."""
+    table.meta.newest = newest
+    for version in [version for version in table.digests if version > newest]:
+        gone = table.digests.pop(version)
+        table.meta.abandoned = (*table.meta.abandoned, *gone)[-KEPT_DIGESTS:]
+        table.put("digests")
+    table.put("meta")
 
 
 def _end_of(kind: str) -> tuple[State, str]:

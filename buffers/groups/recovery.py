@@ -20,7 +20,7 @@ from __future__ import annotations
 from asyncrl.errors import AsyncRLError, Fenced, error_for
 from buffers.groups.batches import Batches
 from buffers.groups.failure_budget import FailureBudget
-from buffers.groups.group_table import GroupTable, adopt, check_table, reopen, seal
+from buffers.groups.group_table import GroupTable, abandon_versions, adopt, check_table, reopen, seal
 from buffers.groups.leases import GroupLeases
 from buffers.groups.live_settings import LiveSettings
 from buffers.groups.partial_samples import PartialSamples
@@ -144,7 +144,7 @@ class Recovery:
         self.restore_batches(step, trained, recorded)
         self._issue_unknown(ledger.cursor)
         table.meta.version = step
-        table.abandon_versions(table.frontier)
+        abandon_versions(table, table.frontier)
         competing = [group for group in table.groups.values() if group.state in COMPETING]
         self.leases.restart_abandoned(competing, table.frontier)
         self.partial.discard_abandoned(table.frontier)

@@ -18,7 +18,7 @@ from asyncrl.evaluation.ids import evaluation_group, split_group
 from asyncrl.wire import Lease, LeaseReturn, RewardFailure, SampleHead, Samples, SamplesReply, Score, Scores
 from buffers.evaluation.evaluations import Evaluations
 from buffers.groups.diagnosis import describe_judges
-from buffers.groups.group_table import ledger_counts
+from buffers.groups.group_table import abandon_versions, ledger_counts
 from buffers.groups.machine import GroupMachine
 from buffers.groups.records import Ledger, Record, settings_of
 
@@ -350,7 +350,7 @@ def test_a_version_that_the_learner_went_back_from_is_lost_at_once() -> None:
         one, _ = lab.lease(version=version)
         lab.answer(one, version=version, digest=digests.get(version, ""))
         lab.groups.begin(lab.now)
-        lab.groups.table.abandon_versions(0)
+        abandon_versions(lab.groups.table, 0)
         lab.tick(0.1)
         (event,) = [e for e in lab.events if e["e"] == "eval_restart"]
         assert event["why"] == "its version was trained again with other weights"

@@ -320,7 +320,7 @@ def test_files_of_a_run_are_replaced_and_never_half_written(tmp_path: Path, monk
 
 def export(run: asyncrl.Run, *, step: int, whole: bool = True) -> None:
     """Write what a learner exports."""
-    with contextlib.suppress(InterruptedError), record_step(run.files.export, step, lead=True):
+    with contextlib.suppress(InterruptedError), record_step(run.files, step, lead=True):
         run.files.export.mkdir(parents=True, exist_ok=True)
         (run.files.export / "config.json").write_text("{}")
         if not whole:
