@@ -213,7 +213,8 @@ class StartCheck:
             say("error", "config.environment", f"{len(unknown)} of {total} rows: {unknown[0]}", where, NAME_REMEDY)
         elif len(bad) == total:
             remedy = f"data.max_prompt_tokens = {max(longest)} takes them all" if longest else ""
-            say("error", "config.data", f"none of {total} rows can be used: {bad[0]}", where, remedy)
+            code = "config.template" if all(reason.startswith("template: ") for reason in bad) else "config.data"
+            say("error", code, f"none of {total} rows can be used: {bad[0]}", where, remedy)
         else:
             say("note", f"{len(bad)} of {total} rows would be set aside; the first: {bad[0]}")
 

@@ -341,6 +341,18 @@ class _Table(Sequence[Any]):
 # ---------------------------------------------------------------- token ids
 
 
+def _encode(prompt: Any, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Ids of a text or of chat messages. Raises `BadPrompt` for what template or tokenizer refuses."""
+    try:
+        return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt, tools)
+    except ConfigError as error:
+        if error.code != "config.template":  # no row could be encoded
+            raise
+        raise BadPrompt(f"template: {error.message}") from None
+    except Exception as error:  # the package of tokenizers raises bare Exception
+        raise BadPrompt(f"prompt: {type(error).__name__}: {error}") from None
+
+
 def encode_prompt(
     row: Row,
     data: DataConfig,
@@ -355,7 +367,8 @@ def encode_prompt(
 
     Raises:
         BadPrompt: an image that cannot be read, images for a language model, videos or audio (also in other columns),
-            no prompt, another type, no tokens, or more than `data.max_prompt_tokens`.
+            no prompt, another type, messages that the template refuses, no tokens, or more than
+            `data.max_prompt_tokens`.
         ConfigError: the whole data set cannot be encoded (chat messages without a template).
     """
     if media := find_media(row, sees=bool(image_digests(row))):
@@ -364,13 +377,11 @@ def encode_prompt(
         prompt, own = split_prompt(row.get(data.prompt_key))
     except ApiError as error:
         raise BadPrompt(f"prompt: {error}") from None
-    if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt)
-    elif is_chat(prompt):
-        if not data.chat_template:
-            message = f"column {data.prompt_key!r} holds chat messages and data.chat_template is off"
-            raise ConfigError("config.data", message, where=data.source or data.path)
-        ids = tokenizer.encode_chat(prompt, (*tools, *own))
+    if is_chat(prompt) and not data.chat_template:
+        message = f"column {data.prompt_key!r} holds chat messages and data.chat_template is off"
+        raise ConfigError("config.data", message, where=data.source or data.path)
+    if isinstance(prompt, str) or is_chat(prompt):
+        ids = _encode(prompt, tokenizer, (*tools, *own))
     else:
         kind = "missing" if prompt is None else f"a {type(prompt).__name__}"
         raise BadPrompt(f"prompt: column {data.prompt_key!r} is {kind}, not text or chat messages")

@@ -285,6 +285,24 @@ def test_a_bad_row_has_a_reason(folder: Path, prompt: Any, reason: str) -> None:
     assert reason in caught.value.reason
 
 
+def test_a_row_that_template_or_tokenizer_refuses_is_a_bad_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(folder, trust_remote_code=False)
+    refuses = "{% if messages[0].role != 'user' %}{{ raise_exception('no system messages') }}{% endif %}"
+    tokenizer.transformers().chat_template = refuses + "{{ messages[0].content + '.' }}"
+    data = DataConfig(path="x")
+    for message in ({"role": "system", "content": "hi"}, {"role": "user", "content": None}):
+        with pytest.raises(BadPrompt, match="template: it refuses the messages"):
+            encode_prompt({"prompt": [message]}, data, tokenizer)
+    assert encode_prompt({"prompt": [{"role": "user", "content": "1"}]}, data, tokenizer).size
+
+    def encode(text: str) -> list[int]:
+        raise Exception("Missing [UNK] token from the vocabulary")
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    with pytest.raises(BadPrompt, match="UNK"):
+        encode_prompt({"prompt": "x"}, data, tokenizer)
+
+
 def test_all_ends_of_sequence_count(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     (folder / "config.json").write_text(json.dumps({"eos_token_id": None, "text_config": {"eos_token_id": 7}}))
