@@ -77,6 +77,7 @@ class Session:
     def __init__(self, prompt_ids: IntArray, *, index: int, images: Sequence[bytes] = ()) -> None:
         self.index = index
         self.turns = 0
+        self._asked = (0, 0)  # turn and requests for it: an engine may still be at work on one that was given up
         self.others: list[tuple[int, str, Runs]] = []  # turns of other policies: after how many own turns, whose, runs
         self._id = ""
         self._finish = "stop"
@@ -108,13 +109,15 @@ class Session:
         return max(0, min(longest - len(self.context), max_new_tokens - self.response_tokens))
 
     def request(self, group: GenRequest, *, max_prompt_tokens: int, max_new_tokens: int) -> GenRequest:
-        """The engine request of the next turn, with the sampling of the group's request. Each turn has its own seed. An
-        engine takes prompts of `max_prompt_tokens`; tokens beyond count as begun.
+        """The engine request of the next turn, with the sampling of the group's request. Each turn has its own seed,
+        each request its own id. An engine takes prompts of `max_prompt_tokens`; tokens beyond count as begun.
         """
+        again = self._asked[1] + 1 if self._asked[0] == self.turns else 1
+        self._asked = self.turns, again
         begun = len(self.context) - min(self.prompt_tokens, max_prompt_tokens)
         return replace(
             group,
-            id=f"{group.id}:{self.index}:{self.turns}",
+            id=f"{group.id}:{self.index}:{self.turns}" + (f".{again}" if again > 1 else ""),
             prompt_ids=self.context,
             indices=(self.index,),
             seed=(group.seed + self.turns * TURN_SEED) % SEEDS,

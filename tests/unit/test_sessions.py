@@ -145,6 +145,16 @@ def test_nothing_said_and_too_many_rewards_are_errors() -> None:
         two_turns().add_turn(said())
 
 
+def test_a_turn_that_was_given_up_leaves_its_id_behind() -> None:
+    """An engine may still hand out tokens of the request, or refuse another one of its name."""
+    group, session = GenRequest("7:1", np.array([1, 2], np.int32), (0,), 5, 8), Session(np.array([1, 2]), index=0)
+    asked = [session.request(group, max_prompt_tokens=4, max_new_tokens=4) for _ in range(3)]
+    session.add_turn(said(5))
+    asked += [session.request(group, max_prompt_tokens=4, max_new_tokens=4) for _ in range(2)]
+    assert [one.id for one in asked] == ["7:1:0:0", "7:1:0:0.2", "7:1:0:0.3", "7:1:0:1", "7:1:0:1.2"]
+    assert asked[0].seed == asked[1].seed != asked[3].seed
+
+
 def test_what_an_engine_is_asked_for() -> None:
     config = parse(
         '[model]\npath="m"\n[data]\npath="x.jsonl"\nmax_prompt_tokens=4\n[sampling]\nmax_new_tokens=8\n'
