@@ -224,11 +224,11 @@ class StepRunner:
         samples = 0
         if prepared.kl is not None and self._config.algorithm.kl.controller == "adaptive":
             samples = int(self._gang.total({"samples": float(_samples(share))})["samples"])
-        trained = result.metrics["lr"] > 0  # otherwise the policy did not change
+        trained = result.metrics["lr"] > 0 and "entropy" in result.metrics  # otherwise the policy did not change
         self.coefficients = next_coefficients(
             self.coefficients,
             self._config.algorithm,
-            kl=prepared.kl,
+            kl=prepared.kl if trained else None,
             samples=samples,
             entropy=result.metrics.get("entropy") if trained else None,
         )

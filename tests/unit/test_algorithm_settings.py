@@ -262,6 +262,9 @@ def test_a_clip_that_cannot_act_is_noted_with_the_remedy() -> None:
     assert not [note for note in notes.notes(made(key("loss=reinforce"))) if "cannot act" in note]
     assert "has no limit" in refused(key("loss=reinforce"), key("clip_against=behaviour"))
     assert "has no limit" in refused(key("loss=clip_cov"), key("clip_against=behaviour"))
+    steep = key("kl.where=reward"), key("kl.controller=adaptive"), "buffer.batch_groups=64", "sampling.group_size=8"
+    assert "makes it negative" in refused(*steep, key("kl.horizon=102"))
+    assert made(*steep, key("kl.horizon=1000"))
     late = key("correction=icepop"), key("denominator=kept"), key("proximal=loglinear")
     assert "counts the tokens that stay before the loss" in refused(*late)
     bypass = key("loss=ppo"), key("proximal=behaviour"), key("correction=none"), key("clip_against=behaviour")

@@ -29,8 +29,10 @@ from learners.batch.micro_batches import Sample, packed_row
 from learners.batch.token_selection import keep_high_entropy
 from learners.checkpoints import checkpoint
 from learners.gang.gang import Gang
+from learners.step.batch_passes import Prepared
 from learners.step.coefficients import apply_settings, next_coefficients, start_coefficients
-from learners.step.update import Terms, loss_function
+from learners.step.resilient_step import StepRunner
+from learners.step.update import StepResult, Terms, loss_function
 
 assert gang and model_dir  # fixtures
 
@@ -148,6 +150,22 @@ def test_a_setting_that_changes_starts_again_and_a_fixed_one_is_its_setting() ->
     assert (apply_settings(found, fixed).entropy, apply_settings(found, fixed).kl) == (0.0, 0.1)
     aimed = msgspec.structs.replace(base, entropy_target=0.7)  # goes on from where it is, to the new target
     assert apply_settings(found, aimed) == found
+
+
+def test_a_step_that_does_not_train_the_policy_moves_no_weight() -> None:
+    """As in the warm-up of a critic: the policy equals the reference, which says nothing about the penalty."""
+    kl = KLConfig(where="reward", controller="adaptive", coeff=0.1, horizon=10.0)
+    algorithm = msgspec.structs.replace(ADAPTIVE, kl=kl)
+    runner: Any = SimpleNamespace(
+        _config=SimpleNamespace(algorithm=algorithm),
+        _gang=SimpleNamespace(total=lambda _: {"samples": 8.0}),
+        coefficients=start_coefficients(algorithm),
+    )
+    for idle in ({"lr": 0.0, "entropy": 0.1}, {"lr": 0.1}):  # a warm-up; a batch without a trained token
+        StepRunner._move(runner, [], Prepared(kl=0.0), StepResult(idle, 0))
+        assert runner.coefficients == start_coefficients(algorithm)
+    StepRunner._move(runner, [], Prepared(kl=0.0), StepResult({"lr": 0.1, "entropy": 0.1}, 0))
+    assert runner.coefficients.kl == pytest.approx(0.1 * (1 - 0.2 * 8 / 10)) and runner.coefficients.entropy == 0.25
 
 
 def test_the_bonus_is_paid_with_the_weight_of_the_step(gang: Gang, model_dir: Path, tmp_path: Path) -> None:

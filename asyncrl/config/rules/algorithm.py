@@ -27,6 +27,8 @@ from asyncrl.config.tree import Config
 from asyncrl.errors import near_miss
 from asyncrl.plugins import is_place
 
+KL_ERROR = 0.2  # largest error that the KL controller reacts to (`learners.algorithms.rewards.next_kl_coeff`)
+
 
 def problems(config: Config) -> Iterator[Conflict]:
     algorithm = config.learner.algorithm
@@ -231,6 +233,13 @@ def _unmet(config: Config) -> Iterator[Conflict]:
         yield conflict(
             "sampling.over_issue",
             "sampling.greedy_baseline needs every sample of the group: set sampling.over_issue = 0",
+        )
+    kl, samples = algorithm.kl, config.buffer.batch_groups * sampling.group_size
+    if kl.controller == "adaptive" and kl.horizon <= KL_ERROR * samples:
+        yield conflict(
+            "learner.algorithm.kl.horizon",
+            f"kl.horizon = {kl.horizon:g}: a step of {samples} samples may take {KL_ERROR * samples / kl.horizon:.3g} "
+            "of the coefficient away, and 1 or more makes it negative: set kl.horizon to the samples of several steps",
         )
     critic = config.learner.critic
     if critic.critic_warmup_until and not critic.critic_warmup:
