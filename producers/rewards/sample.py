@@ -1,8 +1,8 @@
 """What a reward function gets, and how its result is read.
 
 Guarantees: a result is a number, or a dict with `score` or `reward` whose other numbers become parts, and whose `pred`,
-`answer` or `extracted_answer` is the answer that an evaluation counts majorities by. Its texts are valid UTF-8. Anything
-else is an error; NaN and infinities are `not_finite`. Nothing becomes 0 silently.
+`answer` or `extracted_answer` is the answer that an evaluation counts majorities by. Texts become valid UTF-8.
+Anything else is an error; NaN and infinities are `not_finite`. Nothing becomes 0 silently.
 """
 
 from __future__ import annotations
