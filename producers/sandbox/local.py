@@ -145,6 +145,9 @@ class LocalSession(SandboxSession):
                 script = BROWSER if self._pages else SESSION
                 self._runner = self._sandbox.start_runner(script, shell=self._shell, pages=self._pages)
             runner = self._runner
+            if self._closed:  # while it started: `close` did not see it
+                runner.close()
+                return SandboxResult(status="killed", exit_code=-9)
             try:
                 result = runner.run(SandboxJob(code=code, timeout_s=timeout_s), shell=self._shell, session=True)
             except Ended:
