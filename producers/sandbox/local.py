@@ -47,6 +47,7 @@ class LocalSandbox(Sandbox):
         super().__init__(limits)
         self._idle: list[RunnerProcess] = []
         self._lock = threading.Lock()
+        self.at_once = workers
         self._places = threading.BoundedSemaphore(workers)
         # One thread for its whole life: PR_SET_PDEATHSIG fires when the *thread* that started the process ends.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
