@@ -7,7 +7,7 @@ may be the reward: a number, or an object with `reward`. With `sessions` above 1
 {"row", "base_url", "anthropic_base_url", "api_key", "model"} for every session and answers each with a line: a number,
 such an object, or null. Guarantees:
 1. a process that is no longer needed (time limit, lost lease, end of the producer) gets SIGTERM with its whole group,
-   and SIGKILL after `grace_s`; it always dies with the producer (Linux);
+   and SIGKILL after `grace_s`, with its descendants in other groups; it always dies with the producer (Linux);
 2. an exit code other than 0 is `environment.crashed` with the last lines of its standard error;
 3. only the end of its output is kept: an endless print costs no memory.
 """
@@ -30,6 +30,7 @@ from asyncrl.config.sections.environment import AgentConfig
 from asyncrl.environment import EnvironmentFailure, Row
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.runtime.child_environment import child_environment
+from asyncrl.runtime.host_facts import descendants
 
 CHUNK = 1 << 16
 KEPT = 4096  # characters of its output
@@ -70,17 +71,33 @@ class AgentProcess:
 
     async def end(self) -> None:
         """End it and everything that it started."""
+        below = self._open_descendants()  # they have other parents as soon as it has ended
         try:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGTERM)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), self._grace_s)
         finally:  # also if this is cancelled
+            below += self._open_descendants()
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)  # itself, or its children
+            for descriptor in below:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                os.close(descriptor)
             self.errors.reading.cancel()
         with suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), self._grace_s)
+        # Its pipes stay open as long as any process has them, for example a child that lost its parent earlier.
+        self.process._transport.close()  # type: ignore[attr-defined]
+
+    def _open_descendants(self) -> list[int]:
+        """Descriptors of what it has started and is alive: the number of a process may come again."""
+        found: list[int] = []
+        for pid in descendants(self.process.pid) if self.process.returncode is None else ():
+            with suppress(ProcessLookupError):
+                found.append(os.pidfd_open(pid))
+        return found
 
     async def crash_failure(self) -> EnvironmentFailure:
         """The failure of a process that ended, or closed its output, too early."""

@@ -30,6 +30,7 @@ from producers.rollout.session import Session
 from producers.tools.base import ERROR, Toolbox
 
 CUT = " ... "  # marks a cut in a long answer
+TOKEN_LETTERS = 32  # more than tokens of text have on average
 
 
 class GivenUp(Exception):
@@ -230,6 +231,9 @@ class Conversation:
 
 def shorten(text: str, *, limit: int, side: str, renderer: Renderer) -> str:
     """A text of at most `limit` tokens (0: any) without its `side`: left, middle or right."""
+    most = limit * TOKEN_LETTERS
+    if limit and len(text) > 2 * most:  # the tokens of megabytes would stop the event loop for seconds
+        text = text[:most] + CUT + text[-most:]
     ids = renderer.text_tokens(text) if limit else []
     if len(ids) <= limit or not limit:
         return text

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.environment import Row, Step, Turn
-from asyncrl.errors import ConfigError
+from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.plugins import load_object
 from producers.support.blocking_calls import run_blocking
 
@@ -58,7 +58,7 @@ class GymEnvironment:
             chosen = self._act(action.text)
             if not self._environment.action_space.contains(chosen):
                 raise ValueError(f"{chosen!r} is not in {self._environment.action_space}")
-        except ValueError as error:
+        except UNREADABLE as error:
             return Step(f"not an action: {error}", 0.0)
         seen, reward, ended, cut, _ = await run_blocking(self._environment.step, chosen)
         return Step(str(self._observe(seen)), float(reward), bool(ended or cut))

@@ -5,7 +5,8 @@ its WebSocket interface is spoken (OpenEnv 0.3: messages `reset`, `step` and `cl
 The row's columns `seed` and `options` (a table) go to `reset`. `args.observe` and `args.act` ('module:function') turn
 an observation (a dictionary) into text and the text of a turn into an action (a dictionary). Guarantees:
 1. every sample has its own session, which ends with it; `done` ends the sample;
-2. a text that is not an action, by `act` (ValueError) or by the server's own check, gets an error message and reward 0;
+2. a text that is not an action, by `act` (ValueError, RecursionError) or by the server's own check, gets an error
+   message and reward 0;
 3. a server without an answer for `args.timeout_s` fails the sample (`environment.raised`).
 
 Example: an environment whose action has one required text, `{"message": "..."}`, gets the whole text of a turn there;
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.environment import EnvironmentFailure, Row, Step, Turn
-from asyncrl.errors import ConfigError
+from asyncrl.errors import UNREADABLE, ConfigError
 from producers.environments.gymnasium import converter
 
 Object = Mapping[str, Any]
@@ -45,7 +46,7 @@ def text_field(schema: Object) -> str:
 
 
 def object_in(text: str) -> dict[str, Any]:
-    """The JSON object between the first and the last brace of a text. Raises ValueError."""
+    """The JSON object between the first and the last brace of a text. Raises one of `UNREADABLE`."""
     start, end = text.find("{"), text.rfind("}")
     if start < 0 or end < start:
         raise ValueError("no JSON object in it")
@@ -88,7 +89,7 @@ class OpenEnvironment:
     async def step(self, action: Turn) -> Step:
         try:
             chosen = self._action(action.text)
-        except ValueError as error:
+        except UNREADABLE as error:
             return Step(f"not an action: {error}", 0.0)
         kind, found = await self._ask("step", chosen)
         if kind == "error" and found.get("code") == REFUSED:

@@ -29,7 +29,7 @@ from producers.rewards.functions import RewardCall
 from producers.rewards.images import sees_images, show_images
 from producers.rewards.outcome import Problem
 from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
-from producers.rewards.sample import NotFinite, RewardSample, Value, read_value
+from producers.rewards.sample import NotFinite, RewardSample, Value, encodable, read_value
 from producers.sandbox import ready_sandbox
 
 MOST_LETTERS = 500  # of a failure message
@@ -40,13 +40,14 @@ Outcome = Value | Problem
 
 def make_failure(label: str, error: BaseException) -> Problem:
     """The failure for an exception of the function."""
-    if isinstance(error, NotFinite):
-        return Problem("not_finite", f"{label}: {error}"[:MOST_LETTERS])
     if isinstance(error, MemoryError):
         return Problem("memory", f"{label}: MemoryError")
+    reason, text = "raised", format_user_error(error)
+    if isinstance(error, NotFinite):
+        reason, text = "not_finite", str(error)
     if isinstance(error, TimeoutError):
-        return Problem("timeout", f"{label}: {str(error) or 'TimeoutError'}"[:MOST_LETTERS])
-    return Problem("raised", f"{label}: {format_user_error(error)}"[:MOST_LETTERS])
+        reason, text = "timeout", str(error) or "TimeoutError"
+    return Problem(reason, encodable(f"{label}: {text}"[:MOST_LETTERS]))
 
 
 class Scoring:

@@ -1,8 +1,8 @@
 """What a reward function gets, and how its result is read.
 
 Guarantees: a result is a number, or a dict with `score` or `reward` whose other numbers become parts, and whose `pred`,
-`answer` or `extracted_answer` is the answer that an evaluation counts majorities by. Anything else is an error; NaN and
-infinities are `not_finite`. Nothing becomes 0 silently.
+`answer` or `extracted_answer` is the answer that an evaluation counts majorities by. Texts become valid UTF-8.
+Anything else is an error; NaN and infinities are `not_finite`. Nothing becomes 0 silently.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ def read_value(raw: Any) -> Value:
     parts: dict[str, float] = {}
     answer = ""
     if isinstance(raw, dict):
-        answer = next((str(raw[name]) for name in ANSWERS if raw.get(name) is not None), "")
+        answer = encodable(next((str(raw[name]) for name in ANSWERS if raw.get(name) is not None), ""))
         key = next((name for name in ("score", "reward") if name in raw), None)
         if key is None:
             raise TypeError(f"a dict result needs 'score' or 'reward', it has {', '.join(map(str, raw)) or 'nothing'}")
         for name, item in raw.items():
             number = _number(item)
             if name != key and number is not None and math.isfinite(number):
-                parts[str(name)] = number
+                parts[encodable(str(name))] = number
         raw = raw[key]
     value = _number(raw)
     if value is None:
@@ -113,6 +113,15 @@ def _number(raw: Any) -> float | None:
         except (TypeError, ValueError, RuntimeError):
             return None
     return None
+
+
+def encodable(text: str) -> str:
+    """The text with ? for lone surrogates, which UTF-8 does not have; JSON of a response can hold them.
+
+    >>> encodable("a\\ud83d")
+    'a?'
+    """
+    return text.encode(errors="replace").decode()
 
 
 def describe(raw: Any) -> str:

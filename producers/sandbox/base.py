@@ -80,6 +80,8 @@ class SandboxSession(ABC):
 class Sandbox(ABC):
     """Runs programs in Python. `run` and `run_many` block; `arun` and `arun_many` do the same on a thread."""
 
+    at_once = 32  # programs, or sessions, that callers should run at once
+
     def __init__(self, limits: SandboxLimits | None = None) -> None:
         self.limits = limits or SandboxLimits()
 

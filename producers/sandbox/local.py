@@ -47,6 +47,7 @@ class LocalSandbox(Sandbox):
         super().__init__(limits)
         self._idle: list[RunnerProcess] = []
         self._lock = threading.Lock()
+        self.at_once = workers
         self._places = threading.BoundedSemaphore(workers)
         # One thread for its whole life: PR_SET_PDEATHSIG fires when the *thread* that started the process ends.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
@@ -145,6 +146,9 @@ class LocalSession(SandboxSession):
                 script = BROWSER if self._pages else SESSION
                 self._runner = self._sandbox.start_runner(script, shell=self._shell, pages=self._pages)
             runner = self._runner
+            if self._closed:  # while it started: `close` did not see it
+                runner.close()
+                return SandboxResult(status="killed", exit_code=-9)
             try:
                 result = runner.run(SandboxJob(code=code, timeout_s=timeout_s), shell=self._shell, session=True)
             except Ended:

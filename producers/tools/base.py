@@ -18,6 +18,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Protocol, cast
@@ -37,7 +38,8 @@ ERROR = "error: "  # prefix of an error message
 
 class Tool(Protocol):
     """A callable of the policy. `async close()`, if present, is called at the end. `begin()`, if present, gives the
-    tool of one sample, which is closed with it."""
+    tool of one sample, which is closed with it. `places`, if present, is a semaphore: a call waits for it before its
+    time begins."""
 
     name: str
     schema: Mapping[str, Any]  # OpenAI's form
@@ -129,7 +131,8 @@ class Toolbox:
         if tool is None:
             return f"{ERROR}no tool {call.name!r}; there are: {', '.join({**self._tools, **own})}"
         try:
-            return await asyncio.wait_for(tool.call(call.arguments), timeout_s)
+            async with getattr(tool, "places", None) or nullcontext():  # bounded: by the episode
+                return await asyncio.wait_for(tool.call(call.arguments), timeout_s)
         except TimeoutError:
             return f"{ERROR}{call.name} took longer than {timeout_s:g} s"
         except ToolError as error:

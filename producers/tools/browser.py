@@ -17,6 +17,7 @@ from typing import Any
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import AsyncRLError, ConfigError
 from producers.sandbox import Sandbox, SandboxResult, SandboxSession
+from producers.support.blocking_calls import run_blocking
 from producers.tools.base import FunctionTool, Tool, ToolError
 from producers.tools.python import SHOWN_LETTERS, Run, SessionTool
 
@@ -32,6 +33,7 @@ class BrowserTools:
         self._pages = str(folder)
         self._timeout_s = float(timeout_s) or None  # that of `[sandbox]`
         self._sandbox = sandbox()
+        self._places = asyncio.Semaphore(Sandbox.at_once)
         self._sandbox.open_session(pages=self._pages).close()  # raises here if this kind, or this host, has none
 
     async def open(self) -> Sequence[Tool]:
@@ -40,7 +42,7 @@ class BrowserTools:
     def begin(self) -> Sequence[Tool]:
         """The tools of one sample."""
         session: SandboxSession = self._sandbox.open_session(pages=self._pages)
-        return [SessionTool(session, make, self._timeout_s) for make in FUNCTIONS]
+        return [SessionTool(session, make, self._timeout_s, places=self._places) for make in FUNCTIONS]
 
     async def close(self) -> None:
         self._sandbox.close()
@@ -101,7 +103,7 @@ def _no_sample(_command: str) -> SandboxResult:
 async def _answer(run: Run, action: str, target: str = "", text: str = "") -> str:
     command = json.dumps({"do": action, "target": target, "text": text})
     try:
-        result = await asyncio.to_thread(run, command)  # bounded: by its time limit
+        result = await run_blocking(run, command)  # bounded: by its time limit
     except AsyncRLError as error:
         raise EnvironmentFailure("raised", f"the browser: {error.message}") from None
     if result.status != "finished":

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sandbox_lab import needs_bubblewrap, served
@@ -221,6 +222,24 @@ def test_a_session_that_is_closed_ends_the_program_that_runs(keeping: Sandbox, s
     running.join(30)
     assert not running.is_alive() and session.run("1").status == "killed"
     assert not any(is_alive(pid) for pid in started())
+
+
+def test_a_session_that_is_closed_while_its_process_starts_runs_nothing(
+    keeping: Any, started: Callable[[], set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, start = keeping.open_session(), keeping.start_runner
+
+    def start_and_close(*args: Any, **options: Any) -> Any:
+        runner = start(*args, **options)
+        session.close()
+        return runner
+
+    monkeypatch.setattr(keeping, "start_runner", start_and_close)
+    try:
+        assert session.run("1").status == "killed"
+        assert not any(is_alive(pid) for pid in started())
+    finally:
+        session.close()
 
 
 def test_a_server_keeps_no_state() -> None:

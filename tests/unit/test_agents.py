@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import doctest
 import json
+import os
 import signal
 import sys
 import time
@@ -644,6 +646,40 @@ def test_ending_a_process_that_will_not_end_may_be_cancelled() -> None:
         return await asyncio.wait_for(made.wait(), LIMIT_S)
 
     assert asyncio.run(run()) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["running", "ended"])
+def test_a_child_in_a_session_of_its_own_is_ended_and_its_pipes_are_closed(ended: bool) -> None:
+    """A child whose parent has ended cannot be found, but holds no descriptor here."""
+    code = f"""
+import subprocess, time
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep({0 if ended else 600})
+"""
+
+    async def run() -> tuple[int, bool]:
+        pipe = asyncio.subprocess.PIPE
+        made = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+        assert made.stdout is not None
+        child = int(await made.stdout.readline())
+        while ended and made.returncode is None:  # `wait` would wait for the child's pipes too
+            await asyncio.sleep(0.01)
+        await AgentProcess(made, grace_s=0.5).end()
+        return child, all(made._transport.get_pipe_transport(number).is_closing() for number in range(3))
+
+    child, closed = asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+    try:
+        assert closed
+        until = time.monotonic() + LIMIT_S
+        while not ended and not has_ended(child):
+            assert time.monotonic() < until, child
+            time.sleep(0.02)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 def test_the_key_may_stand_in_the_path_and_is_void_at_the_end(folder: Path, tokenizer: Tokenizer) -> None:

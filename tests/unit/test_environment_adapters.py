@@ -79,6 +79,9 @@ def test_actions_outside_the_space_are_answered() -> None:
         await environment.reset({"seed": 3})
         step = await environment.step(Turn("9", (1,), "stop"))
         await environment.close()
+        deep = GymEnvironment("FrozenLake-v1", act="json:loads")
+        assert "not an action: maximum recursion" in (await deep.step(Turn("[" * 9999, (1,), "stop"))).observation
+        await deep.close()
         return step
 
     step = asyncio.run(asyncio.wait_for(run(), 60))

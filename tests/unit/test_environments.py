@@ -252,6 +252,17 @@ def test_long_answers_of_tools_are_cut(tokenizer: Tokenizer, side: str, kept: tu
     assert shorten(text, limit=100, side=side, renderer=PlainText(tokenizer)) == text
     assert shorten(text, limit=0, side=side, renderer=PlainText(tokenizer)) == text
     assert len(shorten(text, limit=2, side=side, renderer=PlainText(tokenizer))) <= 2 + len(" ... ")
+    asked: list[int] = []
+
+    class Watched(PlainText):
+        def text_tokens(self, text: str) -> list[int]:
+            asked.append(len(text))
+            return super().text_tokens(text)
+
+    huge = text[:40] + "+" * 1_000_000 + text[-40:]
+    found = shorten(huge, limit=25, side=side, renderer=Watched(tokenizer))
+    assert found == shorten(huge[:200] + huge[-200:], limit=25, side=side, renderer=PlainText(tokenizer))
+    assert max(asked) < 2000
 
 
 # ---------------------------------------------------------------- environments of one's own

@@ -193,8 +193,11 @@ def test_a_judge_writes_its_answer_with_an_engine_of_its_own(folder: Path) -> No
 
 def test_a_number_in_what_it_writes_is_the_reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judge = Written(asked(folder, "grader", "generative", max_new_tokens=4, max_tokens=64))
-    monkeypatch.setattr(judge._questions.tokenizer, "decode", lambda ids: f"Score: {len(ids)}")
+    monkeypatch.setattr(judge._questions.tokenizer, "decode", lambda ids: str(len(ids)))
     assert [value(outcome) for outcome in scores(judge, [sample("4"), sample("5")])] == [4, 4]
+    monkeypatch.setattr(judge._questions.tokenizer, "decode", lambda ids: "1. first, 2. second")
+    (found,) = scores(judge, [sample("4")])
+    assert isinstance(found, Problem) and found.reason == "unparsed" and "was cut" in found.detail
 
 
 def test_no_room_for_an_answer_is_said(folder: Path) -> None:

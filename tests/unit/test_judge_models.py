@@ -129,10 +129,31 @@ def test_messages_have_the_system_text_first() -> None:
 def test_the_number_in_an_answer(settings: dict[str, Any], text: str, value: float | None) -> None:
     if value is None:
         with pytest.raises(Problem) as caught:
-            templates.number_in(table(**settings), text)
+            templates.number_in(table(**settings), text, cut=False)
         assert caught.value.reason == "unparsed"
     else:
-        assert templates.number_in(table(**settings), text).value == value
+        assert templates.number_in(table(**settings), text, cut=False).value == value
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "value"),
+    [
+        (None, "7", 7.0),
+        (None, " 7.5\n", 7.5),
+        (None, "1. It is short. 2. The second step", None),
+        (r"Score: (\d+)", "Score: 7. Then", 7.0),
+        (r"Score: (\d+)", "Score: 1", None),
+        (r"(\d+)$", "7", 7.0),
+    ],
+)
+def test_the_number_in_an_answer_that_was_cut(pattern: str | None, text: str, value: float | None) -> None:
+    asked = table(**({"pattern": pattern} if pattern else {}))
+    if value is not None:
+        assert templates.number_in(asked, text, cut=True).value == value
+        return
+    with pytest.raises(Problem, match="was cut after max_new_tokens = 256") as caught:
+        templates.number_in(asked, text, cut=True)
+    assert caught.value.reason == "unparsed" and templates.number_in(asked, text, cut=False).value
 
 
 def test_yes_against_no() -> None:

@@ -177,6 +177,15 @@ def test_an_answer_without_a_number_is_asked_again_where_it_may_change() -> None
     assert isinstance(outcomes[0], Verdict) and outcomes[0].value == 5 and len(server.bodies) == 3
 
 
+def test_a_cut_answer_has_no_number() -> None:
+    async def long(number: int, body: dict[str, Any]) -> web.StreamResponse:
+        return answer("1. first, 2. second", finish_reason="length" if number == 1 else "stop")
+
+    outcomes, _, _ = judge(long, ["a", "b"], concurrency=1)
+    assert isinstance(outcomes[0], Problem) and outcomes[0].reason == "unparsed"
+    assert isinstance(outcomes[1], Verdict) and outcomes[1].value == 2
+
+
 def test_retry_after_holds_all_requests_back() -> None:
     async def busy(number: int, body: dict[str, Any]) -> web.StreamResponse:
         if number == 1:

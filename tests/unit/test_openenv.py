@@ -140,7 +140,7 @@ def upper(seen: Any) -> str:
 def last_word(text: str) -> dict[str, str]:
     if not text:
         raise ValueError("nothing was said")
-    return {"word": text.rsplit(maxsplit=1)[-1]}
+    return object_in(text) if text.startswith("{") else {"word": text.rsplit(maxsplit=1)[-1]}
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -149,6 +149,8 @@ def test_functions_of_the_user_convert_texts(server: Any) -> None:
         found = OpenEnvironment(url, observe=f"{__name__}:upper", act=f"{__name__}:last_word")
         assert await found.reset({"seed": 1}) == "A FRUIT OF 5 LETTERS"
         assert await found.step(said("")) == Step("not an action: nothing was said", 0.0, False)
+        deep = await found.step(said('{"word": ' * 9999 + "}"))
+        assert deep.observation.startswith("not an action: maximum recursion depth") and deep.reward == 0.0
         assert await found.step(said("I say apple")) == Step("YES", 1.0, True)
         await found.close()
 

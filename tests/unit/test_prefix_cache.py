@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 
 from asyncrl.engine import GenRequest
+from asyncrl.runtime.device import Device
 from producers.engines.hf import attention
 from producers.engines.hf.cache_interface import Prompt
+from producers.engines.hf.decode_thread import DecodeThread
 from producers.engines.hf.decoder import Decoder
 from producers.engines.hf.prefix_cache import SHORTEST, PrefixCache
+from producers.engines.hf.sleep import HFSleeping, RestingWeights
 from producers.engines.hf.slot_cache import SlotMemory
 from producers.engines.hf.slots import SlotTable
 
@@ -161,6 +166,24 @@ def test_nothing_is_taken_from_other_weights() -> None:
         (wanted,) = [delta for _ in range(20) for delta in fresh.step()]
         np.testing.assert_array_equal(turn.token_ids, wanted.token_ids)
         np.testing.assert_allclose(turn.logprobs, wanted.logprobs, atol=1e-5)
+
+
+def test_an_engine_that_sleeps_holds_no_k_and_v(tmp_path: Path) -> None:
+    model = model_of("all tokens")
+    decoder = decoder_of(model, most_tokens=400)
+    play(decoder, 2)
+    assert decoder.prefixes is not None and decoder.prefixes.held_tokens
+    weights = RestingWeights(model.parameters(), Device.find("cpu"), tmp_path)
+
+    async def sleep() -> None:
+        thread = DecodeThread([decoder], deliver=lambda _: None, on_failure=lambda _: None)
+        try:
+            await HFSleeping(thread, decoder, weights).sleep()
+        finally:
+            await thread.close(grace_s=10)
+
+    asyncio.run(asyncio.wait_for(sleep(), 60))
+    assert not decoder.prefixes.held_tokens
 
 
 def test_the_entry_that_was_used_longest_ago_goes_first() -> None:

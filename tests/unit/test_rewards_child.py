@@ -31,6 +31,8 @@ def behave(sample):
     if what == "memory": raise MemoryError
     if what == "print": print("x" * 200_000); print("y" * 200_000, file=sys.stderr)
     if what == "none": return None
+    if what == "half": return {"score": 0.5, "pred": "a\\ud83d", "b\\ud83d": 1}
+    if what == "half raises": raise ValueError("a\\ud83d")
     if what == "big": return float(sample.row["big"] == 10**30)
     if what == "grandchild":
         if os.fork() == 0:
@@ -250,6 +252,12 @@ def test_extra_info_that_is_no_object_reaches_the_function(scorers: list[Scorer]
     scorer = start(scorers, "behave")
     assert [one.reward for one in score(scorer, samples("ok", extra_info="a text"))] == [1.0]
     assert [one.reward for one in score(scorer, samples("ok", extra_info=[1]))] == [1.0]
+
+
+def test_half_of_a_surrogate_pair_is_no_death(scorers: list[Scorer]) -> None:
+    found, failed = score(start(scorers, "behave"), samples("half", "half raises"))
+    assert (found.reason, found.answer, found.parts) == ("", "a?", {"behave": 0.5, "behave/b?": 1.0})
+    assert failed.reason == "raised" and "ValueError: a?" in failed.detail
 
 
 def test_a_timeout_says_what_it_is() -> None:

@@ -7,7 +7,9 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -358,13 +360,44 @@ def test_python_in_a_sandbox() -> None:
         return results[code]
 
     box = make_toolbox(
-        ["python"], {"python": {"timeout_s": 3}}, sandbox=lambda: SimpleNamespace(run=run, close=lambda: None)
+        ["python"],
+        {"python": {"timeout_s": 3}},
+        sandbox=lambda: SimpleNamespace(run=run, close=lambda: None, at_once=1),
     )
     assert answer(box, "python", code="print(1)") == "1\n"
     assert answer(box, "python", code="1/0") == "ZeroDivisionError\n[exit code 1]"
     assert answer(box, "python", code="while 1: 0") == "so far\n[timeout]"
     with pytest.raises(EnvironmentFailure, match="the sandbox: no bubblewrap"):
         answer(box, "python", code="gone")
+
+
+def test_a_program_waits_for_its_place_before_its_time_begins_and_outside_of_the_pool_of_asyncio() -> None:
+    started: list[str] = []
+    release = threading.Event()
+
+    def run(code: str, *, timeout_s: float | None) -> SandboxResult:
+        started.append(code)
+        assert release.wait(60)
+        return SandboxResult(status="finished", stdout=code)
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *_: Any) -> Any:  # type: ignore[override]
+            raise AssertionError("the pool that weight updates need")
+
+    async def play() -> None:
+        asyncio.get_running_loop().set_default_executor(Pool(1))
+        box = make_toolbox(["python"], {}, sandbox=lambda: SimpleNamespace(run=run, close=lambda: None, at_once=1))
+        first = asyncio.create_task(box.call(ToolCall("python", {"code": "1"}), timeout_s=60))
+        second = asyncio.create_task(box.call(ToolCall("python", {"code": "2"}), timeout_s=0.1))
+        try:
+            await asyncio.wait({first, second}, timeout=0.4)
+            assert not second.done() and "2" not in started
+        finally:
+            release.set()
+        assert await first == "1"
+        await second
+
+    asyncio.run(asyncio.wait_for(play(), 60))
 
 
 def test_python_for_real() -> None:

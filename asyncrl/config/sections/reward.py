@@ -22,6 +22,7 @@ from asyncrl.config.sections.base import Count, Positive, Seconds, Section
 
 Kind = Literal["module", "file", "builtin", "url", ""]
 FORMS = "'module:name', 'path/file.py:name', 'builtin:name' or an http address"
+ANY_NUMBER = r"(-?\d+(?:\.\d+)?)"
 
 
 def reward_kind(function: str) -> Kind:
@@ -101,7 +102,7 @@ class JudgeConfig(Section, frozen=True):
     prompt: str = ""  # question with {prompt} {response} {ground_truth} {images} {column}; generative and url
     system: str = ""  # system message
     answer: Literal["pattern", "yes_no"] = "pattern"  # a number in its text, or the probability of yes against no
-    pattern: str = r"(-?\d+(?:\.\d+)?)"  # regular expression; the first group of its last match is the number
+    pattern: str = ANY_NUMBER  # regular expression; the first group of its last match is the number
     range: tuple[float, ...] = ()  # lowest and highest valid number; others are failures; empty: all are valid
     yes: tuple[str, ...] = ("yes", "Yes", "YES")  # answer = yes_no: words for yes
     no: tuple[str, ...] = ("no", "No", "NO")  # answer = yes_no: words for no

@@ -159,11 +159,15 @@ class Decoder:
         """Stop until the next swap: the weights are being overwritten."""
         self.halted = True
 
-    def reset(self) -> None:
-        """Forget versions, counters and the cache; no sample may be alive."""
+    def forget(self) -> None:
+        """Free K and V, those of ended samples too; no sample may be alive."""
         self.memory.forget()
         if self.prefixes is not None:
             self.prefixes.clear()
+
+    def reset(self) -> None:
+        """Forget versions, counters and the cache; no sample may be alive."""
+        self.forget()
         self.version, self.steps, self.generated_tokens, self.busy_s = -1, 0, 0, 0.0
 
     # ------------------------------------------------------------ a step

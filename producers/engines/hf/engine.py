@@ -93,7 +93,7 @@ class HFEngine:
         weights = RestingWeights(
             self._model.parameters(), Device.find(self._config.producers.device), self._config.run_dir
         )
-        self.sleeping = HFSleeping(self._thread, self._decoder.memory, weights)
+        self.sleeping = HFSleeping(self._thread, self._decoder, weights)
 
     def _build(self) -> Decoder:
         config = self._config

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from asyncrl.runtime.device import Device
-from producers.engines.hf.cache_interface import Memory
 from producers.engines.hf.decode_thread import DecodeThread
+from producers.engines.hf.decoder import Decoder
 
 DONT_NEED = 4  # MADV_DONTNEED of Linux: resident pages go, the file keeps its bytes
 
@@ -25,13 +25,13 @@ class HFSleeping:
 
     loads_asleep = True
 
-    def __init__(self, thread: DecodeThread, memory: Memory, weights: RestingWeights) -> None:
+    def __init__(self, thread: DecodeThread, decoder: Decoder, weights: RestingWeights) -> None:
         self._thread = thread
-        self._memory = memory
+        self._decoder = decoder
         self._weights = weights
 
     async def sleep(self) -> None:
-        await self._thread.call(self._memory.forget)
+        await self._thread.call(self._decoder.forget)
         await self._thread.call(self._weights.move_out)
 
     async def wake(self) -> None:

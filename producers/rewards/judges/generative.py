@@ -5,7 +5,7 @@ Two forms, by `answer`:
   version 0, independent of the policy's weights;
 - `YesNo` (yes_no) reads the probabilities of the next token in one forward pass of transformers.
 Guarantees: samples are scored together, `concurrency` at once; a text longer than `max_tokens` is `too_long`, nothing
-is cut; an answer that ends by its length and has no number is `unparsed`."""
+is cut; an answer that ends by its length before its number is `unparsed`."""
 
 from __future__ import annotations
 
@@ -148,13 +148,15 @@ class Written:
             images=prompt.images,
         )
         ids: list[int] = []
+        finish = ""
         try:
             async for delta in self._engine.generate(request):
                 ids += delta.token_ids.tolist()
+                finish = delta.finish
         except asyncio.CancelledError:
             await self._engine.abort([request.id])
             raise
-        found = number_in(self.table, self._questions.tokenizer.decode(ids))
+        found = number_in(self.table, self._questions.tokenizer.decode(ids), cut=finish != "stop")
         require_finite(found.value)
         return found
 

@@ -200,7 +200,8 @@ class ChatQuestion:
             if self.table.answer == "yes_no":
                 found = yes_share(self.table, sum_logprobs(_likeliest(choice)))
             else:
-                found = number_in(self.table, choice["message"]["content"])
+                cut = choice.get("finish_reason") == "length"
+                found = number_in(self.table, choice["message"]["content"], cut=cut)
         except Problem as problem:
             if problem.reason == "unparsed" and self.table.temperature:
                 raise RetryLater(problem) from None

@@ -4,7 +4,9 @@ Guarantees:
 1. `{prompt}`, `{response}`, `{ground_truth}`, `{columns}` (the row as JSON) and names of columns are replaced; other
    braces are text, and so are braces in a response. `{images}` stands for the pictures of the prompt and those that an
    environment showed later;
-2. an answer without a number, or with one outside of the range, is `unparsed`; it is never 0.
+2. an answer without a number, or with one outside of the range, is `unparsed`; it is never 0;
+3. so is an answer that was cut, if its last match may be no result: with the default pattern, or at the cut. An answer
+   that is a number alone counts.
 
 Example: pattern `Score: (\\d+)` in "Score: 3 ... no, Score: 7" gives 7: the last match counts.
 """
@@ -19,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.sections.reward import FIELD, JudgeConfig
+from asyncrl.config.sections.reward import ANY_NUMBER, FIELD, JudgeConfig
 from asyncrl.images.decoding import data_uri
 from asyncrl.images.digests import IMAGES, image_digests
 from producers.rewards.outcome import Problem, Verdict
@@ -93,8 +95,8 @@ def open_references(sample: RewardSample, images: Mapping[str, bytes]) -> Reward
     return msgspec.structs.replace(sample, row=row, images=[images.get(digest, digest) for digest in sample.images])
 
 
-def number_in(table: JudgeConfig, text: str) -> Verdict:
-    """The number of the last match of the pattern. Raises Problem `unparsed`."""
+def number_in(table: JudgeConfig, text: str, *, cut: bool) -> Verdict:
+    """The number of the last match of the pattern. `cut`: the answer ended by its length. Raises Problem `unparsed`."""
     found = list(re.finditer(table.pattern, text))
     if not found:
         raise Problem("unparsed", f"the answer has no match of {table.pattern!r}: {text[:SHOWN]!r}")
@@ -104,6 +106,9 @@ def number_in(table: JudgeConfig, text: str) -> Verdict:
         raise Problem("unparsed", f"the match {found[-1][0][:SHOWN]!r} of {table.pattern!r} is no number") from None
     if not math.isfinite(value):
         raise Problem("unparsed", f"the match {found[-1][0][:SHOWN]!r} is no finite number")
+    if cut and found[-1][1].strip() != text.strip() and (table.pattern == ANY_NUMBER or found[-1].end() == len(text)):
+        where = f"the answer was cut after max_new_tokens = {table.max_new_tokens}"
+        raise Problem("unparsed", f"{where}, {found[-1][0][:SHOWN]!r} may not be its number: {text[:SHOWN]!r}")
     if table.range and not table.range[0] <= value <= table.range[1]:
         raise Problem("unparsed", f"{value:g} is outside of {list(table.range)}: {text[:SHOWN]!r}")
     return Verdict(value, {}, text[:SHOWN])
