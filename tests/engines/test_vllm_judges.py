@@ -23,7 +23,7 @@ from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(bool(lacks("vllm", "vllm")()), reason="no vLLM here")]
-PATTERN = r"t(\d+) "  # the number of the last token but one: these answers are cut, and the last number may go on
+LAST = r"t(\d+)"  # the number of the last token of an answer
 ANSWER = 6  # tokens
 TEXTS = [[5, 9, 7], [40, 3], [64, 65, 66, 67]]  # no t1.. or t2..: special tokens begin so for transformers
 
@@ -82,12 +82,12 @@ def test_the_number_in_the_answer_of_a_server(server: Server, folder: Path) -> N
         url=f"{server.url}/v1",
         model=str(folder),
         prompt="t8 {response}",
-        pattern=PATTERN,
+        pattern=LAST,
         max_new_tokens=ANSWER,
     )
     for ids, found in zip(TEXTS, asked_of_the_server(table, TEXTS), strict=True):
         assert isinstance(found, Verdict), found
-        assert found.value == greedy([8, *ids], ANSWER)[-2]
+        assert found.value == greedy([8, *ids], ANSWER)[-1]
 
 
 def test_how_likely_a_server_finds_yes(server: Server, folder: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_judge_with_a_vllm_of_its_own(folder: Path) -> None:
         engine="vllm",
         model=str(folder),
         prompt="t8 {response}",
-        pattern=PATTERN,
+        pattern=LAST,
         max_tokens=64,
         max_new_tokens=ANSWER,
         concurrency=4,
@@ -132,7 +132,7 @@ def test_a_judge_with_a_vllm_of_its_own(folder: Path) -> None:
         scorer.close()
     for place, ids in enumerate(TEXTS):
         assert not found[place].reason, found[place]
-        assert found[place].reward == greedy([8, *ids], ANSWER)[-2]
+        assert found[place].reward == greedy([8, *ids], ANSWER)[-1]
 
 
 @pytest.mark.parametrize("top_k", [0, 5])

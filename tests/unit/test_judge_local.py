@@ -193,7 +193,7 @@ def test_a_judge_writes_its_answer_with_an_engine_of_its_own(folder: Path) -> No
 
 def test_a_number_in_what_it_writes_is_the_reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judge = Written(asked(folder, "grader", "generative", max_new_tokens=4, max_tokens=64))
-    monkeypatch.setattr(judge._questions.tokenizer, "decode", lambda ids: str(len(ids)))
+    monkeypatch.setattr(judge._questions.tokenizer, "decode", lambda ids: f"Score: {len(ids)}")
     assert [value(outcome) for outcome in scores(judge, [sample("4"), sample("5")])] == [4, 4]
     monkeypatch.setattr(judge._questions.tokenizer, "decode", lambda ids: "1. first, 2. second")
     (found,) = scores(judge, [sample("4")])

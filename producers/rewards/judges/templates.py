@@ -5,8 +5,7 @@ Guarantees:
    braces are text, and so are braces in a response. `{images}` stands for the pictures of the prompt and those that an
    environment showed later;
 2. an answer without a number, or with one outside of the range, is `unparsed`; it is never 0;
-3. so is an answer that was cut, if its last match may be no result: with the default pattern, or at the cut. An answer
-   that is a number alone counts.
+3. so is an answer that was cut if, with the default pattern, it has several numbers, or text after its number.
 
 Example: pattern `Score: (\\d+)` in "Score: 3 ... no, Score: 7" gives 7: the last match counts.
 """
@@ -95,7 +94,7 @@ def open_references(sample: RewardSample, images: Mapping[str, bytes]) -> Reward
     return msgspec.structs.replace(sample, row=row, images=[images.get(digest, digest) for digest in sample.images])
 
 
-def number_in(table: JudgeConfig, text: str, *, cut: bool) -> Verdict:
+def number_in(table: JudgeConfig, text: str, *, cut: bool = False) -> Verdict:
     """The number of the last match of the pattern. `cut`: the answer ended by its length. Raises Problem `unparsed`."""
     found = list(re.finditer(table.pattern, text))
     if not found:
@@ -106,7 +105,7 @@ def number_in(table: JudgeConfig, text: str, *, cut: bool) -> Verdict:
         raise Problem("unparsed", f"the match {found[-1][0][:SHOWN]!r} of {table.pattern!r} is no number") from None
     if not math.isfinite(value):
         raise Problem("unparsed", f"the match {found[-1][0][:SHOWN]!r} is no finite number")
-    if cut and found[-1][1].strip() != text.strip() and (table.pattern == ANY_NUMBER or found[-1].end() == len(text)):
+    if cut and table.pattern == ANY_NUMBER and (len(found) > 1 or text[found[-1].end() :].strip()):
         where = f"the answer was cut after max_new_tokens = {table.max_new_tokens}"
         raise Problem("unparsed", f"{where}, {found[-1][0][:SHOWN]!r} may not be its number: {text[:SHOWN]!r}")
     if table.range and not table.range[0] <= value <= table.range[1]:
