@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quick_checks import no_parts_are_tried, same_imports_once
 
 from asyncrl.cli import main
@@ -18,6 +19,7 @@ from asyncrl.configure.translate.given import NO_ENGINE_ARGS
 from asyncrl.configure.translate.reading import read_settings
 from asyncrl.configure.wizard import init_command
 from asyncrl.errors import ConfigError, ConfigErrors
+from learners.algorithms.corrections import tis
 from producers.engines.vllm.args import OURS
 
 assert no_parts_are_tried and same_imports_once  # fixtures
@@ -346,3 +348,92 @@ def test_routing_replay_of_verl_is_ours_where_it_is_the_same(tmp_path: Path, mod
     assert found.settings.get("learner.router_replay") is wanted
     left = f"actor_rollout_ref.actor.router_replay.mode = {mode!r}: only R3 is there: learner.router_replay"
     assert (left in found.notes) is (mode != "R3")
+
+
+def translated(tmp_path: Path, text: str, name: str = "run.sh") -> Any:
+    """What a file with this text comes to."""
+    (tmp_path / name).write_text(text)
+    return translate(tmp_path / name)
+
+
+AREAL = "train_dataset: {batch_size: 8, path: data/train.parquet}\nactor:\n  path: models/m\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "correction", "options", "noted"),
+    [
+        ("behav_imp_weight_cap: 3.0", "icepop", {"lower": 0.0, "upper": 3.0}, ()),
+        ("behave_imp_weight_mode: token_mask", "icepop", {"lower": 0.0, "upper": 5.0}, ()),
+        ("behave_imp_weight_cap: 3.0\n  behave_imp_weight_mode: token_truncate", "tis", {"upper": 3.0}, ()),
+        ("behave_imp_weight_cap: 3.0\n  behave_imp_weight_mode: disabled", "none", None, ()),
+        ("behave_imp_weight_cap: 3.0\n  behave_imp_weight_mode: sequence_mask", None, None, ("cap", "mode")),
+        ("behave_imp_weight_cap: 3.0\n  recompute_logprob: false", "none", None, ("cap",)),
+    ],
+)
+def test_caps_of_areal_leave_tokens_out_unless_they_truncate(
+    tmp_path: Path, text: str, correction: str | None, options: Any, noted: tuple[str, ...]
+) -> None:
+    found = translated(tmp_path, f"{AREAL}  {text}\n", "run.yaml")
+    assert found.settings.get("learner.algorithm.correction") == correction
+    assert found.settings.get("learner.algorithm.correction_options") == options
+    for name in ("cap", "mode"):
+        assert any(f"behave_imp_weight_{name} = " in note for note in found.notes) == (name in noted), found.notes
+
+
+@pytest.mark.parametrize(
+    ("norm", "advantage"),
+    [
+        ("{mean_level: group, std_level: group}", "grpo"),
+        ("{mean_level: group, std_level: null}", "dr_grpo"),
+        ("{mean_level: group, std_level: null, mean_leave1out: true}", "rloo"),
+        ("{mean_level: group, std_level: batch}", None),
+        ("{mean_level: group}", None),
+        ("{mean_level: group, std_level: group, mean_leave1out: true}", None),
+    ],
+)
+def test_norms_of_areal_are_translated_if_they_are_the_same(tmp_path: Path, norm: str, advantage: str | None) -> None:
+    found = translated(tmp_path, f"{AREAL}  reward_norm: {norm}\n", "run.yaml")
+    assert found.settings.get("learner.algorithm.advantage") == advantage
+    assert any("reward_norm.mean_level = " in note for note in found.notes) == (advantage is None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "correction", "options"),
+    [
+        ("--algo.advantage.is_correction_type tis", "tis", {"floor": 0.5, "upper": 5.0}),
+        ("--algo.advantage.is_correction_threshold 0.1 4.0", "tis", {"floor": 0.1, "upper": 4.0}),
+        ("--algo.advantage.is_correction_threshold 4.0", "tis", {"floor": 0.0, "upper": 4.0}),
+        ("--algo.advantage.is_correction_type icepop", "icepop", {"lower": 0.5, "upper": 5.0}),
+        (
+            "--algo.advantage.is_correction_type seq-mask-tis --algo.advantage.is_correction_threshold 0.5 4.0",
+            "tis",
+            {"upper": "off", "reject": ["seq_mean_k1"], "thresholds": [[0.25, 2.0]]},
+        ),
+        ("--algo.advantage.is_correction_type seq-mask-tis --algo.advantage.is_correction_threshold 4.0", None, None),
+    ],
+)
+def test_corrections_of_openrlhf(tmp_path: Path, flags: str, correction: str | None, options: Any) -> None:
+    found = translated(
+        tmp_path,
+        "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path models/m --rollout.batch_size 8 "
+        f"--algo.advantage.is_correction_enable {flags}",
+    )
+    assert found.settings.get("learner.algorithm.correction") == correction
+    assert found.settings.get("learner.algorithm.correction_options") == options
+    assert any("is_correction_type" in note for note in found.notes) == (correction is None)
+
+
+def test_rows_whose_mean_ratio_is_outside_of_the_bounds_are_left_out() -> None:
+    bounds = [1 / 4.0, 1 / 0.5]  # of a mean ratio in [0.5, 4]: the estimator k1 is that of the inverse
+    gaps = torch.tensor([0.6, 0.6, 1.5, 1.5, -0.8, -0.8])
+    made = tis(
+        gaps,
+        torch.zeros(6),
+        torch.ones(6, dtype=torch.bool),
+        torch.tensor([0, 0, 1, 1, 2, 2]),
+        upper=None,
+        reject=("seq_mean_k1",),
+        thresholds=(bounds,),  # type: ignore[arg-type]  # a list, as TOML gives it
+    )
+    assert made.keep.tolist() == [True, True, False, False, False, False]
+    assert torch.allclose(made.weights, torch.where(made.keep, gaps.exp(), 0.0))
