@@ -177,7 +177,8 @@ COMPUTED = {
     "learner.algorithm.kl.where": "init_kl_coef use_kl_in_reward use_kl_loss use_loss",
     "learner.algorithm.loss": "loss_mode loss_type use_sapo_loss",
     "learner.algorithm.loss_options": (
-        "c_clip clip_ratio_c delta sapo_tau_neg sapo_tau_pos sapo_temperature_neg sapo_temperature_pos"
+        "c_clip clip_ratio_c delta eps_clip eps_clip_high epsilon_high "
+        "sapo_tau_neg sapo_tau_pos sapo_temperature_neg sapo_temperature_pos"
     ),
     "learner.algorithm.minibatches": "num_steps_per_rollout",
     "learner.algorithm.shaping.overlong_buffer": (
@@ -275,7 +276,10 @@ def test_what_the_configurations_come_to() -> None:
             "learner.lora.target_modules": ["q_proj", "v_proj"], "reward.function": "my_lib.rewards:score",
             "learner.algorithm.loss": "sapo", "learner.gradient_checkpointing": True,
         },
-        "trl-config": {"buffer.batch_groups": 4, "learner.algorithm.loss": "cispo"},
+        "trl-config": {
+            "buffer.batch_groups": 4, "learner.algorithm.loss": "cispo",
+            "learner.algorithm.loss_options": {"clip_low": 1.0, "clip_high": 4.0},
+        },
         "prime-rl-older": {
             "environment.name": "verifiers", "environment.args": {"id": "reverse-text", "min_length": 4},
             "buffer.batch_groups": 32, "producers.engine_args": {"tensor_parallel_size": 2}, "buffer.max_staleness": 2,
@@ -293,6 +297,7 @@ def test_what_the_configurations_come_to() -> None:
             "learner.backend": "megatron", "evaluation.path": "data/aime.jsonl", "learner.steps": 3000,
             "learner.algorithm.kl.coeff": 0.01, "learner.gradient_checkpointing": True,
         },
+        "slime-async": {"learner.algorithm.loss_options": {"clip_low": 3e-4, "clip_high": 4e-4}},
         "slime-ppo": {"learner.backend": "fsdp2", "evaluation.path": "data/a.jsonl, data/b.jsonl"},
     }  # fmt: skip
     for name, settings in wanted.items():
@@ -437,3 +442,46 @@ def test_rows_whose_mean_ratio_is_outside_of_the_bounds_are_left_out() -> None:
     )
     assert made.keep.tolist() == [True, True, False, False, False, False]
     assert torch.allclose(made.weights, torch.where(made.keep, gaps.exp(), 0.0))
+
+
+CLIPS = {
+    "verl-cispo": (
+        "python3 -m verl.trainer.main_ppo data.train_batch_size=8 actor_rollout_ref.model.path=models/m "
+        "actor_rollout_ref.actor.policy_loss.loss_mode=cispo actor_rollout_ref.actor.clip_ratio_low=10 "
+        "actor_rollout_ref.actor.clip_ratio_high=0.2",
+        {"clip_low": 10, "clip_high": 0.2},
+    ),
+    "verl-default": (
+        "python3 -m verl.trainer.main_ppo data.train_batch_size=8 actor_rollout_ref.model.path=models/m "
+        "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean",
+        {"clip_low": 0.2, "clip_high": 0.2},
+    ),
+    "trl-cispo": (
+        "trl grpo --model_name_or_path models/m --loss_type cispo --epsilon_high 5.0 --epsilon 0.3",
+        {"clip_low": 1.0, "clip_high": 4.0},
+    ),
+    "trl-gspo": (
+        "trl grpo --model_name_or_path models/m --importance_sampling_level sequence --epsilon 3e-4 --delta 2.0",
+        {"clip_low": 3e-4, "clip_high": 3e-4},
+    ),
+    "openrlhf": (
+        "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path models/m --rollout.batch_size 8 "
+        "--actor.policy_loss_type gspo --actor.eps_clip_low_high 3e-4 4e-4 --actor.dual_clip 3",
+        {"clip_low": 3e-4, "clip_high": 4e-4},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_clip_goes_where_the_loss_reads_it(name: str, tmp_path: Path) -> None:
+    found = translated(tmp_path, CLIPS[name][0])
+    assert found.settings["learner.algorithm.loss_options"] == CLIPS[name][1]
+    assert not {"learner.algorithm.clip_low", "learner.algorithm.clip_high"} & set(found.settings)
+    assert any("dual_clip = 3" in note for note in found.notes) == (name == "openrlhf")
+
+
+def test_a_clip_of_a_loss_without_one_is_named(tmp_path: Path) -> None:
+    found = translated(tmp_path, "trl grpo --model_name_or_path models/m --loss_type sapo --epsilon 0.1")
+    assert "learner.algorithm.clip_low = 0.1: the loss sapo has no clip" in found.notes
+    found = translated(tmp_path, "trl grpo --model_name_or_path models/m --loss_type dapo --epsilon 0.1")
+    assert found.settings["learner.algorithm.clip_high"] == 0.1
