@@ -9,6 +9,7 @@ from asyncrl import config
 from asyncrl.config import mode
 from asyncrl.errors import ConfigErrors
 from asyncrl.preflight import derived, files
+from asyncrl.preflight.check import check_files
 from asyncrl.process_plan.plan import TARGETS, plan
 from buffers.groups.records import settings_of
 
@@ -143,6 +144,18 @@ def test_epochs_are_settled_from_the_files_and_need_their_number(tmp_path: Path)
     source = config.parse(SFT, overrides=["data.path=", "data.source=a:b", "data.epochs=2"])
     with pytest.raises(ConfigErrors, match=r"set learner\.steps"):
         files.settle_steps(source)
+
+
+def test_steps_of_the_command_line_count_instead_of_the_epochs_of_a_file(tmp_path: Path) -> None:
+    path, rows = tmp_path / "run.toml", tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "response": "b"}\n' * 10)
+    path.write_text(SFT.replace('path = "p.jsonl"', f'path = "{rows}"\nepochs = 3') + "[buffer]\nbatch_groups = 1\n")
+    assert files.settle_steps(config.load(path)).learner.steps == 30
+    found, checked = check_files(path, ["learner.steps=7"])
+    assert found is not None and (found.learner.steps, found.data.epochs) == (7, 0)
+    assert "data.epochs = 3 does not count: --set learner.steps = 7 does" in checked.notes
+    both = config.load(path, ["learner.steps=7", "data.epochs=2"])
+    assert files.settle_steps(both).learner.steps == 20
 
 
 @pytest.mark.parametrize(
