@@ -18,6 +18,7 @@ ROWS = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[producers]\nengine = "da
 SFT = ROWS + '[learner]\nmode = "sft"\n[sampling]\ngroup_size = 1\n'
 KTO = ROWS + '[learner]\nmode = "kto"\n[sampling]\ngroup_size = 1\n'
 SPIN = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[learner.algorithm]\npreset = "spin"\n'
+PAIRS = ROWS + '[learner]\nmode = "reward_model"\npreference.margin_key = "gap"\n[sampling]\ngroup_size = 2\n'
 DPO = ROWS + '[learner]\nmode = "dpo"\n[sampling]\ngroup_size = 2\n'
 
 
@@ -30,6 +31,7 @@ def messages_of(text: str, *overrides: str) -> str:
 @pytest.mark.parametrize(
     ("text", "overrides", "part"),
     [
+        (PAIRS, ["learner.mode=dpo"], "margin_key is of mode reward_model"),
         (SFT, ["learner.mode=rl"], "rows have no log-probs"),
         (SFT, ["producers.engine=hf"], "set producers.engine = 'dataset', not 'hf'"),
         (SFT, ["sampling.group_size=2"], "needs sampling.group_size = 1"),
@@ -168,6 +170,8 @@ def test_steps_of_the_command_line_count_instead_of_the_epochs_of_a_file(tmp_pat
         (KTO, {"prompt": "a", "response": "b", "label": True}, "'completion' (data.completion_key)"),
         (KTO, {"prompt": "a", "completion": "b", "label": False}, ""),
         (SPIN, {"prompt": "a"}, "'response' (data.response_key)"),
+        (PAIRS, {"prompt": "a", "chosen": "b", "rejected": "c", "Gap": 1}, "'gap' (learner.preference.margin_key)"),
+        (PAIRS, {"prompt": "a", "chosen": "b", "rejected": "c", "gap": 1}, ""),
         (SFT, {"prompt": "a", "response": "b"}, ""),
         (SFT, {"prompt": [{"role": "user", "content": "a"}]}, ""),
     ],
