@@ -85,7 +85,7 @@ def _whole(loaded: Loaded) -> Config:
 
 def _read(sources: Sequence[config_read.Source], overrides: Sequence[str]) -> Loaded:
     try:
-        tree, places, errors, doubtful = config_read.read(Config, sources, overrides)
+        tree, places, errors, doubtful, dropped = config_read.read(Config, sources, overrides)
     except ConfigErrors as error:
         return Loaded(None, error.errors, Places())
     try:
@@ -97,7 +97,7 @@ def _read(sources: Sequence[config_read.Source], overrides: Sequence[str]) -> Lo
     config, notes = _prefer_steps(config, places)
     if not doubtful & {"learner.mode", "producers.engine"}:  # most rules depend on them
         errors = errors + config_read.independent_errors(find_conflicts(config, places), doubtful)
-    return Loaded(config, errors, places, doubtful, notes)
+    return Loaded(config, errors, places, doubtful, (*dropped, *notes))
 
 
 def _prefer_steps(config: Config, places: Places) -> tuple[Config, tuple[str, ...]]:
@@ -116,8 +116,14 @@ def derive_settings(config: Config) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The resolved configuration as TOML, without passwords; `parse` gives the rest back."""
-    return tomli_w.dumps(msgspec.to_builtins(redact(config)))
+    """The resolved configuration as TOML, without passwords; `parse` gives the rest back.
+
+    Settings that are as derived are written as 0: they follow the others if those are changed later.
+    """
+    longest, algorithm = config.sampling.max_new_tokens, config.learner.algorithm
+    plain = algorithms.undo_derivation(algorithm, longest=longest)
+    learner = msgspec.structs.replace(config.learner, algorithm=plain)
+    return tomli_w.dumps(msgspec.to_builtins(redact(msgspec.structs.replace(config, learner=learner))))
 
 
 def redact(config: Config) -> Config:

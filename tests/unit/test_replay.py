@@ -206,6 +206,19 @@ def test_a_fork_is_a_whole_folder(run: RunDir, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "fork").iterdir()) == ["checkpoints", "config.toml", "fork.json"]
 
 
+def test_a_fork_derives_its_numbers_anew_and_has_options_of_its_own_loss(run: RunDir, tmp_path: Path) -> None:
+    from asyncrl.config import load
+
+    frozen = "[learner.algorithm]\nloss_scale_factor = 1024.0\nshaping.overlong_max = 1024\n"
+    gspo = 'preset = "gspo"\nloss = "gspo"\nloss_options = { clip_low = 3e-4 }\n'  # as an earlier version resolved it
+    run.config.write_text(run.config.read_text().partition("[learner.algorithm")[0] + frozen + gspo)
+    assert load(run.config).learner.algorithm.loss_options["clip_low"] == 3e-4
+    fork(run.root, tmp_path / "fork", step=4, overrides=["sampling.max_new_tokens=64", "learner.algorithm.loss=ppo"])
+    algorithm = load(tmp_path / "fork" / "config.toml").learner.algorithm
+    assert (algorithm.shaping.overlong_max, algorithm.loss_scale_factor) == (64, 64.0)
+    assert (algorithm.loss, algorithm.loss_options) == ("ppo", {})
+
+
 @pytest.mark.parametrize("name", ["state.json", "shard_00000.safetensors", "manifest.json"])
 @pytest.mark.parametrize("how", ["cut", "flipped", "gone"])
 def test_a_damaged_checkpoint_makes_no_fork(run: RunDir, tmp_path: Path, name: str, how: str) -> None:
