@@ -82,7 +82,8 @@ def _add_rescore(commands: Commands) -> None:
     one.add_argument(
         "--teacher", default="", metavar="NAME", help="compute the log-probs of this teacher again instead of rewards"
     )
-    one.add_argument("--out", type=Path, metavar="FILE", help="file of the scores (default: RUN-scores.jsonl)")
+    default = "RUN-scores.jsonl; RUN-teacher.jsonl with --teacher"
+    one.add_argument("--out", type=Path, metavar="FILE", help=f"file of the scores (default: {default})")
     one.add_argument("--json", action="store_true", help="the report, as JSON")
     one.set_defaults(run=_rescore)
 

@@ -47,6 +47,7 @@ class Loaded(NamedTuple):
     errors: list[AsyncRLError]
     places: Places
     doubtful: frozenset[str] = frozenset()  # settings with an unknown value, because of a mistake
+    notes: tuple[str, ...] = ()
 
 
 def load(path: Path | Sequence[Path], overrides: Sequence[str] = ()) -> Config:
@@ -84,7 +85,7 @@ def _whole(loaded: Loaded) -> Config:
 
 def _read(sources: Sequence[config_read.Source], overrides: Sequence[str]) -> Loaded:
     try:
-        tree, places, errors, doubtful = config_read.read(Config, sources, overrides)
+        tree, places, errors, doubtful, dropped = config_read.read(Config, sources, overrides)
     except ConfigErrors as error:
         return Loaded(None, error.errors, Places())
     try:
@@ -93,9 +94,19 @@ def _read(sources: Sequence[config_read.Source], overrides: Sequence[str]) -> Lo
         if not errors:
             raise
         return Loaded(None, errors, places, doubtful)
+    config, notes = _prefer_steps(config, places)
     if not doubtful & {"learner.mode", "producers.engine"}:  # most rules depend on them
         errors = errors + config_read.independent_errors(find_conflicts(config, places), doubtful)
-    return Loaded(config, errors, places, doubtful)
+    return Loaded(config, errors, places, doubtful, (*dropped, *notes))
+
+
+def _prefer_steps(config: Config, places: Places) -> tuple[Config, tuple[str, ...]]:
+    """`--set learner.steps` counts instead of the epochs of a file; and a note that says so."""
+    epochs, given = config.data.epochs, places.overridden
+    if not epochs or "learner.steps" not in given or "data.epochs" in given:
+        return config, ()
+    note = f"data.epochs = {epochs} does not count: --set learner.steps = {config.learner.steps} does"
+    return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, epochs=0)), (note,)
 
 
 def derive_settings(config: Config) -> Config:
@@ -105,8 +116,14 @@ def derive_settings(config: Config) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The resolved configuration as TOML, without passwords; `parse` gives the rest back."""
-    return tomli_w.dumps(msgspec.to_builtins(redact(config)))
+    """The resolved configuration as TOML, without passwords; `parse` gives the rest back.
+
+    Settings that are as derived are written as 0: they follow the others if those are changed later.
+    """
+    longest, algorithm = config.sampling.max_new_tokens, config.learner.algorithm
+    plain = algorithms.undo_derivation(algorithm, longest=longest)
+    learner = msgspec.structs.replace(config.learner, algorithm=plain)
+    return tomli_w.dumps(msgspec.to_builtins(redact(msgspec.structs.replace(config, learner=learner))))
 
 
 def redact(config: Config) -> Config:

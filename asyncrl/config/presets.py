@@ -7,7 +7,8 @@ Guarantees:
 2. settings of the user's file override a preset that the file names; a preset of the command line overrides the file;
    `--set` overrides both;
 3. if the user chooses another advantage, loss or correction than the preset, the preset's options for it are left out;
-4. a preset asks for at most as many updates per batch as the batch has groups.
+4. so are the options of the file if `--set` replaces its choice and sets no options;
+5. a preset asks for at most as many updates per batch as the batch has groups.
 
 Example: `preset = "dapo"` and `clip_high = 0.3` in a file: DAPO with 0.3.
 """
@@ -155,3 +156,17 @@ def _drop_other_choices(tree: Tree, chosen: Mapping[str, Any]) -> Tree:
             section.pop(kind, None)
             section.pop(f"{kind}_options", None)
     return result
+
+
+def drop_options(tree: Tree, overrides: Mapping[str, Any]) -> list[str]:
+    """Remove options of a choice that the command line replaces, unless it sets some itself; a note for each table."""
+    section, notes = _algorithm(tree), list[str]()
+    for kind in KINDS:
+        key = f"learner.algorithm.{kind}"
+        old, new = section.get(kind), overrides.get(key)
+        same = old is None or new is None or old == new or {str(old), str(new)} == {"auto", "tis"}
+        if same or any(f"{name}.".startswith(f"{key}_options.") for name in overrides):
+            continue
+        if options := section.pop(f"{kind}_options", None):
+            notes.append(f"{key}_options = {options} is left out: it is of {old}, and --set chooses {new}")
+    return notes

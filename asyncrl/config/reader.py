@@ -46,6 +46,7 @@ class Read(NamedTuple):
     places: Places
     errors: list[AsyncRLError]
     doubtful: frozenset[str]  # settings with an unknown value, because of a mistake
+    notes: tuple[str, ...] = ()
 
 
 def read(kind: type[Section], sources: Sequence[Source], overrides: Sequence[str] = ()) -> Read:
@@ -66,14 +67,16 @@ def read(kind: type[Section], sources: Sequence[Source], overrides: Sequence[str
         raise ConfigErrors(errors)
     tree, overrides = choose_policy(tree, places, overrides)
     try:
-        tree, places.preset = presets.apply_preset(tree, dict(map(_split, overrides)))
+        named = dict(map(_split, overrides))
+        tree, places.preset = presets.apply_preset(tree, named)
     except ConfigError as error:
         raise ConfigErrors([_preset_error(error, places)]) from None
+    notes = presets.drop_options(tree, named)
     for override in overrides:
         _override(tree, override, places, errors)
     look = _Look(kind, places, errors)
     look.walk(kind, tree, ())
-    return Read(tree, places, errors, frozenset(look.doubtful))
+    return Read(tree, places, errors, frozenset(look.doubtful), tuple(notes))
 
 
 def _syntax(file: str, said: str) -> ConfigError:

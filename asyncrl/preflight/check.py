@@ -232,7 +232,9 @@ def check_files(
         )  # fmt: skip
         own = [locate_error(error, loaded.places) for error in settled.errors]
         more = [*own, *independent_errors(found.errors, loaded.doubtful)]
-        return msgspec.structs.replace(found, errors=[*errors, *more], notes=[*found.notes, *settled.notes])
+        return msgspec.structs.replace(
+            found, errors=[*errors, *more], notes=[*loaded.notes, *found.notes, *settled.notes]
+        )
 
     settled = settle_hub(config, fetch=False)
     checked = check_settled(settled)

@@ -132,13 +132,16 @@ def _check_file(config: Config, path: Path, *, where: str) -> Iterator[AsyncRLEr
         yield from check_images(config, path, where=where)
     elif media := find_media_row(path):
         yield ConfigError("config.data", f"{media}: rows are text alone", where=where, remedy=MEDIA_REMEDY)
-    answers = answer_columns(config, row) if where.startswith("data.") else {}  # held-out rows need none
-    wanted = {"prompt_key": config.data.prompt_key, **answers}
+    wanted, preference = {"data.prompt_key": config.data.prompt_key}, config.learner.preference
+    if where.startswith("data."):  # held-out rows need no answers
+        wanted |= {f"data.{setting}": column for setting, column in answer_columns(config, row).items()}
+        if config.learner.mode == "reward_model" and preference.margin_key:
+            wanted["learner.preference.margin_key"] = preference.margin_key  # a missing one is a margin of 0
     for setting, column in wanted.items():
         if column not in row:
             columns = ", ".join(sorted(row)) or "none"
-            message = f"no column {column!r} (data.{setting}); it has: {columns}"
-            likely = next((name for name in PROMPT_COLUMNS if name in row), "") if setting == "prompt_key" else ""
+            message = f"no column {column!r} ({setting}); it has: {columns}"
+            likely = next((name for name in PROMPT_COLUMNS if name in row), "") if setting == "data.prompt_key" else ""
             yield ConfigError(
                 "config.data",
                 message,

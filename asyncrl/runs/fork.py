@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import Config, dump, load
+from asyncrl.config import Config, dump, load, parse
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.runtime.run_dir import RunDir, format_json, write_atomic
 
@@ -105,13 +105,15 @@ def _config(run: RunDir, target: Path, overrides: Sequence[str]) -> Config:
     root = target.resolve()
     if root == run.root or run.root in root.parents:
         raise ConfigError("usage", "a fork needs a folder outside of its parent", where=str(target))
-    name = f"{load(run.config).run.name}-fork"
+    parent = load(run.config)
+    name = f"{parent.run.name}-fork"
     own = {"run.dir": str(root), "run.name": name}
     named = {override.partition("=")[0].strip() for override in overrides}
     if "run.dir" in named:
         raise ConfigError("usage", "run.dir is the folder of the fork", where="--set")
     settings = [f"{key}={msgspec.json.encode(value).decode()}" for key, value in own.items() if key not in named]
-    return load(run.config, [*settings, *overrides])
+    # Written again: the file of an earlier version holds derived numbers, which would not follow the overrides.
+    return parse(dump(parent), file=str(run.config), overrides=[*settings, *overrides])
 
 
 def copy_checkpoint(source: Path, target: Path) -> str:

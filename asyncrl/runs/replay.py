@@ -135,6 +135,9 @@ def _other_rewards(
     head, groups = read_scores(path)
     if Path(head.run).resolve() != run.root:
         raise ConfigError("rescore.file", f"it is of the run {head.run}", where=str(path))
+    if head.teacher:
+        what = f"it has log-probs of the teacher {head.teacher}, and a replay needs rewards"
+        raise ConfigError("rescore.file", what, where=str(path), remedy="give a file of `asyncrl rescore --reward`")
     known = {(one.step, one.group): one for one in groups}
     wanted = [(step.step, group) for step in steps for group in step.groups]
     failed = [place for place in wanted if place in known and known[place].failed]

@@ -83,7 +83,8 @@ def rescore_command(
         config, plan = plan_teacher(run, teacher)
     else:
         config, plan = plan_rescore(run, rewards=rewards, judge=judge)
-    path = (out or run.root.with_name(f"{run.root.name}-scores.jsonl")).resolve()
+    what = "teacher" if teacher else "scores"
+    path = (out or run.root.with_name(f"{run.root.name}-{what}.jsonl")).resolve()
     if run.root in path.parents:
         raise ConfigError("usage", "scores go outside of the run that they are of", where=str(path))
     say: Callable[[str], None] = (lambda _: None) if as_json else _print
@@ -96,6 +97,7 @@ def rescore_command(
         versions=versions,
         recorded=recorded_versions(run),
         t=time.time(),
+        teacher=teacher,
     )
     write_scores(path, head, groups)
     found = summary(head, groups, path=path, wall_s=time.monotonic() - started)

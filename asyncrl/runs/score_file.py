@@ -1,4 +1,4 @@
-"""A file of scores: rewards of other functions for the archived samples of a run.
+"""A file of scores: rewards of other functions for the archived samples of a run, or the log-probs of a teacher.
 
 `asyncrl rescore` and `asyncrl replay --rewards` read it. JSON lines: a `Head`, then one `GroupScores` for every
 archived group, in the order of the steps. Guarantees:
@@ -33,6 +33,7 @@ class Head(msgspec.Struct, frozen=True):
     recorded: dict[str, int] = {}  # reward version in the run's log -> number of its scores
     format: int = FORMAT
     t: float = 0.0  # wall time
+    teacher: str = ""  # the scores are mean log-probs of this teacher, not rewards
 
 
 class GroupScores(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ from asyncrl.metrics.pages import PAGES
 from asyncrl.plugins import TrackerRun, load_object
 from asyncrl.runtime.run_dir import RunDir
 
-EVALUATION = "val-"  # how names of evaluations begin
+EVALUATION = ("val-", "evaluation_")  # how names of evaluations begin; without any score only the latter are there
 WHERE = "trackers.options.callbacks.call"
 
 

@@ -444,3 +444,37 @@ def test_the_greedy_sample_is_asked_for_by_itself() -> None:
 def test_the_accuracy_band_is_a_filter_of_the_buffer() -> None:
     ((name, filter_of),) = load_filters(made("buffer.filters=['accuracy_band']").buffer.filters)
     assert name == "accuracy_band" and filter_of(rewards=[1.0, 0.0]) == "" and "outside" in filter_of(rewards=[1.0])
+
+
+GSPO = 'learner.algorithm.loss = "gspo"\nlearner.algorithm.loss_options = { clip_low = 3e-4 }\n'
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options"),
+    [
+        (["learner.algorithm.loss=cispo"], {}),
+        (["learner.algorithm.loss=gspo"], {"clip_low": 3e-4}),
+        (["learner.algorithm.loss=cispo", "learner.algorithm.loss_options.clip_high=2.0"], {"clip_high": 2.0}),
+        (["learner.algorithm.advantage=opo"], {"clip_low": 3e-4}),
+    ],
+)
+def test_options_of_a_choice_go_with_it(overrides: list[str], options: dict[str, float]) -> None:
+    found = made(*overrides, text=GSPO).learner.algorithm.loss_options
+    assert {name: found[name] for name in options} == options
+    assert ("clip_low" in found) == ("loss=cispo" not in overrides[0] or len(overrides) > 1)
+
+
+def test_auto_and_tis_are_the_same_correction() -> None:
+    text = 'learner.algorithm.correction = "auto"\nlearner.algorithm.correction_options = { upper = 3.0 }\n'
+    assert made("learner.algorithm.correction=tis", text=text).learner.algorithm.correction_options == {"upper": 3.0}
+    assert made("learner.algorithm.correction=icepop", text=text).learner.algorithm.correction_options == {}
+
+
+def test_derived_numbers_of_a_resolved_file_follow_their_source() -> None:
+    resolved = dump(made("sampling.max_new_tokens=512", "learner.algorithm.shaping.overlong_share=0.25"))
+    again = parse(resolved, overrides=["sampling.max_new_tokens=1000"]).learner.algorithm
+    assert (again.shaping.overlong_max, again.shaping.overlong_buffer) == (1000, 250)
+    assert again.loss_scale_factor == 1000
+    own = dump(made("learner.algorithm.shaping.overlong_max=300", "learner.algorithm.loss_scale_factor=7"))
+    kept = parse(own, overrides=["sampling.max_new_tokens=1000"]).learner.algorithm
+    assert (kept.shaping.overlong_max, kept.loss_scale_factor) == (300, 7.0)

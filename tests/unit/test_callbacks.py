@@ -106,6 +106,22 @@ def test_steps_evaluations_and_checkpoints(run: RunDir, capsys: pytest.CaptureFi
     assert len(told()) == 6
 
 
+def test_an_evaluation_without_a_score_is_no_step(run: RunDir) -> None:
+    class Watch:
+        def on_evaluation(self, values: Mapping[str, float], step: int) -> None:
+            seen.append(("evaluation", step, dict(values)))
+
+        def on_step(self, values: Mapping[str, float], step: int) -> None:
+            seen.append(("step", step, dict(values)))
+
+    seen: list[Any] = []
+    callbacks = make(run, call=["watch.py:Watch"])
+    callbacks._callbacks = [Watch()]
+    callbacks.log({"faults/evaluation_failed": 3.0, "learning/evaluation_scored": 0.0}, step=4)
+    callbacks.log({"learning/reward_mean": 0.5}, step=5)
+    assert [one[:2] for one in seen] == [("evaluation", 4), ("step", 5)]
+
+
 def test_what_is_wrong_is_said_before_the_start(run: RunDir) -> None:
     config = parse(TEXT.format(root=run.root))
     assert list(check_trackers(config)) == []

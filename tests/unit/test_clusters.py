@@ -143,7 +143,9 @@ def test_slurm_scripts_use_the_environment_that_rendered_them(tmp_path: Path, ch
 
 def test_a_gang_on_several_hosts_meets_at_the_first() -> None:
     text = made("slurm", cluster__learner_hosts=3)["learner.sbatch"]
-    assert directives(text)["nodes"] == "3" and "srun" in text and '--node-rank "$SLURM_NODEID"' in text
+    cpus = directives(text)["cpus-per-task"]
+    assert directives(text)["nodes"] == "3" and f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-{cpus}}}" ' in text
+    assert '--node-rank "$SLURM_NODEID"' in text
     assert '--head "$HEAD:5557"' in text and "scontrol show hostnames" in text
     assert "| head" not in text and "exit}" not in text
     job = objects("k8s", "learner.yaml", cluster__learner_hosts=3)[1]

@@ -9,6 +9,7 @@ from asyncrl import config
 from asyncrl.config import mode
 from asyncrl.errors import ConfigErrors
 from asyncrl.preflight import derived, files
+from asyncrl.preflight.check import check_files
 from asyncrl.process_plan.plan import TARGETS, plan
 from buffers.groups.records import settings_of
 
@@ -17,6 +18,7 @@ ROWS = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[producers]\nengine = "da
 SFT = ROWS + '[learner]\nmode = "sft"\n[sampling]\ngroup_size = 1\n'
 KTO = ROWS + '[learner]\nmode = "kto"\n[sampling]\ngroup_size = 1\n'
 SPIN = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[learner.algorithm]\npreset = "spin"\n'
+PAIRS = ROWS + '[learner]\nmode = "reward_model"\npreference.margin_key = "gap"\n[sampling]\ngroup_size = 2\n'
 DPO = ROWS + '[learner]\nmode = "dpo"\n[sampling]\ngroup_size = 2\n'
 
 
@@ -29,6 +31,7 @@ def messages_of(text: str, *overrides: str) -> str:
 @pytest.mark.parametrize(
     ("text", "overrides", "part"),
     [
+        (PAIRS, ["learner.mode=dpo"], "margin_key is of mode reward_model"),
         (SFT, ["learner.mode=rl"], "rows have no log-probs"),
         (SFT, ["producers.engine=hf"], "set producers.engine = 'dataset', not 'hf'"),
         (SFT, ["sampling.group_size=2"], "needs sampling.group_size = 1"),
@@ -145,6 +148,18 @@ def test_epochs_are_settled_from_the_files_and_need_their_number(tmp_path: Path)
         files.settle_steps(source)
 
 
+def test_steps_of_the_command_line_count_instead_of_the_epochs_of_a_file(tmp_path: Path) -> None:
+    path, rows = tmp_path / "run.toml", tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "response": "b"}\n' * 10)
+    path.write_text(SFT.replace('path = "p.jsonl"', f'path = "{rows}"\nepochs = 3') + "[buffer]\nbatch_groups = 1\n")
+    assert files.settle_steps(config.load(path)).learner.steps == 30
+    found, checked = check_files(path, ["learner.steps=7"])
+    assert found is not None and (found.learner.steps, found.data.epochs) == (7, 0)
+    assert "data.epochs = 3 does not count: --set learner.steps = 7 does" in checked.notes
+    both = config.load(path, ["learner.steps=7", "data.epochs=2"])
+    assert files.settle_steps(both).learner.steps == 20
+
+
 @pytest.mark.parametrize(
     ("text", "row", "missing"),
     [
@@ -155,6 +170,8 @@ def test_epochs_are_settled_from_the_files_and_need_their_number(tmp_path: Path)
         (KTO, {"prompt": "a", "response": "b", "label": True}, "'completion' (data.completion_key)"),
         (KTO, {"prompt": "a", "completion": "b", "label": False}, ""),
         (SPIN, {"prompt": "a"}, "'response' (data.response_key)"),
+        (PAIRS, {"prompt": "a", "chosen": "b", "rejected": "c", "Gap": 1}, "'gap' (learner.preference.margin_key)"),
+        (PAIRS, {"prompt": "a", "chosen": "b", "rejected": "c", "gap": 1}, ""),
         (SFT, {"prompt": "a", "response": "b"}, ""),
         (SFT, {"prompt": [{"role": "user", "content": "a"}]}, ""),
     ],

@@ -13,6 +13,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.runs.fork import fork
 from asyncrl.runs.replay import plan_replay, replay_command, replay_command_line
 from asyncrl.runs.replay_report import Done, End, Plan, Step, judge, render
+from asyncrl.runs.score_file import Head, read_scores, write_scores
 from asyncrl.runtime import batch_file
 from asyncrl.runtime.run_dir import RunDir
 from learners.replay import distance, drop_overrides
@@ -65,6 +66,19 @@ def test_from_the_start_weights(run: RunDir) -> None:
     assert (plan.start, plan.checkpoint, plan.since, plan.start_digest) == (0, "", 0, digest_of(0))
     assert [step.step for step in plan.steps] == [1, 2, 3, 4, 5, 6]
     assert plan.steps[1] == Step(2, (2, 3), digest_of(2), plan.steps[1].metrics) and "loss" in plan.steps[1].metrics
+
+
+def test_log_probs_of_a_teacher_are_no_rewards(run: RunDir, tmp_path: Path) -> None:
+    path = tmp_path / "scores.jsonl"
+    for teacher in ("", "big"):
+        write_scores(path, Head(str(run.root), ("a:b",), teacher=teacher), ())
+        if teacher:
+            with pytest.raises(AsyncRLError, match="log-probs of the teacher big"):
+                plan_replay(run, begin=0, end=None, overrides=(), rewards=path)
+        else:
+            assert plan_replay(run, begin=0, end=None, overrides=(), rewards=path).rewards == str(path)
+    path.write_text('{"run": "r", "functions": ["a:b"]}\n')  # an older file
+    assert read_scores(path)[0].teacher == ""
 
 
 @pytest.mark.parametrize(("begin", "start"), [(1, 0), (2, 2), (3, 2), (4, 4), (5, 4)])
@@ -190,6 +204,19 @@ def test_a_fork_is_a_whole_folder(run: RunDir, tmp_path: Path) -> None:
         path.name: path.read_bytes() for path in (run.checkpoints / "step_000004").iterdir()
     }
     assert sorted(path.name for path in (tmp_path / "fork").iterdir()) == ["checkpoints", "config.toml", "fork.json"]
+
+
+def test_a_fork_derives_its_numbers_anew_and_has_options_of_its_own_loss(run: RunDir, tmp_path: Path) -> None:
+    from asyncrl.config import load
+
+    frozen = "[learner.algorithm]\nloss_scale_factor = 1024.0\nshaping.overlong_max = 1024\n"
+    gspo = 'preset = "gspo"\nloss = "gspo"\nloss_options = { clip_low = 3e-4 }\n'  # as an earlier version resolved it
+    run.config.write_text(run.config.read_text().partition("[learner.algorithm")[0] + frozen + gspo)
+    assert load(run.config).learner.algorithm.loss_options["clip_low"] == 3e-4
+    fork(run.root, tmp_path / "fork", step=4, overrides=["sampling.max_new_tokens=64", "learner.algorithm.loss=ppo"])
+    algorithm = load(tmp_path / "fork" / "config.toml").learner.algorithm
+    assert (algorithm.shaping.overlong_max, algorithm.loss_scale_factor) == (64, 64.0)
+    assert (algorithm.loss, algorithm.loss_options) == ("ppo", {})
 
 
 @pytest.mark.parametrize("name", ["state.json", "shard_00000.safetensors", "manifest.json"])

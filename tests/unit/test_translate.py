@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quick_checks import no_parts_are_tried, same_imports_once
 
 from asyncrl.cli import main
@@ -18,6 +19,7 @@ from asyncrl.configure.translate.given import NO_ENGINE_ARGS
 from asyncrl.configure.translate.reading import read_settings
 from asyncrl.configure.wizard import init_command
 from asyncrl.errors import ConfigError, ConfigErrors
+from learners.algorithms.corrections import tis
 from producers.engines.vllm.args import OURS
 
 assert no_parts_are_tried and same_imports_once  # fixtures
@@ -175,7 +177,8 @@ COMPUTED = {
     "learner.algorithm.kl.where": "init_kl_coef use_kl_in_reward use_kl_loss use_loss",
     "learner.algorithm.loss": "loss_mode loss_type use_sapo_loss",
     "learner.algorithm.loss_options": (
-        "c_clip clip_ratio_c delta sapo_tau_neg sapo_tau_pos sapo_temperature_neg sapo_temperature_pos"
+        "c_clip clip_ratio_c delta eps_clip eps_clip_high epsilon_high "
+        "sapo_tau_neg sapo_tau_pos sapo_temperature_neg sapo_temperature_pos"
     ),
     "learner.algorithm.minibatches": "num_steps_per_rollout",
     "learner.algorithm.shaping.overlong_buffer": (
@@ -273,7 +276,10 @@ def test_what_the_configurations_come_to() -> None:
             "learner.lora.target_modules": ["q_proj", "v_proj"], "reward.function": "my_lib.rewards:score",
             "learner.algorithm.loss": "sapo", "learner.gradient_checkpointing": True,
         },
-        "trl-config": {"buffer.batch_groups": 4, "learner.algorithm.loss": "cispo"},
+        "trl-config": {
+            "buffer.batch_groups": 4, "learner.algorithm.loss": "cispo",
+            "learner.algorithm.loss_options": {"clip_low": 1.0, "clip_high": 4.0},
+        },
         "prime-rl-older": {
             "environment.name": "verifiers", "environment.args": {"id": "reverse-text", "min_length": 4},
             "buffer.batch_groups": 32, "producers.engine_args": {"tensor_parallel_size": 2}, "buffer.max_staleness": 2,
@@ -291,6 +297,7 @@ def test_what_the_configurations_come_to() -> None:
             "learner.backend": "megatron", "evaluation.path": "data/aime.jsonl", "learner.steps": 3000,
             "learner.algorithm.kl.coeff": 0.01, "learner.gradient_checkpointing": True,
         },
+        "slime-async": {"learner.algorithm.loss_options": {"clip_low": 3e-4, "clip_high": 4e-4}},
         "slime-ppo": {"learner.backend": "fsdp2", "evaluation.path": "data/a.jsonl, data/b.jsonl"},
     }  # fmt: skip
     for name, settings in wanted.items():
@@ -346,3 +353,135 @@ def test_routing_replay_of_verl_is_ours_where_it_is_the_same(tmp_path: Path, mod
     assert found.settings.get("learner.router_replay") is wanted
     left = f"actor_rollout_ref.actor.router_replay.mode = {mode!r}: only R3 is there: learner.router_replay"
     assert (left in found.notes) is (mode != "R3")
+
+
+def translated(tmp_path: Path, text: str, name: str = "run.sh") -> Any:
+    """What a file with this text comes to."""
+    (tmp_path / name).write_text(text)
+    return translate(tmp_path / name)
+
+
+AREAL = "train_dataset: {batch_size: 8, path: data/train.parquet}\nactor:\n  path: models/m\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "correction", "options", "noted"),
+    [
+        ("behav_imp_weight_cap: 3.0", "icepop", {"lower": 0.0, "upper": 3.0}, ()),
+        ("behave_imp_weight_mode: token_mask", "icepop", {"lower": 0.0, "upper": 5.0}, ()),
+        ("behave_imp_weight_cap: 3.0\n  behave_imp_weight_mode: token_truncate", "tis", {"upper": 3.0}, ()),
+        ("behave_imp_weight_cap: 3.0\n  behave_imp_weight_mode: disabled", "none", None, ()),
+        ("behave_imp_weight_cap: 3.0\n  behave_imp_weight_mode: sequence_mask", None, None, ("cap", "mode")),
+        ("behave_imp_weight_cap: 3.0\n  recompute_logprob: false", "none", None, ("cap",)),
+    ],
+)
+def test_caps_of_areal_leave_tokens_out_unless_they_truncate(
+    tmp_path: Path, text: str, correction: str | None, options: Any, noted: tuple[str, ...]
+) -> None:
+    found = translated(tmp_path, f"{AREAL}  {text}\n", "run.yaml")
+    assert found.settings.get("learner.algorithm.correction") == correction
+    assert found.settings.get("learner.algorithm.correction_options") == options
+    for name in ("cap", "mode"):
+        assert any(f"behave_imp_weight_{name} = " in note for note in found.notes) == (name in noted), found.notes
+
+
+@pytest.mark.parametrize(
+    ("norm", "advantage"),
+    [
+        ("{mean_level: group, std_level: group}", "grpo"),
+        ("{mean_level: group, std_level: null}", "dr_grpo"),
+        ("{mean_level: group, std_level: null, mean_leave1out: true}", "rloo"),
+        ("{mean_level: group, std_level: batch}", None),
+        ("{mean_level: group}", None),
+        ("{mean_level: group, std_level: group, mean_leave1out: true}", None),
+    ],
+)
+def test_norms_of_areal_are_translated_if_they_are_the_same(tmp_path: Path, norm: str, advantage: str | None) -> None:
+    found = translated(tmp_path, f"{AREAL}  reward_norm: {norm}\n", "run.yaml")
+    assert found.settings.get("learner.algorithm.advantage") == advantage
+    assert any("reward_norm.mean_level = " in note for note in found.notes) == (advantage is None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "correction", "options"),
+    [
+        ("--algo.advantage.is_correction_type tis", "tis", {"floor": 0.5, "upper": 5.0}),
+        ("--algo.advantage.is_correction_threshold 0.1 4.0", "tis", {"floor": 0.1, "upper": 4.0}),
+        ("--algo.advantage.is_correction_threshold 4.0", "tis", {"floor": 0.0, "upper": 4.0}),
+        ("--algo.advantage.is_correction_type icepop", "icepop", {"lower": 0.5, "upper": 5.0}),
+        (
+            "--algo.advantage.is_correction_type seq-mask-tis --algo.advantage.is_correction_threshold 0.5 4.0",
+            "tis",
+            {"upper": "off", "reject": ["seq_mean_k1"], "thresholds": [[0.25, 2.0]]},
+        ),
+        ("--algo.advantage.is_correction_type seq-mask-tis --algo.advantage.is_correction_threshold 4.0", None, None),
+    ],
+)
+def test_corrections_of_openrlhf(tmp_path: Path, flags: str, correction: str | None, options: Any) -> None:
+    found = translated(
+        tmp_path,
+        "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path models/m --rollout.batch_size 8 "
+        f"--algo.advantage.is_correction_enable {flags}",
+    )
+    assert found.settings.get("learner.algorithm.correction") == correction
+    assert found.settings.get("learner.algorithm.correction_options") == options
+    assert any("is_correction_type" in note for note in found.notes) == (correction is None)
+
+
+def test_rows_whose_mean_ratio_is_outside_of_the_bounds_are_left_out() -> None:
+    bounds = [1 / 4.0, 1 / 0.5]  # of a mean ratio in [0.5, 4]: the estimator k1 is that of the inverse
+    gaps = torch.tensor([0.6, 0.6, 1.5, 1.5, -0.8, -0.8])
+    made = tis(
+        gaps,
+        torch.zeros(6),
+        torch.ones(6, dtype=torch.bool),
+        torch.tensor([0, 0, 1, 1, 2, 2]),
+        upper=None,
+        reject=("seq_mean_k1",),
+        thresholds=(bounds,),  # type: ignore[arg-type]  # a list, as TOML gives it
+    )
+    assert made.keep.tolist() == [True, True, False, False, False, False]
+    assert torch.allclose(made.weights, torch.where(made.keep, gaps.exp(), 0.0))
+
+
+CLIPS = {
+    "verl-cispo": (
+        "python3 -m verl.trainer.main_ppo data.train_batch_size=8 actor_rollout_ref.model.path=models/m "
+        "actor_rollout_ref.actor.policy_loss.loss_mode=cispo actor_rollout_ref.actor.clip_ratio_low=10 "
+        "actor_rollout_ref.actor.clip_ratio_high=0.2",
+        {"clip_low": 10, "clip_high": 0.2},
+    ),
+    "verl-default": (
+        "python3 -m verl.trainer.main_ppo data.train_batch_size=8 actor_rollout_ref.model.path=models/m "
+        "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean",
+        {"clip_low": 0.2, "clip_high": 0.2},
+    ),
+    "trl-cispo": (
+        "trl grpo --model_name_or_path models/m --loss_type cispo --epsilon_high 5.0 --epsilon 0.3",
+        {"clip_low": 1.0, "clip_high": 4.0},
+    ),
+    "trl-gspo": (
+        "trl grpo --model_name_or_path models/m --importance_sampling_level sequence --epsilon 3e-4 --delta 2.0",
+        {"clip_low": 3e-4, "clip_high": 3e-4},
+    ),
+    "openrlhf": (
+        "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path models/m --rollout.batch_size 8 "
+        "--actor.policy_loss_type gspo --actor.eps_clip_low_high 3e-4 4e-4 --actor.dual_clip 3",
+        {"clip_low": 3e-4, "clip_high": 4e-4},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_clip_goes_where_the_loss_reads_it(name: str, tmp_path: Path) -> None:
+    found = translated(tmp_path, CLIPS[name][0])
+    assert found.settings["learner.algorithm.loss_options"] == CLIPS[name][1]
+    assert not {"learner.algorithm.clip_low", "learner.algorithm.clip_high"} & set(found.settings)
+    assert any("dual_clip = 3" in note for note in found.notes) == (name == "openrlhf")
+
+
+def test_a_clip_of_a_loss_without_one_is_named(tmp_path: Path) -> None:
+    found = translated(tmp_path, "trl grpo --model_name_or_path models/m --loss_type sapo --epsilon 0.1")
+    assert "learner.algorithm.clip_low = 0.1: the loss sapo has no clip" in found.notes
+    found = translated(tmp_path, "trl grpo --model_name_or_path models/m --loss_type dapo --epsilon 0.1")
+    assert found.settings["learner.algorithm.clip_high"] == 0.1

@@ -68,6 +68,9 @@ def _preference_problems(learner: LearnerConfig) -> Iterator[Conflict]:
     if preference.loss == "robust" and not preference.label_smoothing:
         what = "loss = 'robust' needs label_smoothing, the share of wrong labels; without it it is 'sigmoid'"
         yield conflict("learner.preference.loss", what, code="config.missing")
+    if preference.margin_key and learner.mode != "reward_model":
+        what = f"learner.preference.margin_key is of mode reward_model; mode {learner.mode} has no margins of rows"
+        yield conflict("learner.preference.margin_key", what)
 
 
 def _self_play_problems(config: Config) -> Iterator[Conflict]:

@@ -177,6 +177,23 @@ def derive_algorithm(algorithm: AlgorithmConfig, *, longest: int) -> AlgorithmCo
     return msgspec.structs.replace(algorithm, shaping=shaping, loss_scale_factor=factor)
 
 
+def undo_derivation(algorithm: AlgorithmConfig, *, longest: int) -> AlgorithmConfig:
+    """The inverse of `derive_algorithm`: 0 for each setting that it would set to the same value.
+
+    >>> undo_derivation(derive_algorithm(AlgorithmConfig(), longest=100), longest=100) == AlgorithmConfig()
+    True
+    """
+    shaping = algorithm.shaping
+    buffer = round(shaping.overlong_share * (shaping.overlong_max or longest))
+    shaping = msgspec.structs.replace(
+        shaping,
+        overlong_max=0 if shaping.overlong_max == longest else shaping.overlong_max,
+        overlong_buffer=0 if shaping.overlong_buffer == buffer else shaping.overlong_buffer,
+    )
+    factor = 0.0 if algorithm.loss_scale_factor == longest else algorithm.loss_scale_factor
+    return msgspec.structs.replace(algorithm, shaping=shaping, loss_scale_factor=factor)
+
+
 @functools.cache
 def option_types() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     """kind -> name -> option -> its JSON schema and default, as written by `make docs`."""

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from asyncrl.config import Config
+from asyncrl.config.sections.algorithm_catalogue import entry, option_types
 from asyncrl.config.suggestions import known_trainers, reason_left_out, section_type, translation_table
 from asyncrl.configure.translate import areal, openrlhf, prime_rl, slime, trl, verl
 from asyncrl.configure.translate.given import Given, Values
@@ -40,6 +41,9 @@ TRAINERS: dict[str, Callable[[Given], None]] = {
 UNKNOWN = "a variable that the file does not set"
 #: Values that mean "not set", in addition to None and -1.
 UNSET: tuple[Any, ...] = ("", [], {}, "???")
+
+#: The clip of the other trainers where a run sets none.
+CLIP = 0.2
 
 
 class Translation(NamedTuple):
@@ -115,6 +119,7 @@ def _derive_settings(settings: Values, notes: list[str]) -> None:
     if settings.get("data.epochs") and settings.get("learner.steps"):
         epochs = settings.pop("data.epochs")  # if both are set, the steps count, as in the other trainers
         notes.append(f"data.epochs = {epochs}: learner.steps counts")
+    _set_loss_options(settings, notes)
     if "learner.algorithm.clip_low" in settings:
         settings.setdefault("learner.algorithm.clip_high", settings["learner.algorithm.clip_low"])
     if settings.get("learner.algorithm.advantage") == "remax":
@@ -123,6 +128,28 @@ def _derive_settings(settings: Values, notes: list[str]) -> None:
     if "learner.algorithm.kl.where" not in settings:
         for key in [key for key in settings if key.startswith("learner.algorithm.kl.")]:
             notes.append(f"{key} = {settings.pop(key)!r}: no KL divergence is used")
+
+
+def _set_loss_options(settings: Values, notes: list[str]) -> None:
+    """Give the loss only options that it has, its clip included: `clip_low` and `clip_high` are of the PPO losses."""
+    table, loss = "learner.algorithm.loss_options", settings.get("learner.algorithm.loss", "")
+    found, known = entry("loss", loss), option_types()["loss"].get(loss)
+    if found is None or known is None:
+        return
+    options: Values = settings.pop(table, {})
+    if not found.clip:
+        low = settings.get("learner.algorithm.clip_low", CLIP)
+        clips = {"clip_low": low, "clip_high": settings.get("learner.algorithm.clip_high", low)}
+        for name, clip in clips.items():
+            value = settings.pop(f"learner.algorithm.{name}", None)
+            if name in known:
+                options.setdefault(name, clip)
+            elif value is not None:
+                notes.append(f"learner.algorithm.{name} = {value!r}: the loss {loss} has no clip")
+    for name in sorted(set(options) - set(known)):
+        notes.append(f"{table}.{name} = {options.pop(name)!r}: the loss {loss} has no such option")
+    if options:
+        settings[table] = options
 
 
 def _set_ranks(settings: Values) -> None:

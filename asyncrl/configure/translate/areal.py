@@ -17,6 +17,15 @@ LEARNER = {
     "e": "learner.parallel.expert",
 }
 BACKENDS = {"fsdp": "fsdp2", "megatron": "megatron"}
+NORM = "actor.reward_norm."
+#: Levels of mean and deviation, and whether a sample is left out of its own mean -> our estimator.
+ADVANTAGES = {
+    ("group", "group", False): "grpo",
+    ("group", None, False): "dr_grpo",
+    ("group", None, True): "rloo",
+}
+#: Modes of the weights of old samples -> our correction. None: the default.
+MODES = {None: "icepop", "token_mask": "icepop", "token_truncate": "tis", "disabled": "none"}
 
 
 def take(given: Given) -> None:
@@ -110,25 +119,18 @@ def _advantage(given: Given) -> None:
     """With a critic GAE, else by the group's rewards."""
     critic = any(key.startswith("critic.") for key in given.left)
     options = {"gamma": given.take("actor.discount"), "lam": given.take("actor.gae_lambda")}
-    levels = {
-        key: given.take(f"actor.{key}")
-        for key in (
-            "reward_norm.mean_level",
-            "reward_norm.std_level",
-            "reward_norm.mean_leave1out",
-            "reward_norm.group_size",
-        )
-    }
+    names = [f"{NORM}{key}" for key in ("mean_level", "std_level", "mean_leave1out", "group_size")]
+    # A level that is left out is "batch", one that is null is none.
+    mean, deviation = (given.left.get(name, "batch") for name in names[:2])
+    found = ADVANTAGES.get((mean, deviation, given.left.get(names[2]) is True))
     if critic:
         given.settings[f"{ALGORITHM}.advantage"] = "gae"
         given.options(f"{ALGORITHM}.advantage_options", options)
-    elif levels["reward_norm.mean_level"] == "group":
-        plain = "rloo" if levels["reward_norm.mean_leave1out"] else "dr_grpo"
-        given.settings[f"{ALGORITHM}.advantage"] = "grpo" if levels["reward_norm.std_level"] == "group" else plain
-    else:
-        for key, value in levels.items():
-            if value is not None:
-                given.note(f"actor.{key}", value, "see learner.algorithm.advantage")
+    elif found:
+        given.settings[f"{ALGORITHM}.advantage"] = found
+        for name in names:
+            given.take(name)
+    given.unused(names, "no estimator here has exactly these levels: see learner.algorithm.advantage")
     if not critic:
         for name, theirs in (("gamma", "discount"), ("lam", "gae_lambda")):
             if options[name] is not None:
@@ -151,6 +153,21 @@ def _loss(given: Given) -> None:
         given.settings[f"{ALGORITHM}.loss"] = "ppo"
     if again is False:
         given.bypass()
-    cap = given.take("actor.behav_imp_weight_cap") or given.take("actor.behave_imp_weight_cap")
-    if cap is not None:
-        given.settings[f"{ALGORITHM}.tis_cap"] = cap
+    _correction(given)
+
+
+def _correction(given: Given) -> None:
+    """Weights of old samples. AReaL leaves out tokens above the cap (its default mode), or truncates their weights."""
+    names = ("actor.behave_imp_weight_mode", "actor.behave_imp_weight_cap", "actor.behav_imp_weight_cap")
+    mode, *caps = (given.take(name) for name in names)
+    cap = next((one for one in caps if one), 5.0 if mode else None)
+    if cap is None:
+        return
+    if mode in MODES and given.settings.get(f"{ALGORITHM}.correction") != "none":
+        given.settings[f"{ALGORITHM}.correction"] = MODES[mode]
+        values = {"icepop": {"lower": 0.0, "upper": cap}, "tis": {"upper": cap}}
+        given.options(f"{ALGORITHM}.correction_options", values.get(MODES[mode], {}))
+        return
+    for name, value in zip(names, (mode, *caps), strict=True):
+        if value is not None:
+            given.note(name, value, "see learner.algorithm.correction (docs/algorithms.md)")

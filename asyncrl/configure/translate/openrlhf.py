@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.configure.translate.given import Given
+from asyncrl.configure.translate.given import Given, Values
 
 ALGORITHM = "learner.algorithm"
 ADVANTAGES = {
@@ -10,6 +10,9 @@ ADVANTAGES = {
     "reinforce": "reinforce_plus_plus",
     "reinforce_baseline": "reinforce_plus_plus_baseline",
 }
+
+#: Bounds of the weights of old samples where the run sets none.
+THRESHOLD = (0.5, 5.0)
 
 
 def take(given: Given) -> None:
@@ -79,14 +82,26 @@ def _corrections(given: Given) -> None:
     bounds = given.take("algo.advantage.is_correction_threshold")
     if not on:
         return
-    known = {"tis": "tis", "icepop": "icepop", "seq-mask-tis": "mis"}.get(kind)
-    if known is None:
+    numbers = [one for one in (bounds if isinstance(bounds, list) else [bounds]) if isinstance(one, int | float)]
+    low, high = numbers if len(numbers) == 2 else (0.0, numbers[0]) if numbers else THRESHOLD  # one is the upper bound
+    if bounds is not None and not numbers:
+        given.note("algo.advantage.is_correction_threshold", bounds, "no numbers")
+    options: Values
+    if kind == "tis":
+        known, options = "tis", {"upper": high, "floor": low}
+    elif kind == "icepop":
+        known, options = "icepop", {"lower": low, "upper": high}
+    elif kind == "seq-mask-tis" and 0 < low <= high:
+        # Whole rows are left out by the mean log-ratio of sampling to training; the weights of the others are not cut.
+        rows = {"reject": ["seq_mean_k1"], "thresholds": [[1 / high, 1 / low]]}
+        known, options = "tis", {"upper": "off", **rows}
+    else:
         given.note("algo.advantage.is_correction_type", kind, "see docs/algorithms.md, corrections")
+        if bounds is not None:
+            given.note("algo.advantage.is_correction_threshold", bounds, "of this correction")
         return
     given.settings[f"{ALGORITHM}.correction"] = known
-    if isinstance(bounds, list) and len(bounds) == 2:
-        both = {"lower": bounds[0], "upper": bounds[1]}
-        given.options(f"{ALGORITHM}.correction_options", {"upper": bounds[1]} if known == "tis" else both)
+    given.options(f"{ALGORITHM}.correction_options", options)
 
 
 def _engine(given: Given) -> None:

@@ -78,10 +78,14 @@ def _loss(given: Given) -> None:
         given.settings[f"{ALGORITHM}.loss"] = loss
         names = OTHER_LOSSES.get(loss, {})
         given.options(f"{ALGORITHM}.loss_options", {ours: given.take(name) for name, ours in names.items()})
+        if loss == "cispo":
+            _cispo(given)
     elif loss not in LOSSES:
         given.note("loss_type", loss, "see docs/algorithms.md")
     level = given.take("importance_sampling_level")
-    if level == "sequence":
+    if level == "sequence" and loss in OTHER_LOSSES:
+        given.note("importance_sampling_level", level, f"the loss {loss} has a level of its own here")
+    elif level == "sequence":
         given.settings[f"{ALGORITHM}.loss"] = "gspo"
     elif level is not None:
         given.note("importance_sampling_level", level, "as by default here")
@@ -90,6 +94,18 @@ def _loss(given: Given) -> None:
         given.note("delta", delta, "an option of the losses ppo and decoupled_ppo")
     elif delta is not None:
         given.options(f"{ALGORITHM}.loss_options", {"delta": delta})
+
+
+def _cispo(given: Given) -> None:
+    """TRL's epsilon_high is the largest ratio itself, and there is no smallest one."""
+    high = given.take("epsilon_high")
+    options = {"clip_low": 1.0}
+    if isinstance(high, int | float) and high >= 1:
+        options["clip_high"] = high - 1
+    elif high is not None:
+        given.note("epsilon_high", high, "the largest ratio of cispo in TRL, and below 1; it stays at 1.2")
+    given.options(f"{ALGORITHM}.loss_options", options)
+    given.unused(["epsilon"], "cispo has no smallest ratio in TRL")
 
 
 def _advantage(given: Given) -> None:

@@ -162,8 +162,10 @@ def _learner(config: Config, site: Site) -> str:
             f"    exec {command}",
             "}",
             "export -f run_on_each_host",
-            # A failed host ends the others; SIGTERM goes to all of them.
-            "srun --kill-on-bad-exit=1 --export=ALL bash -c run_on_each_host &",
+            # A failed host ends the others; SIGTERM goes to all of them. Since Slurm 22.05 srun takes no number of CPUs
+            # from sbatch; `cluster.options` may have set another number than `cluster.cpus`.
+            f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-{cluster.cpus}}}" --kill-on-bad-exit=1 --export=ALL \\',
+            "    bash -c run_on_each_host &",
         ]
     else:
         lines.append(f"{command} &")
