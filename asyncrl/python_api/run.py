@@ -332,7 +332,7 @@ def launch(
     return run if background else run.wait(on_step, progress=progress)
 
 
-def failure(files: RunDir, code: int, start: int) -> AsyncRLError:
+def failure(files: RunDir, code: int, start: int = 0) -> AsyncRLError:
     """The error of a launcher that ended with this code, and whose output begins at `start`."""
     path = files.logs / OUTPUT
     lines = [line for line in path.read_bytes()[start:].decode(errors="replace").splitlines() if line.strip()]

@@ -22,9 +22,9 @@ class Taught(NamedTuple):
 
 
 def read_teacher(
-    settings: DistillationConfig, micro: Micro, current: Tensor, proximal: Tensor, weights: Tensor
+    settings: DistillationConfig, micro: Micro, current: Tensor, proximal: Tensor, weights: Tensor | None = None
 ) -> Taught | None:
-    """Return what teachers add; None without one. `weights`: of the correction for old samples.
+    """Return what teachers add; None without one. `weights`: of the correction for old samples; None: 1.
 
     The reverse KL is minimized by policy gradient on the sampled tokens. With k1, the gap of the log-probs is the
     advantage of the token, negated, so that the correction for old samples and the clip of the loss apply. k3 depends
@@ -40,7 +40,8 @@ def read_teacher(
     sums = {"teacher_kl_sum": gap.sum(), "teacher_tokens": known.sum()}
     if settings.loss == "reverse_kl":
         if settings.estimator == "k3":
-            return Taught(zero, coeff * weights * kl_importance_weighted(current, proximal, teacher, known), sums)
+            divergence = coeff * kl_importance_weighted(current, proximal, teacher, known)
+            return Taught(zero, divergence if weights is None else divergence * weights, sums)
         return Taught(-coeff * kl_estimate(proximal, teacher, known, kind="k1"), zero, sums)
     if micro.top_current is None or micro.top_logprobs is None:
         return Taught(zero, zero, sums)

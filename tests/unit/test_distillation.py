@@ -116,10 +116,10 @@ def test_tokens_without_a_teacher_and_masked_ones_get_nothing() -> None:
     tokens, logs = torch.arange(4), torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True)
     teacher = torch.tensor([-0.5, float("nan"), -0.5, -0.5])
     given = micro(tokens, logs.detach(), teacher=teacher)._replace(mask=torch.tensor([True, True, True, False]))
-    found = read_teacher(DistillationConfig(), given, logs, logs.detach(), torch.ones(4))
+    found = read_teacher(DistillationConfig(), given, logs, logs.detach())
     assert found is not None and found.advantages.tolist() == [0.5, 0.0, 0.0, 0.0]
     assert (float(found.sums["teacher_kl_sum"]), int(found.sums["teacher_tokens"])) == (-0.5, 2)
-    assert read_teacher(DistillationConfig(), micro(tokens, logs.detach()), logs, logs.detach(), torch.ones(4)) is None
+    assert read_teacher(DistillationConfig(), micro(tokens, logs.detach()), logs, logs.detach()) is None
 
 
 def test_the_divergence_on_likely_tokens_is_added_beside_the_reward() -> None:
