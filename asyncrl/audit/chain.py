@@ -5,7 +5,7 @@ Violations:
           have none
   anchor  a head that the learner kept (in a checkpoint, the archive, the result) is not in the history: the history was
           changed before that, and its chain was computed again
-  sign    a seal has no signature, or another one than the key gives
+  sign    a seal has no signature, or another one than the key gives; or a run that signs its history has no seal
 A break is reported once: the lines after it are compared with what they name as their beginning.
 """
 
@@ -70,7 +70,9 @@ class ChainReader:
             what = f"line {last} does" if first == last else f"lines {first} to {last} do"
             found.violation("chain", f"{what} not follow from what was written before: changed, moved or missing")
         rest = self._lines - self._sealed_to
-        if not self._drains:
+        if not self._drains and expects_signatures and (found.done or found.steps):
+            found.violation("sign", "log.sign is set and no line has a seal")
+        elif not self._drains:
             found.notes.append("the history has no chain: a build without one wrote it")
         elif rest and found.done:
             found.violation("chain", f"the run is done and its last {rest} lines have no seal")

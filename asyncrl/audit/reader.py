@@ -24,6 +24,8 @@ from asyncrl.evaluation.ids import MARK
 
 #: Events that nothing is concluded from.
 SKIPPED = frozenset({"continue", "discard"})
+#: What a buffer writes to agree with the ledger of a learner, before the learner's `register`.
+RECONCILES = frozenset({"commit", "drop", "lost", "dead", "cancel", "discard"})
 
 
 class Reader:
@@ -59,7 +61,7 @@ class Reader:
         if self._events == 1 and name != "service":
             self._bad("log", f"it begins with {name!r}, not with the start of a service: lines are missing")
         self._follow_time(name, event)
-        if self._suspects and name not in ("commit", "drop", "lost"):
+        if self._suspects and name not in RECONCILES:
             self.settle(believed=name == "register")
         held_out = name.startswith(MARK)
         owner = next((one for one in (self, self.choices) if hasattr(one, f"on_{name}")), self.work)

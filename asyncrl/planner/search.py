@@ -16,6 +16,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.planner.model import Forecast, Plant, Scenario
+from asyncrl.process_plan.device_assignment import devices_each
 
 ENOUGH = 0.97
 MOST_SAMPLES = 5_000  # of one forecast; larger ones are reduced
@@ -154,13 +155,16 @@ class Split(NamedTuple):
 def devices_per_producer(config: Config) -> int:
     """Devices of one engine, by its own setting."""
     args = config.producers.engine_args
+    if config.producers.engine == "vllm":
+        return devices_each("vllm", args)
     return int(args.get("tensor_parallel_size") or args.get("tp_size") or 1)
 
 
 def splits(config: Config, plant: Plant, *, devices: int, scale_batch: bool) -> list[Split]:
     """Ways to divide the devices. The batch grows with them, so that a rank's share stays as measured."""
     base, each = build_scenario(config), devices_per_producer(config)
-    now = config.learner.ranks + base.producers * each
+    ranks = config.learner.ranks * config.cluster.learner_hosts
+    now = ranks + base.producers * each
     groups = max(1, round(base.batch_groups * devices / now)) if scale_batch else base.batch_groups
     found: dict[int, Split] = {}
     for share in SPLITS:
@@ -170,7 +174,7 @@ def splits(config: Config, plant: Plant, *, devices: int, scale_batch: bool) -> 
             base,
             producers=producers,
             batch_groups=groups,
-            learner_speed=learner / config.learner.ranks,
+            learner_speed=learner / ranks,
             sync_factor=levels(producers, config.weightsync.relay_fanout)
             / levels(plant.members, config.weightsync.relay_fanout),
             reward_workers=max(base.reward_workers, round(base.reward_workers * groups / base.batch_groups)),

@@ -319,6 +319,8 @@ def test_commits_that_a_checkpoint_tells_are_believed() -> None:
     rest = [dict(event, epoch=3) if event.get("epoch") == 1 else event for event in events[place + 1 :]]
     assert audit([*events[:place], register(2, 2), told, register(3, 3), *rest]).ok
     assert "epoch" in kinds(audit([*events[:place], register(2, 2), told, *rest]))
+    agreed = {"e": "discard", "g": events[place]["groups"][0], "i": 0, "why": "abandoned", "tokens": 1}
+    assert audit([*events[:place], register(2, 2), told, agreed, register(3, 3), *rest]).ok
 
 
 def test_service_and_token_epochs() -> None:

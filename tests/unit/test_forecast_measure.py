@@ -258,6 +258,13 @@ def test_devices_are_divided_and_the_batch_grows_with_them(tmp_path: Path) -> No
     assert {way.scenario.batch_groups for way in ways} == {160}  # 8 groups with 1 + 2 * 2 devices
     assert {way.scenario.batch_groups for way in splits(config, plant, devices=100, scale_batch=False)} == {8}
     assert all(way.scenario.learner_speed == way.learner for way in ways)
+    several = msgspec.structs.replace(config, cluster=msgspec.structs.replace(config.cluster, learner_hosts=4))
+    ways = splits(several, plant, devices=100, scale_batch=True)
+    assert all(way.scenario.learner_speed == way.learner / 4 for way in ways), "measured on four hosts"
+    assert {way.scenario.batch_groups for way in ways} == {100}  # 8 groups with 4 + 2 * 2 devices
+    args = {"tensor_parallel_size": 2, "pipeline-parallel-size": 2}
+    vllm = msgspec.structs.replace(config.producers, engine="vllm", engine_args=args)
+    assert devices_per_producer(msgspec.structs.replace(config, producers=vllm)) == 4
     assert levels(500, 2) == 8 and levels(500, 0) == 500
     assert buffers_for(1000.0, 0.0) == 1 and buffers_for(1e5, 1e3) == 96
     assert settings_for(Scenario(asked_samples=10, group_size=8)).over_issue == 2

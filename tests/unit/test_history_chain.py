@@ -210,6 +210,16 @@ def test_a_chain_that_a_forger_computed_again_has_no_signatures(tmp_path: Path) 
     assert kinds(audit_file(forged, expected=Expected(key=key))) >= {"sign", "chain"}
 
 
+def test_a_run_that_signs_has_seals(tmp_path: Path) -> None:
+    path, key = tmp_path / "history.jsonl", signing_key(write_keys(tmp_path / "server.key"))
+    path.write_bytes(b"".join(drains(4)))
+    assert audit_file(path).ok, "of an older build"
+    for known in (key, b""):
+        assert kinds(audit_file(path, expected=Expected(signed=True, key=known))) == {"sign"}
+    path.write_bytes(drains(20)[0])
+    assert audit_file(path, expected=Expected(signed=True, key=key)).ok, "killed before its first seal"
+
+
 def test_a_run_is_checked_with_its_key_file(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=4)
     keys = tmp_path / "server.key"
