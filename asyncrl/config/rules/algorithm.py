@@ -150,12 +150,6 @@ def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
                 f"correction = {correction!r}: {why}; a weight on top would be wrong: set correction = 'none' or leave "
                 "it out",
             )
-    if algorithm.denominator == "kept" and algorithm.proximal == "loglinear":
-        yield conflict(
-            "learner.algorithm.denominator",
-            "denominator = 'kept' counts the tokens that stay before the loss, and proximal = 'loglinear' is known in "
-            "it alone: set proximal = 'recompute'",
-        )
     level = weight_level(algorithm)
     if algorithm.loss == "vespo" and level == "sequence":
         yield conflict(
@@ -192,7 +186,13 @@ def _clip_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
 
 
 def _term_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
-    """The same for the other terms of the loss: entropy and KL."""
+    """The same for the denominator and the other terms of the loss: entropy and KL."""
+    if algorithm.denominator == "kept" and algorithm.proximal == "loglinear":
+        yield conflict(
+            "learner.algorithm.denominator",
+            "denominator = 'kept' counts the tokens that stay before the loss, and proximal = 'loglinear' is known in "
+            "it alone: set proximal = 'recompute'",
+        )
     if algorithm.entropy_target and algorithm.entropy_coeff > algorithm.entropy_max:
         yield conflict(
             "learner.algorithm.entropy_max",
