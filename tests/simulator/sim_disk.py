@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, Fenced, Unavailable, WireError
+from asyncrl.metrics import MetricsLog
 from asyncrl.runtime.history_chain import Chain, find_seal
 from asyncrl.wire import Place
 from buffers.groups.records import Change, Record
@@ -307,8 +308,8 @@ class NullDead:
         """Nothing."""
 
 
-class NullLog:
-    """A `MetricsLog` that writes nothing."""
+class NullLog(MetricsLog):
+    """A log without a file. Its other methods are the real ones, so that a new one needs nothing here."""
 
     def __init__(self, path: Any, *, most_bytes: int = 0) -> None:
         del path, most_bytes
