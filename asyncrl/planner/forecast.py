@@ -32,6 +32,7 @@ from asyncrl.planner.search import (
     buffers_for,
     build_scenario,
     choices,
+    devices_per_producer,
     play_all,
     splits,
     suggestion,
@@ -113,11 +114,13 @@ def plan_for(options: Options) -> Planned:
     plant, checked, notes = _plant(config, options)
     scenario = build_scenario(config, steps=options.steps, name="config")
     around = choices(scenario)
-    ways = [
-        split
-        for number in options.devices
-        for split in splits(config, plant, devices=number, scale_batch=options.scale_batch)
-    ]
+    ways: list[Split] = []
+    for number in options.devices:
+        some = splits(config, plant, devices=number, scale_batch=options.scale_batch)
+        if not some:
+            each = devices_per_producer(config)
+            notes.append(f"{number} devices: too few for an engine of {each} (producers.engine_args) and a learner")
+        ways += some
     [forecast, *rest] = play_all(plant, [scenario, *around], play)
     found = [
         Choice(one.producers, one.depth, one.max_groups_in_flight, got) for one, got in zip(around, rest, strict=True)

@@ -40,11 +40,11 @@ class Fit(NamedTuple):
 
 
 def fitting(shape: Shape, devices: int, *, device_bytes: int, tokens: int = 8192, chunk: int = 1024) -> list[Fit]:
-    """Layouts that fit, those that split the least first."""
-    found = []
+    """Layouts that fit, those that split the least first. Experts stay whole: parts of one are too narrow to be fast."""
+    found, mixture = [], any(shape.experts)
     for pipeline in POWERS:
         for tensor in POWERS[:4]:
-            for expert in POWERS if any(shape.experts) else (1,):
+            for expert in POWERS[tensor > 1 :] if mixture else (1,):
                 layout = Layout(devices, tensor, pipeline, expert)
                 split = max(tensor, expert) * pipeline
                 if pipeline > shape.layers or devices % (tensor * pipeline) or devices % split:

@@ -161,8 +161,12 @@ def devices_per_producer(config: Config) -> int:
 
 
 def splits(config: Config, plant: Plant, *, devices: int, scale_batch: bool) -> list[Split]:
-    """Ways to divide the devices. The batch grows with them, so that a rank's share stays as measured."""
+    """Ways to divide the devices. The batch grows with them, so that a rank's share stays as measured. Both sides share
+    a single device; none, where an engine of several leaves the learner without one.
+    """
     base, each = build_scenario(config), devices_per_producer(config)
+    if each > 1 and devices <= each:
+        return []
     ranks = config.learner.ranks * config.cluster.learner_hosts
     now = ranks + base.producers * each
     groups = max(1, round(base.batch_groups * devices / now)) if scale_batch else base.batch_groups

@@ -2,7 +2,8 @@
 
 The arithmetic, for the distributed optimizer and computation in bfloat16:
 
-- weights 2 B and gradients 4 B for each parameter of the stage, divided by `tensor` (experts: by `expert`);
+- weights 2 B and gradients 4 B for each parameter of the stage, divided by `tensor` (experts: by `expert`, or by `tensor`
+  if `expert` is 1);
 - master weights and Adam's moments, 12 B, divided once more by the ranks that hold the same parameters;
 - activations with recomputation: the inputs of every layer of the stage, for as many micro-batches as are under way
   (`pipeline`, less the number of the stage), the working memory of one layer, and the logits of a chunk in the last.
@@ -36,9 +37,14 @@ class Layout(NamedTuple):
         return self.devices // (self.tensor * self.pipeline)
 
     @property
+    def expert_split(self) -> int:
+        """Ranks that share the experts of a stage: without expert places each expert is split as attention is."""
+        return self.expert if self.expert > 1 else self.tensor
+
+    @property
     def expert_copies(self) -> int:
-        """Ranks with the same experts."""
-        return self.devices // (self.expert * self.pipeline)
+        """Ranks with the same part of the experts."""
+        return self.devices // (self.expert_split * self.pipeline)
 
 
 class Stage(NamedTuple):
@@ -82,7 +88,7 @@ def list_stages(shape: Shape, pipeline: int) -> list[Stage]:
 
 def rank_bytes(shape: Shape, stage: Stage, number: int, layout: Layout, *, tokens: int, chunk: int) -> Rank:
     """Memory of a rank of stage `number`. `tokens`: of a micro-batch; `chunk`: tokens whose logits exist at once."""
-    dense, experts = stage.dense / layout.tensor, stage.experts / layout.expert
+    dense, experts = stage.dense / layout.tensor, stage.experts / layout.expert_split
     optimizer = OPTIMIZER_BYTES * (dense / layout.copies + experts / layout.expert_copies)
     width = tokens / layout.tensor
     inputs = stage.layers * shape.hidden * STATE_BYTES * width * (layout.pipeline - number)

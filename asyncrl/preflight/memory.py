@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -138,8 +139,13 @@ def _states(config: Config, shape: Shape) -> list[Part]:
     every, trained = shape.parameters, _trained_parameters(config, shape)
     of = f"/ {shards} shard{'s' * (shards != 1)}"
     moment = MOMENTS[learner.optim.name]
+    weights = Part("weights", 4 * every // shards, f"{_count(every)} x 4 B {of}")
+    if learner.lora.rank:  # the frozen model is in `model.dtype`, adapters are in float32
+        width = BYTES[config.model.dtype]
+        how = f"({_count(every)} x {width} B + {_count(trained)} x 4 B) {of}"
+        weights = Part("weights", (width * every + 4 * trained) // shards, how)
     return [
-        Part("weights", 4 * every // shards, f"{_count(every)} x 4 B {of}"),
+        weights,
         Part("gradients", 4 * trained // shards, f"{_count(trained)} x 4 B {of}"),
         Part(
             "optimizer", int(moment * trained / shards), f"{_count(trained)} x {moment:g} B ({learner.optim.name}) {of}"
@@ -187,11 +193,22 @@ def _companion_parts(config: Config, shape: Shape) -> list[Part]:
             parts.append(
                 Part(name.replace("_", " "), int(per * every / shards), f"{_count(every)} x {per:g} B / {shards}")
             )
-    preference = learner.mode in ("dpo", "kto") and learner.preference.has_reference
-    if (learner.mode == "rl" and learner.algorithm.kl.where != "off") or preference or "process" in needs:
-        width = BYTES[config.model.dtype]
-        parts.append(Part("reference", every * width // shards, f"{_count(every)} x {width} B / {shards}"))
+    if count := _references(config, process="process" in needs):
+        width, times = BYTES[config.model.dtype], f"{count} x " * (count > 1)
+        parts.append(
+            Part("reference", count * every * width // shards, f"{times}{_count(every)} x {width} B / {shards}")
+        )
     return parts
+
+
+def _references(config: Config, *, process: bool) -> int:
+    """Frozen models: that of the policy, which under adapters is its own base, and another one of `process` rewards."""
+    learner, rewards, path = config.learner, config.learner.process_reward, config.model.path
+    frozen = rewards.reference or rewards.model or path
+    other = process and (Path(frozen) != Path(path) or config.sampling.temperature != 1)
+    preference = learner.mode in ("dpo", "kto") and learner.preference.has_reference
+    policy = (learner.mode == "rl" and learner.algorithm.kl.where != "off") or preference or (process and not other)
+    return other + (policy and not learner.lora.rank)
 
 
 def _step_memory(config: Config, shape: Shape) -> list[Part]:

@@ -255,6 +255,8 @@ def test_devices_are_divided_and_the_batch_grows_with_them(tmp_path: Path) -> No
     plant = Plant(0.01, 0.001, 1.0, 1e-4, lengths())
     ways = splits(config, plant, devices=100, scale_batch=True)
     assert all(way.learner + 2 * way.producers in (99, 100) for way in ways)
+    assert splits(config, plant, devices=2, scale_batch=True) == [], "an engine of two leaves the learner none"
+    assert {(way.learner, way.producers) for way in splits(config, plant, devices=3, scale_batch=True)} == {(1, 1)}
     assert {way.scenario.batch_groups for way in ways} == {160}  # 8 groups with 1 + 2 * 2 devices
     assert {way.scenario.batch_groups for way in splits(config, plant, devices=100, scale_batch=False)} == {8}
     assert all(way.scenario.learner_speed == way.learner for way in ways)

@@ -61,11 +61,11 @@ def test_a_rank_holds_its_part_once() -> None:
     """Over all ranks: weights as often as there are copies, optimizer states just once."""
     shape = model_shape(DEEPSEEK_V3)
     assert shape is not None
-    for layout in (Layout(256, 1, 16, 16), Layout(512, 8, 8, 8), Layout(64, 2, 1, 32)):
+    for layout in (Layout(256, 1, 16, 16), Layout(512, 8, 8, 8), Layout(64, 2, 1, 32), Layout(64, 8, 2, 1)):
         stages = list_stages(shape, layout.pipeline)
         ranks = layout.devices // layout.pipeline
         dense = sum(stage.dense for stage in stages) / layout.tensor * ranks / layout.copies
-        experts = sum(stage.experts for stage in stages) / layout.expert * ranks / layout.expert_copies
+        experts = sum(stage.experts for stage in stages) / layout.expert_split * ranks / layout.expert_copies
         assert dense + experts == pytest.approx(shape.parameters, rel=1e-3)
 
 
@@ -74,8 +74,9 @@ def test_more_splitting_takes_less_memory_of_each_rank() -> None:
     assert shape is not None
     totals = [find_fullest(shape, Layout(256, 1, 1, expert))[1].total for expert in (1, 4, 16, 64)]
     assert totals == sorted(totals, reverse=True)
-    weights = [find_fullest(shape, Layout(256, tensor, 1, 1))[1].weights for tensor in (1, 8)]
-    assert weights[1] < weights[0], "tensor ranks split attention, not experts"
+    whole, split, expert = (find_fullest(shape, Layout(256, *by))[1] for by in ((1, 1, 1), (8, 1, 1), (8, 1, 8)))
+    assert split.weights == pytest.approx(whole.weights / 8), "without expert places, tensor ranks split experts too"
+    assert (split.weights, split.optimizer) == (expert.weights, expert.optimizer)
 
 
 def test_layouts_that_are_listed_fit_and_divide() -> None:
