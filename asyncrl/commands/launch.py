@@ -33,7 +33,12 @@ def add(commands: Commands) -> None:
     _add_launch(commands)
     _add_demo(commands)
     _add_serve(commands)
-    one = command(commands, "stop", "end a run: the learner writes a checkpoint first", example="asyncrl stop runs/my")
+    one = command(
+        commands,
+        "stop",
+        "end a run: the learner writes a checkpoint first; the exit code is the run's",
+        example="asyncrl stop runs/my",
+    )
     add_folder(one)
     one.add_argument(
         "--timeout", type=seconds(0, 86400), default=180.0, metavar="S", help="how long to wait for its end"

@@ -43,7 +43,7 @@ from asyncrl.preflight.threads import choose_threads
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan.interpreters import python_path, settle_interpreter
 from asyncrl.process_plan.plan import ENGINES, TARGETS, WORKERS, Joining, Outcome, ProcessPlan, only_judges, plan
-from asyncrl.runtime.run_dir import RunDir, launcher_mark, read_object, run_keys, sibling_address, write_atomic
+from asyncrl.runtime.run_dir import RunDir, launcher_lock, read_object, run_keys, sibling_address, write_atomic
 from asyncrl.runtime.shared_memory import remove_stale_slots
 
 OWNERS = frozenset({"all", "services", "buffer", "learner"})  # targets that write RUN/config.toml
@@ -124,15 +124,20 @@ def roles_here(config: Config, options: LaunchOptions) -> tuple[str, ...]:
 
 
 def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> Launched:
-    roles = roles_here(config, options)
     config = choose_threads(config)
-    judges = only_judges(config, options.target, options.judge)
-    check_gang(config, roles, options)
+    check_gang(config, roles_here(config, options), options)
     started = time.time()
     run = RunDir(config.run_dir).create()
     if gang_is_done(run, config, options):
         print_line(f"run {run.root}: complete, this host of the learner has nothing left to do")
         return Launched(config, run, Outcome(EXIT_OK, "done", 0.0), started)
+    with launcher_lock(run, options.target):  # until the result is written
+        outcome = _launch_roles(run, config, checked, options)
+    return Launched(config, run, outcome, started)
+
+
+def _launch_roles(run: RunDir, config: Config, checked: checks.Checked, options: LaunchOptions) -> Outcome:
+    roles, judges = roles_here(config, options), only_judges(config, options.target, options.judge)
     locks, tag = _locks(run, options)
     try:
         if "buffer" in roles:
@@ -168,7 +173,7 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
         _conclude(run, config, outcome, options)
     if outcome.code and outcome.failed:
         _print_failure(outcome, run)
-    return Launched(config, run, outcome, started)
+    return outcome
 
 
 def worker_keys(config: Config, roles: Sequence[str]) -> dict[str, str]:
@@ -325,7 +330,6 @@ def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: L
         table=own,
         hint=lambda lines: flat_reward(lines, config),
     )
-    mark = run.lock(launcher_mark(options.target))  # `asyncrl stop` finds the launcher by it
     try:
         hang = HangWatch(run, config) if own else None
         silence = SilenceWatch(run, limit_s=config.run.silent_timeout_s)
@@ -343,8 +347,6 @@ def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: L
         progress.close()
         if own:
             remove_stale_slots(run.root / "weights")  # of killed learners
-        Path(mark.name).unlink(missing_ok=True)
-        mark.close()
 
 
 def _grace(config: Config, options: LaunchOptions) -> Grace:

@@ -32,7 +32,7 @@ from asyncrl.launcher.progress import print_line
 from asyncrl.launcher.stop_signals import stop_signals
 from asyncrl.preflight.policies import merge_errors
 from asyncrl.process_plan.interpreters import python_path
-from asyncrl.runtime.run_dir import RunDir, launcher_mark, run_keys
+from asyncrl.runtime.run_dir import RunDir, launcher_lock, run_keys
 
 LOOK_S = 0.1
 
@@ -44,12 +44,8 @@ def launch_policies(paths: Sequence[Path], options: LaunchOptions, names: Sequen
         run_keys(config, make=True)  # before several launchers would
     root = RunDir(next(iter(configs.values())).run_dir).root.parent
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    mark = RunDir(root).lock(launcher_mark("all"))  # `asyncrl stop` finds this process by it
-    try:
+    with launcher_lock(RunDir(root), "all"):
         return Launchers([(name, command(paths, options, name)) for name in names]).run()
-    finally:
-        Path(mark.name).unlink(missing_ok=True)
-        mark.close()
 
 
 def check_policies(paths: Sequence[Path], options: LaunchOptions, names: Sequence[str]) -> dict[str, Config]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,9 @@ def _way(member: dict[str, Any]) -> str:
 
 
 def stop_command(folder: Path, *, timeout_s: float) -> int:
-    """End the run; 0 after its end. Raises Unavailable if it does not end within the timeout."""
+    """End the run; after its end, the exit code of the learner's launcher. Raises Unavailable if it does not end within
+    the timeout.
+    """
     several = policy_runs(folder)
     run = RunDir(folder) if several else RunDir(folder).require()
     deadline = time.monotonic() + timeout_s
@@ -253,9 +256,20 @@ def stop_command(folder: Path, *, timeout_s: float) -> int:
             print(f"asked the launcher of {target} (pid {pid}) to stop", flush=True)
         _await_end(run, asked, deadline, timeout_s)
     if here:
-        print("stopped")
-        return 0
+        led = any(target in ("all", "learner") for target, _ in here)
+        return _print_ends([RunDir(one) for one in several or [run.root]] if led else [])
     return max(map(_stop_services, map(RunDir, several))) if several else _stop_services(run)
+
+
+def _print_ends(runs: Sequence[RunDir]) -> int:
+    """Say how runs ended, from what their launchers wrote; the highest exit code."""
+    ends = [read_object(run.result) for run in runs]
+    failed = [(int(end["code"]), end) for end in ends if end.get("code")]
+    for code, end in failed:
+        print(f"stopped, with exit code {code}: {clean(str(end.get('reason', '')))}")
+    if not failed:
+        print("stopped")
+    return max((code for code, _ in failed), default=0)
 
 
 def _await_end(run: RunDir, asked: list[tuple[str, int]], deadline: float, timeout_s: float) -> None:

@@ -40,7 +40,7 @@ class Fit(NamedTuple):
 
 
 def fitting(shape: Shape, devices: int, *, device_bytes: int, tokens: int = 8192, chunk: int = 1024) -> list[Fit]:
-    """Layouts that fit, those that split the least first. Experts stay whole: parts of one are too narrow to be fast."""
+    """Layouts that fit, those that split the least first. Experts stay whole: their parts would be too narrow."""
     found, mixture = [], any(shape.experts)
     for pipeline in POWERS:
         for tensor in POWERS[:4]:

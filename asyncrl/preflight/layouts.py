@@ -2,8 +2,8 @@
 
 The arithmetic, for the distributed optimizer and computation in bfloat16:
 
-- weights 2 B and gradients 4 B for each parameter of the stage, divided by `tensor` (experts: by `expert`, or by `tensor`
-  if `expert` is 1);
+- weights 2 B and gradients 4 B for each parameter of the stage, divided by `tensor` (experts: by `expert`; if
+  that is 1, by `tensor`);
 - master weights and Adam's moments, 12 B, divided once more by the ranks that hold the same parameters;
 - activations with recomputation: the inputs of every layer of the stage, for as many micro-batches as are under way
   (`pipeline`, less the number of the stage), the working memory of one layer, and the logits of a chunk in the last.

@@ -12,7 +12,8 @@ import fcntl
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlparse
@@ -181,6 +182,17 @@ LAUNCHER_PREFIX = "launcher-"  # lock files of launchers: launcher-TARGET-HOST-P
 def launcher_mark(target: str) -> str:
     """The name of this launcher's lock. It includes the host, because launchers in containers have the same pid."""
     return f"{LAUNCHER_PREFIX}{target}-{socket.gethostname()}-{os.getpid()}"
+
+
+@contextmanager
+def launcher_lock(run: RunDir, target: str) -> Iterator[None]:
+    """Hold the lock by which `asyncrl stop` finds this launcher."""
+    lock = run.lock(launcher_mark(target))
+    try:
+        yield
+    finally:
+        Path(lock.name).unlink(missing_ok=True)
+        lock.close()
 
 
 def launchers(run: RunDir) -> list[tuple[str, int]]:

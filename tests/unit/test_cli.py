@@ -467,6 +467,26 @@ def test_second_launcher_is_refused_and_stop_ends_the_first(stand_ins: Path) -> 
 
 
 @pytest.mark.timeout(300)
+def test_stop_says_that_the_learner_failed(stand_ins: Path) -> None:
+    """Its checkpoint could not be written. The command waits for the launcher's result."""
+    path = stand_ins / "learners" / "main.py"
+    failing = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(74))\ntime.sleep(60)"
+    path.write_text(path.read_text().replace("time.sleep(1.5)", failing))
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "asyncrl", "launch", "all", "c.toml"]
+    with subprocess.Popen(words, cwd=stand_ins, env=env, stdout=subprocess.PIPE, text=True) as first:
+        log = stand_ins / "run" / "logs" / "learner.log"
+        deadline = time.monotonic() + 90
+        while not (log.exists() and "up" in log.read_text()):
+            assert time.monotonic() < deadline and first.poll() is None
+            time.sleep(0.05)
+        stop = asyncrl("stop", "run", cwd=stand_ins)
+        first.communicate(timeout=30)
+    assert first.returncode == stop.returncode != 0, stop.stdout + stop.stderr
+    assert "stopped, with exit code" in stop.stdout and "but learner ended with code 74" in stop.stdout
+
+
+@pytest.mark.timeout(300)
 def test_a_closed_terminal_stops_the_run_in_order(stand_ins: Path) -> None:
     """The hang-up comes as a signal, and as an error of every line that is printed after it."""
     path = stand_ins / "learners" / "main.py"
