@@ -233,7 +233,7 @@ class Dialogue:
         looks = bool(stop) or on_text is not None
         engine: Engine = self._setting.engine
         parts: list[GenDelta] = []
-        stream = _TextStream(self._setting.tokenizer, stop, on_text)
+        stream = TextStream(self._setting.tokenizer, stop, on_text)
         # Closed at once if this is cancelled or stopped: the engine then drops the turn.
         async with aclosing(engine.generate(replace(request, delta_tokens=LOOK_TOKENS * looks))) as deltas:  # type: ignore[type-var]
             async for delta in deltas:
@@ -286,7 +286,7 @@ class Dialogue:
         return reading
 
 
-class _TextStream:
+class TextStream:
     """The growing text of an answer: emits it, and finds where it ends."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], on_text: OnText | None) -> None:
@@ -295,14 +295,15 @@ class _TextStream:
         self._stops = stop
         self._heard = on_text
         self._ids: list[int] = []
+        self._read = ""  # text of the first `_end` tokens
+        self._begin = self._end = 0
         self._emitted = 0
         self._held = max((len(text) for text in stop), default=1) - 1  # characters that may begin a stop
 
     def find_stop(self, new: list[int]) -> int | None:
         """Add new tokens; the number of tokens up to a stop, None without one."""
         before = len(self._ids)
-        self._ids += new
-        text = self._tokenizer.decode(self._ids)
+        text = self._add(new)
         found = [(text.find(stop), stop) for stop in self._stops if stop in text]
         if not found:
             self._emit(text, len(text) - self._held)
@@ -313,6 +314,16 @@ class _TextStream:
             if self.stop in self._tokenizer.decode(self._ids[:count]):
                 return count
         return len(self._ids)
+
+    def _add(self, new: list[int]) -> str:
+        """The text with new tokens. Only they and the ones before are decoded: the whole would take quadratic time."""
+        self._ids += new
+        context = self._tokenizer.decode(self._ids[self._begin : self._end])  # the first token's space may be missing
+        added = self._tokenizer.decode(self._ids[self._begin :])[len(context) :]
+        text = self._read + added
+        if added and not added.endswith("\ufffd"):  # an incomplete character
+            self._read, self._begin, self._end = text, self._end, len(self._ids)
+        return text
 
     def rest(self) -> None:
         """Emit the rest: the answer has ended."""
