@@ -32,7 +32,10 @@ Message = Mapping[str, Any]  # role, content, and what else the model's template
 Observation = Union[str, Message, Sequence[Message], None]
 Row = Mapping[str, Any]
 #: Why an environment failed: the first word of a reason after `environment.`.
-REASONS = ("raised", "timeout", "observation", "too_long", "no_reward", "not_finite", "result", "crashed", "abandoned")
+REASONS = (
+    "raised", "timeout", "observation", "template", "too_long", "no_reward", "not_finite", "result", "crashed",
+    "abandoned",
+)  # fmt: skip
 
 
 class ToolCall(msgspec.Struct, frozen=True):

@@ -237,7 +237,8 @@ class StartCheck:
         images = tuple(images_by_digest[digest] for digest in image_digests(row))
         played = await play_row(environment, self.config, self.tokenizer, row, [answer], images=images)
         code, _, message = played.failure.partition(": ")
-        if code in ("config.template", "config.tokenizer"):  # it would end the producer
+        if code in ("environment.template", "config.tokenizer"):  # every sample would fail
+            code = code.replace("environment.", "config.")
             say("error", code, message, f"{table_of(self.config, setting)}.name = {setting.name!r}", "")
         elif played.failure:
             said = f"the first row with the answer {_short(answer)} failed: {played.failure}"

@@ -46,7 +46,7 @@ SAYINGS = (
 
 
 #: Failures with their own line in the table, by the beginning of their reason.
-KINDS = {"observation": "environment.observation", "template": "config.template", "timeout": "environment.timeout"}
+KINDS = {"observation": "environment.observation", "template": "environment.template", "timeout": "environment.timeout"}
 
 
 class Finding(msgspec.Struct, frozen=True):

@@ -152,8 +152,10 @@ class Turns:
             if _is_cancelled():
                 raise
             failure = EnvironmentFailure("raised", "CancelledError without a cancellation")
-        except AsyncRLError:
-            raise  # an error of the engine or the configuration
+        except AsyncRLError as error:
+            if error.code != "config.template":
+                raise  # an error of the engine or the configuration
+            failure = EnvironmentFailure("template", error.message)  # of these messages: others may be shown
         except (
             Exception
         ) as error:  # the environment's own code may raise anything: a failure with its name, never a reward

@@ -22,7 +22,7 @@ from producers.data.prompts import encode_prompt
 from producers.data.tokenizer import Tokenizer
 from producers.environments.conversation import shorten
 from producers.environments.multi_turn import Turns, make_environment, make_rollout
-from producers.environments.rendering import ChatTemplate, PlainText, make_messages
+from producers.environments.rendering import MARK, ChatTemplate, PlainText, make_messages
 from producers.environments.single_turn import SingleTurn
 from producers.rollout.rollout import Finished
 
@@ -359,6 +359,8 @@ def failing(what: str) -> Any:
             raise asyncio.CancelledError
         if chat.session.index == 0 and what == "hangs":
             await asyncio.sleep(3600)
+        if chat.session.index == 0 and what == "repeats":
+            await chat.say(f"the template does not tell {MARK} from an answer")
         return {"nan": float("nan"), "text": "good", "none": None}.get(what, len(turn.text))
 
     return rollout
@@ -370,6 +372,7 @@ def failing(what: str) -> Any:
         ("raises", "environment.raised: ValueError: broken (test_environments.py:", 2),
         ("cancels", "environment.raised: CancelledError without a cancellation", 2),
         ("hangs", "environment.timeout: a sample took longer than 0.5 s", 2),
+        ("repeats", "environment.template: it shows an answer 2 times", 2),
         ("nan", "environment.not_finite", 0),
         ("text", "environment.result: a reward is a str", 0),
         ("none", "environment.no_reward", 0),
