@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -62,8 +63,13 @@ def backward(
         if gang.size > 1:  # the others wait in a collective: only a restart of the gang helps
             raise
         return {}, guard.why or describe_error("model", error)
-    why = next(filter(None, (text.decode() for text in gang.gather(guard.why.encode()))), "")
+    every = [
+        msgspec.msgpack.decode(text, type=list[str]) for text in gang.gather(msgspec.msgpack.encode([guard.why, *sums]))
+    ]
+    why = next(filter(None, (first for first, *_ in every)), "")
     if why:
         return {}, why
-    sums = gang.total(sums)
+    # A rank lacks sums that others have if none of its rows has a teacher.
+    missing = {name: -math.inf if name.endswith("_max") else 0.0 for _, *names in every for name in names}
+    sums = gang.total(missing | sums)
     return sums, "" if math.isfinite(sums["loss"]) else f"loss: its value is {sums['loss']}"

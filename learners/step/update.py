@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -47,6 +47,7 @@ from learners.step.correction_metrics import StepLog
 from learners.step.critic import critic_step
 from learners.step.guarded_backward import Guard, backward
 from learners.step.lr_schedule import learning_rate
+from learners.step.step_metrics import start_metrics, update_metrics
 from learners.step.teaching import read_teacher
 
 #: A number above every lag: `prox_loglinear` takes versions, a micro-batch has lags.
@@ -79,6 +80,7 @@ class Terms(NamedTuple):
     right: int = 0  # trained tokens of right answers in the mini-batch
     distillation: DistillationConfig = DistillationConfig()
     siblings: Sequence[Tensor] | None = None  # denominator kept: kept tokens in the other rows of each row's sample
+    trained: Denominators | None = None  # denominator kept: counts of all trained tokens, for the other terms
 
     def get(self, number: int, name: str) -> Any:
         """Return the part of a micro-batch."""
@@ -94,7 +96,7 @@ def loss_function(
 ) -> LossFunction:
     """Return the loss of a micro-batch for a backend, built from registry functions."""
     token_loss, correct = loss_for(algorithm), correction_for(algorithm)
-    reduce = reduction_for(algorithm, denominators)
+    reduce, mean = reduction_for(algorithm, denominators), _mean_of_trained(algorithm, terms.trained or denominators)
     bonus = algorithm.entropy_coeff if terms.entropy_coeff is None else terms.entropy_coeff
 
     def loss(logprobs: Tensor, entropy: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -105,8 +107,7 @@ def loss_function(
         given = terms.get(number, "advantages")
         advantages = micro.advantages if given is None else given
         taught = read_teacher(terms.distillation, micro, logprobs, proximal, correction.weights)
-        if taught is not None:
-            advantages = advantages + taught.advantages
+        advantages = advantages if taught is None else advantages + taught.advantages
         keep = _policy_mask(micro, terms, number) & correction.keep
         if stale := algorithm.stale_negatives:
             keep &= sequence_mask(logprobs, micro.behaviour, advantages, micro.mask, micro.sequences, delta=stale)
@@ -128,17 +129,17 @@ def loss_function(
             siblings=micro.siblings if siblings is None else siblings.to(micro.mask.device),
         )
         if bonus:
-            value = value - bonus * reduce(entropy, micro.mask, micro.sequences, siblings=micro.siblings)
+            value = value - bonus * mean(entropy, micro)
         sums = {"entropy_sum": masked(entropy.detach(), micro.mask).sum()}
         if terms.high is not None:
             sums["entropy_kept_sum"] = _policy_mask(micro, terms, number).sum()
         if algorithm.kl.where == "loss":
             reference = terms.get(number, "reference")
             divergence = kl_term(algorithm, logprobs, proximal, reference, micro.mask, weights=correction.weights)
-            value = value + terms.kl_coeff * reduce(divergence, micro.mask, micro.sequences, siblings=micro.siblings)
+            value = value + terms.kl_coeff * mean(divergence, micro)
             sums["kl_reference_sum"] = divergence.detach().sum()
         if taught is not None:
-            value = value + reduce(taught.loss, micro.mask, micro.sequences, siblings=micro.siblings)
+            value = value + mean(taught.loss, micro)
             sums |= taught.sums
         if algorithm.positive_coeff:
             right = micro.right[micro.sequences]
@@ -150,6 +151,12 @@ def loss_function(
         return value, sums
 
     return loss
+
+
+def _mean_of_trained(algorithm: AlgorithmConfig, denominators: Denominators) -> Callable[[Tensor, Micro], Tensor]:
+    """Return the reduction of terms that no rejection concerns: over all trained tokens."""
+    reduce = reduction_for(algorithm, denominators)
+    return lambda values, micro: reduce(values, micro.mask, micro.sequences, siblings=micro.siblings)
 
 
 def _policy_mask(micro: Micro, terms: Terms, number: int) -> Tensor:
@@ -233,8 +240,8 @@ def train_step(
         tokens, updates, norm = tokens + part.tokens, updates + 1, max(norm, info.grad_norm)
     if not updates:
         return StepResult({"lr": lr}, 1)
-    metrics = _metrics(totals, tokens=tokens, updates=updates, lr=lr * scale, norm=norm) | kept.metrics(gang)
-    metrics |= companions.metrics() | info._replace(overflows=overflows).scaling() | _start_metrics(ready, algorithm)
+    metrics = update_metrics(totals, tokens=tokens, updates=updates, lr=lr * scale, norm=norm) | kept.metrics(gang)
+    metrics |= companions.metrics() | info._replace(overflows=overflows).scaling() | start_metrics(ready, algorithm)
     return StepResult(metrics, skipped, weights=kept.weights(gang), log=kept)
 
 
@@ -275,6 +282,7 @@ def _terms(
         current = backend.forward_logprobs(part.micro)  # at the weights of this update
         terms = terms._replace(chosen=choose_tokens(chooser, part, terms, current, algorithm, gang=gang, seed=seed))
     if algorithm.denominator == "kept":
+        terms = terms._replace(trained=counts)
         counts, siblings = _count_kept(part, terms, algorithm, gang=gang)
         terms = terms._replace(siblings=siblings)
     return terms, counts
@@ -365,35 +373,3 @@ def _rehearse(
             value = float(guard(logprobs, torch.zeros_like(logprobs), micro, number)[0])
             why = why or guard.why or ("" if math.isfinite(value) else f"loss: its value is {value}")
     return next(filter(None, (text.decode() for text in gang.gather(why.encode()))), "")
-
-
-def _start_metrics(ready: Prepared, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Return metrics known before the first update."""
-    found: dict[str, float] = {}
-    if ready.kl is not None:
-        found["kl_reference"] = ready.kl
-    if algorithm.kl.where != "off":
-        found["kl_coeff"] = ready.kl_coeff
-    if ready.high is not None:
-        found["entropy_threshold"] = ready.entropy_threshold
-    if algorithm.entropy_target or algorithm.entropy_coeff:
-        found["entropy_coeff"] = algorithm.entropy_coeff if ready.entropy_coeff is None else ready.entropy_coeff
-    return found
-
-
-def _metrics(totals: dict[str, float], *, tokens: int, updates: int, lr: float, norm: float) -> dict[str, float]:
-    """Means over the mini-batches (loss) and over the tokens of the batch (the rest); the largest gradient norm."""
-    found = {
-        "loss": totals["loss"] / updates,
-        "entropy": totals["entropy_sum"] / max(tokens, 1),
-        "grad_norm": norm,
-        "lr": lr,
-    }
-    if "entropy_kept_sum" in totals:
-        found["entropy_kept_share"] = totals["entropy_kept_sum"] / max(tokens, 1)
-    for name in ("teacher_kl", "teacher_jsd"):
-        if f"{name}_sum" in totals:
-            found[name] = totals[f"{name}_sum"] / max(totals["teacher_tokens"], 1)
-    if "kl_reference_sum" in totals:
-        found["kl_reference"] = totals["kl_reference_sum"] / max(tokens, 1)
-    return found

@@ -12,6 +12,7 @@ import pytest
 import torch
 from bare_config import BARE
 from made_batches import a_batch, a_group, a_sample
+from step_lab import lab_batch, lab_config, run_steps
 
 from asyncrl.config import AlgorithmConfig, parse
 from asyncrl.config.judges import judges_for, list_judges, teacher_of
@@ -198,6 +199,21 @@ def test_arrays_of_a_teacher_reach_the_tokens_that_they_are_about(packing: bool,
     assert found[8, 9][0] is None or found[8, 9][0].isnan().all()  # type: ignore[attr-defined]
     if top:
         assert found[5, 6, 7][1].tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_ranks_without_a_taught_row_take_part_in_the_sums() -> None:
+    """A teacher of one data source: other ranks have none of its rows."""
+    batch = lab_batch(1)
+    first, *rest = batch.groups[0].samples
+    length = first.response.size
+    told = Teaching("big", "v", np.full(length, -0.7, np.float32), None, None)
+    samples = (msgspec.structs.replace(first, teaching=told, mask=np.ones(length, np.uint8)), *rest)
+    batch = msgspec.structs.replace(
+        batch, groups=(msgspec.structs.replace(batch.groups[0], samples=samples), *batch.groups[1:])
+    )
+    alone, several = (run_steps(lab_config(TEACHER), [batch], ranks=ranks) for ranks in (1, 3))
+    assert alone.metrics[0]["teacher_kl"] == pytest.approx(several.metrics[0]["teacher_kl"], rel=1e-9)
+    assert all(torch.allclose(*pair) for pair in zip(alone.parameters, several.parameters, strict=True))
 
 
 def test_a_sample_without_its_teacher_is_not_trained() -> None:

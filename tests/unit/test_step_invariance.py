@@ -176,6 +176,27 @@ def test_ranks_without_a_row_do_not_matter(case: str) -> None:
     same(ended(case, batches, (4096, True, 7), torch.float64), wanted, LIMITS[torch.float64])
 
 
+@pytest.mark.parametrize("term", [["entropy_coeff=0.1"], ["kl.where=loss", "kl.coeff=0.5"]], ids=["entropy", "KL"])
+@pytest.mark.parametrize(
+    "rejection", [["entropy_keep=0.3"], CASES["rows, without rejected tokens"][2:]], ids=["entropy", "tokens"]
+)
+def test_the_denominator_of_kept_tokens_is_for_the_policy_loss(term: list[str], rejection: list[str]) -> None:
+    """Without a reward entropy and KL alone have a gradient, and no rejection concerns them."""
+    batch = lab_batch(1)
+    groups = [
+        msgspec.structs.replace(
+            group, samples=tuple(msgspec.structs.replace(one, reward=0.0, parts={}) for one in group.samples)
+        )
+        for group in batch.groups
+    ]
+    batch = msgspec.structs.replace(batch, groups=tuple(groups))
+    shared = [f"{A}{line}" for line in (*term, *rejection, "minibatches=1")]
+    kept, original = (run_steps(lab_config(*shared, f"{A}denominator={way}"), [batch]) for way in ("kept", "original"))
+    assert any(bool(gradient.any()) for gradient in original.gradients)
+    for mine, theirs in zip(kept.gradients, original.gradients, strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-9)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_case_is_at_work(case: str, default: Ended) -> None:
     """What these tests compare is not the same thing under all names."""
