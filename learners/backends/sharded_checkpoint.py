@@ -5,7 +5,8 @@ metadata. `torch.distributed.checkpoint` would need pickle.
 
 Guarantees:
 1. a file holds plain tensors and text: reading it runs no code;
-2. loading fills every element of every tensor that is not optional, or raises `learner.checkpoint`;
+2. loading fills every element of every tensor that is not optional, or raises `learner.checkpoint`; so does a file with
+   weights of another model: more of them, or larger ones;
 3. what several ranks hold (a replica, a step count) is written by one of them;
 4. further boxes of a tensor in the same file are `NAME~1`, `NAME~2` and so on (experts of the backend megatron);
 5. an 8-bit tensor is written in 8 bits (codes, scales, values of codes, as `NAME#part`): the same box is restored bit
@@ -19,6 +20,7 @@ Example: `[10, 4]` on 2 replicas of 2 ranks: rank 0 writes rows 0..4 with start 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +36,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from asyncrl.errors import AsyncRLError
 
 _EXTRA = "extra/"
+BACK = "set the model back, or start anew in another run.dir"
+WEIGHTS = "model/"  # in the names of parameters, after the prefix of a companion
 #: Parts of an 8-bit tensor (arXiv 2110.02861): number i is `qmap[codes[i]] * scale[i // block]`.
 PARTS = ("codes", "scale", "qmap")
 #: In files: the first row of a slab of rows, or the first index of every dimension.
@@ -154,10 +158,14 @@ def load_shards(
 ) -> dict[str, Tensor]:
     """Fill the tensors of `state` in place; those in `optional` stay if the files lack them. Return this rank's extras
     if the number of files equals `ranks`.
+
+    Raises:
+        AsyncRLError: `learner.checkpoint`: the files lack elements, or hold the weights of another model.
     """
     paths = sorted(folder.glob("shard_*.safetensors"))
     boxes = {name: local_box(value) for name, value in state.items()}
     missing = {name: math.prod(box.shape) for name, box in boxes.items()}
+    models = {name.partition(WEIGHTS)[0] + WEIGHTS for name in state if WEIGHTS in name}
     extra: dict[str, Tensor] = {}
     numbers: dict[str, Tensor] = {}  # of 8-bit tensors with other boxes in the file
     for number, path in enumerate(paths):
@@ -166,6 +174,8 @@ def load_shards(
             for key, start in starts.items():
                 if (name := own_name(key)) in state:
                     missing[name] -= _fill(state[name], boxes[name], file, key, start, numbers)
+                elif name.startswith(tuple(models)):
+                    raise another_model(folder, name)
             if number == rank and len(paths) == ranks:
                 for key in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
                     if key.startswith(_EXTRA):
@@ -175,6 +185,19 @@ def load_shards(
     for name, values in numbers.items():
         local_tensor(state[name]).copy_(values)
     return extra
+
+
+def check_box(name: str, end: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Raise `learner.checkpoint` if a box of a file ends outside the tensor."""
+    if len(end) != len(shape) or any(map(operator.gt, end, shape)):
+        what = f"the checkpoint has a larger {name} than the model, where it is {list(shape)}"
+        raise AsyncRLError("learner.checkpoint", what, remedy=BACK)
+
+
+def another_model(folder: Path, name: str) -> AsyncRLError:
+    """The error for a checkpoint with weights that the model does not train."""
+    what = f"{folder} has {name}, which is not trained: of another model, or frozen now (learner.vision)"
+    return AsyncRLError("learner.checkpoint", what, remedy=BACK)
 
 
 @torch.no_grad()
@@ -190,6 +213,7 @@ def _fill(target: Tensor, box: Box, file: Any, name: str, start: Start, numbers:
     piece = file.get_slice(name + "#codes" if written else name)
     shape = tuple(piece.get_shape())
     begin = (start, *[0] * (len(shape) - 1)) if isinstance(start, int) else tuple(start)
+    check_box(own_name(name), tuple(map(operator.add, begin, shape)), tuple(target.shape))
     if narrow and written and (begin, shape) == (box.start, box.shape) and _same_blocks(target, file, name):
         for part, held in local_parts(target).items():
             held.copy_(file.get_tensor(name + part))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from asyncrl import config
 from asyncrl.config.mode import DATASET, sends_adapters
 from asyncrl.config.sections.lora import TAKE_ADAPTERS, TAKE_WHOLE
-from asyncrl.errors import ConfigErrors
+from asyncrl.errors import AsyncRLError, ConfigErrors
 from asyncrl.plugins import BUILT_IN
 from asyncrl.preflight import code
 from learners.backends.sharded_checkpoint import host_shard, load_shards, read_about
@@ -99,4 +100,16 @@ def test_shards_say_what_they_are_for(tmp_path: Path) -> None:
         filled = {"model/a": torch.zeros(4)}
         load_shards(tmp_path / name, filled, rank=0, ranks=1)
         assert torch.equal(filled["model/a"], state["model/a"])
+    for other, why in (
+        ({"model/a": torch.zeros(3)}, "a larger model/a than the model, where it is [3]"),
+        ({"model/a": torch.zeros(2, 2)}, "a larger model/a"),
+        ({"model/b": torch.zeros(4)}, "has model/a, which is not trained"),
+        ({"model/a": torch.zeros(5)}, "model/a and 0 others are not in"),
+    ):
+        with pytest.raises(AsyncRLError, match=re.escape(why)) as error:
+            load_shards(tmp_path / "plain", other, rank=0, ranks=1)
+        assert error.value.code == "learner.checkpoint"
+    critic = {"critic/model/a": torch.zeros(4)}
+    with pytest.raises(AsyncRLError, match="critic/model/a and 0 others"):  # the policy's is not the critic's
+        load_shards(tmp_path / "plain", critic, rank=0, ranks=1)
     assert read_about(tmp_path) == ""

@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 import torch
 from test_learner_loop import gang, make_batch, make_config, make_learner, model_dir, weights
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from asyncrl.errors import AsyncRLError
 from learners.algorithms import registry
+from learners.backends.fsdp2.mesh import Split
+from learners.backends.fsdp2.sharded_module import Sharded
+from learners.backends.optimizers import Optimizers
 from learners.batch.bad_groups import find_bad_groups
 from learners.gang.gang import Gang
 from learners.step import update
@@ -134,6 +140,37 @@ def test_a_sample_that_crashes_the_model(gang: Gang, model_dir: Path, tmp_path: 
     assert list(buried(buffer)) == [202] and buried(buffer)[202].startswith("model: ")
     _, wanted, _ = run_of(make_config(model_dir, tmp_path / "rest"), gang, {2: without(batch, {2})})
     assert ended == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_pass_that_broke_off_are_in_no_later_one(gang: Gang, dtype: torch.dtype) -> None:
+    """FSDP keeps those of earlier micro-batches where no `parameter.grad` shows them."""
+    assert gang.size == 1
+    model: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+    half = dtype != torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    for part in (model[0], model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    optimizer = Optimizers([torch.optim.AdamW(model.parameters())])
+    sharded = Sharded(model, [model, model[0]], optimizer, ranks=1, split=Split())
+
+    def forward(rows: Any) -> Any:
+        if rows is None:
+            raise IndexError("an id outside the embedding")
+        out = model(rows.to(dtype)).float()
+        return out, out, None
+
+    def loss(out: torch.Tensor, *_: Any) -> Any:
+        return out.sum(), {}
+
+    rows: Any = torch.ones(1, 4)
+    sharded.train([rows, rows], forward, loss)
+    norm = sharded.discard()
+    with pytest.raises(IndexError):
+        sharded.train([100 * rows, None], forward, loss)
+    sharded.discard()
+    sharded.train([rows, rows], forward, loss)
+    assert sharded.discard() == norm
 
 
 def test_arrays_of_different_lengths(gang: Gang, model_dir: Path, tmp_path: Path) -> None:

@@ -210,7 +210,13 @@ class Sharded:
         return norm
 
     def forget(self) -> None:
+        """Drop all gradients, also those that FSDP still holds of a pass that broke off."""
         self.optimizer.forget()
+        states = [part._get_fsdp_state() for parts in self._parts for part in parts]
+        for one in (one for state in states for group in state._fsdp_param_groups for one in group.fsdp_params):
+            one.unsharded_accumulated_grad = None
+            if hasattr(one, "_unsharded_param"):  # after the first forward pass
+                one._unsharded_param.grad = None
 
     # ------------------------------------------------------------ weights out
 

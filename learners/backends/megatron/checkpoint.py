@@ -16,7 +16,7 @@ Example: written at tensor = 2, read at tensor = 4: rank 3 reads the lower half 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from asyncrl.errors import UNREADABLE, AsyncRLError
 from learners.backends.megatron.mapping import Local, Part, intersect, merge_parts, slices, translate
 from learners.backends.safetensors_writer import open_tensors
-from learners.backends.sharded_checkpoint import HostShard, Start, own_name
+from learners.backends.sharded_checkpoint import HostShard, Start, another_model, check_box, own_name
 from weightsync.plan.buckets import Box, full_box, volume
 
 _EXTRA, _STARTS = "extra/", "starts"
@@ -102,16 +102,22 @@ class Store:
         start = f"{kind}/"
         return {name.removeprefix(start) for name in self._boxes if name.startswith(start)}
 
+    def check(self, kind: str, known: Collection[str]) -> None:
+        """Raise `learner.checkpoint` if the files have other tensors of this kind."""
+        if unknown := sorted(self.names(kind) - set(known)):
+            raise another_model(self._folder, f"{kind}/{unknown[0]}")
+
     def read(self, kind: str, part: Part) -> Tensor:
         """Return the elements of a part, float32.
 
         Raises:
-            AsyncRLError: `learner.checkpoint`: some of them are in no file.
+            AsyncRLError: `learner.checkpoint`: some of them are in no file, or the tensor there is larger.
         """
         name = f"{kind}/{part.name}"
         found = torch.empty([high - low for low, high in part.box], dtype=torch.float32)
         missing = volume(part.box)
         for number, key, box in self._boxes.get(name, ()):
+            check_box(name, tuple(high for _, high in box), part.shape)
             common = intersect(box, part.box)
             if common is None:
                 continue

@@ -203,6 +203,7 @@ class Trained:
         return boxes, {f"{self._prefix}step/{name}": count.clone() for name in self._shapes}
 
     def load(self, store: Store) -> None:
+        store.check(f"{self._prefix}model", self._shapes)
         for name, parameter in self.model.named_parameters():
             read = partial(_read_stored, store, self._locals[name], self._prefix)
             self.optimizer.fill(parameter, read, states=True)
