@@ -261,10 +261,10 @@ class Learner:
 
     def _check(self, result: StepResult, step: int) -> None:
         """Stop before the commit if the update failed in several steps in a row."""
-        self._skipped = self._skipped + 1 if result.skipped else 0
+        if not result.is_empty:
+            self._skipped = self._skipped + 1 if result.skipped else 0
         if result.skipped and self._gang.lead:
-            why = result.broken or "nothing in the batch can be trained on"
-            _say(f"error: step {step}: {why}; the update was skipped ({self._skipped} in a row)")
+            _say(f"error: step {step}: {result.trouble}; the update was skipped ({self._skipped} in a row)")
         if (overflows := result.metrics.get("grad_overflows")) and self._gang.lead:
             scale = result.metrics["loss_scale"]
             _say(f"step {step}: gradients overflowed float16; {overflows:.0f} passes repeated, loss scale {scale:g}")

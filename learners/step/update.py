@@ -65,6 +65,18 @@ class StepResult(NamedTuple):
     weights: Mapping[int, float] = {}  # mean importance weight by place of the sample; on every rank
     log: StepLog | None = None  # sums of this rank's updates
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the batch had no token to train: no pair of different rewards, or every answer was masked."""
+        return bool(self.skipped) and not self.broken and "grad_norm" not in self.metrics
+
+    @property
+    def trouble(self) -> str:
+        """Why an update was skipped."""
+        return self.broken or (
+            "nothing in the batch can be trained on" if self.is_empty else "a gradient is not finite"
+        )
+
 
 class Terms(NamedTuple):
     """Inputs of a mini-batch's loss from settings and forward passes, by micro-batch `[N]`; None: not used."""

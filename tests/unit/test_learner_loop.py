@@ -352,6 +352,28 @@ def test_bad_groups_are_quarantined_and_an_empty_batch_changes_nothing(
     assert "commit" in buffer.names()
 
 
+def test_batches_without_a_token_to_train_do_not_end_the_run(
+    gang: Gang, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every answer was cut, or no pair has different rewards: as many steps as there are."""
+    config = make_config(model_dir, tmp_path / "run", steps=5, extra="learner.algorithm.shaping.overlong_filter = true")
+    learner, buffer, backend, services = make_learner(config, gang)
+    for step in range(1, 6):
+        batch = make_batch(step)
+        groups = [
+            msgspec.structs.replace(
+                group, samples=tuple(msgspec.structs.replace(one, finish="length") for one in group.samples)
+            )
+            for group in batch.groups
+        ]
+        buffer.batches[step] = msgspec.structs.replace(batch, groups=tuple(groups))
+    before = weights(backend)
+    learner.run()
+    services.close()
+    assert buffer.names().count("commit") == 5 and weights(backend) == before
+    assert capsys.readouterr().out.count("nothing in the batch can be trained on; the update was skipped (0") == 5
+
+
 def test_gradients_that_are_not_finite_are_skipped_then_end_the_run(
     gang: Gang, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
