@@ -17,6 +17,7 @@ import pytest
 from asyncrl.cli import main
 from asyncrl.config import Config, LearnerConfig, dump, parse, presets
 from asyncrl.config.rules import notes
+from asyncrl.config.rules.algorithm import apply_overrides
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.configure import preset_pages
@@ -107,6 +108,9 @@ def test_short_forms_and_off() -> None:
         (("advantage=prime", "shaping.resample=pow"), "before the model has run"),
         (("kl.where=loss", "kl.controller=adaptive"), "kl.where = 'reward'"),
         (("kl.where=reward", "shaping.resample=pow"), "before the model has run"),
+        (("correction=m2po", "shaping.resample=pow"), "with correction = 'm2po' all rows"),
+        (("correction_options.batch_normalize=true", "shaping.resample=pow"), "'tis' and batch_normalize all rows"),
+        (("correction_options.batch_normalize=true", "proximal=loglinear"), "would count twice"),
         (("shaping.overlong_buffer=2000",), "above the limit of 1024"),
     ],
 )
@@ -129,6 +133,12 @@ def test_weights_that_a_row_may_have_are_taken() -> None:
         ("loss=gspo", "correction=mis"),
     ):
         assert made(*map(key, overrides))
+
+
+def test_live_tuning_has_the_same_rules() -> None:
+    algorithm = made(key("correction=m2po")).learner.algorithm
+    with pytest.raises(ValueError, match="before the model has run"):
+        apply_overrides(algorithm, {"shaping.resample": "pow"})
 
 
 def test_auto_is_the_correction_that_is_right() -> None:

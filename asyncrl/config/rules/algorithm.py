@@ -171,7 +171,34 @@ def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
             f"advantage = {algorithm.advantage!r} is made for loss = 'reinforce', not {algorithm.loss!r}: its ratio "
             "would count twice",
         )
+    yield from _batch_problems(algorithm)
     yield from _term_problems(algorithm)
+
+
+def _batch_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
+    """The same for what looks at the whole batch before the loss."""
+    advantage, name = entry("advantage", algorithm.advantage), effective_correction(algorithm)
+    correction, resample = entry("correction", name), algorithm.shaping.resample
+    over_mean = bool(effective_options(algorithm, "correction").get("batch_normalize"))
+    late = ""
+    if advantage is not None and {"critic", "proximal", "process"} & set(advantage.needs):
+        late = f"advantage = {algorithm.advantage!r}"
+    elif algorithm.kl.where == "reward":
+        late = "a KL penalty in the reward"
+    elif over_mean or (correction is not None and correction.whole):
+        late = f"correction = {name!r}{' and batch_normalize' * over_mean}"
+    if resample != "off" and late:
+        yield conflict(
+            "learner.algorithm.shaping.resample",
+            f"shaping.resample = {resample!r} draws rows before the model has run; with {late} all rows are judged "
+            "after it: set it to off",
+        )
+    if over_mean and algorithm.proximal == "loglinear":
+        yield conflict(
+            "learner.algorithm.proximal",
+            "proximal = 'loglinear' is known in the loss alone; the weights of batch_normalize are computed before it, "
+            "from log-probs of the whole batch, and would count twice: set proximal = 'recompute'",
+        )
 
 
 def _clip_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
@@ -249,13 +276,6 @@ def _unmet(config: Config) -> Iterator[Conflict]:
             "learner.critic.critic_warmup to the steps that it may last at most",
         )
     shaping = algorithm.shaping
-    late = algorithm.kl.where == "reward" or bool(found and {"critic", "proximal", "process"} & set(found.needs))
-    if shaping.resample != "off" and late:
-        yield conflict(
-            "learner.algorithm.shaping.resample",
-            f"shaping.resample = {shaping.resample!r} draws rows before the model has run; with {name} or a KL penalty "
-            "in the reward they are judged after it: set it to off",
-        )
     limit = shaping.overlong_max or sampling.max_new_tokens
     if shaping.overlong_buffer > limit:
         yield conflict(
