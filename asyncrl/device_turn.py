@@ -34,7 +34,7 @@ class DeviceTurn:
         """`together`: this process shares its turns with others that do too (engines)."""
         self.held = False
         self.waiting_for = ""
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._together = together
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._turn, self._queue = (os.open(folder / name, flags, 0o600) for name in FILES)
@@ -62,7 +62,7 @@ class DeviceTurn:
 
     def _tries(self) -> Generator[None]:
         """Yield between two attempts until this process has its turn."""
-        until = time.monotonic() + self._limit_s
+        until = time.monotonic() + self.limit_s
         try:
             for file, shared in ((self._queue, False), (self._turn, self._together)):
                 # bounded: by the limit
@@ -71,7 +71,7 @@ class DeviceTurn:
                     if time.monotonic() > until:
                         raise AsyncRLError(
                             "hang",
-                            f"no turn on the device within {self._limit_s:g} s (run.hang_timeout_s)",
+                            f"no turn on the device within {self.limit_s:g} s (run.hang_timeout_s)",
                             remedy="see asyncrl status: a process of the other side does not end its turn",
                         )
                     yield

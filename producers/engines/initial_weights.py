@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.engine import Engine
-from asyncrl.errors import ConfigError
+from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.images.rows import takes_images
 from asyncrl.runtime.model_folder import load_model
 from asyncrl.wire import Manifest
+from producers.engines.model_files import weight_files
 from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
 from weightsync.plan.digest import bucket_digest, version_digest
 
@@ -55,12 +56,12 @@ def _tensors(folder: Path, dtype: str) -> dict[str, Any]:
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError("config.model", str(error), where=str(folder)) from None
     try:
-        for file in sorted(folder.glob("*.safetensors")):
+        for file in weight_files(folder):
             with safe_open(file, framework="pt") as opened:  # type: ignore[no-untyped-call]
                 for name in opened.keys():  # noqa: SIM118
                     value = opened.get_tensor(name)
                     found[name] = value.to(wanted) if value.is_floating_point() else value
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, *UNREADABLE) as error:
         raise ConfigError("config.model", str(error), where=str(folder)) from None
     if not found:
         raise ConfigError("config.model", "it has no *.safetensors (weights)", where=str(folder))

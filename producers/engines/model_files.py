@@ -3,7 +3,7 @@
 Guarantees:
 1. it reads `config.json` and the headers of safetensors files, no weights; no torch;
 2. `check_tensors` refuses (`sync.plan`) a version with tensors that the folder does not have, with other shapes, or
-   without some that it has. A tied output head is optional;
+   without some that it has. A tied output head is optional, and so are tensors that no learner trains (`is_trained`);
 3. without safetensors files nothing is known, and nothing is refused.
 
 Example: a folder holds `model.embed_tokens.weight` `[45, 128]`. A version that has it as `[44, 128]` is refused.
@@ -12,6 +12,7 @@ Example: a folder holds `model.embed_tokens.weight` `[45, 128]`. A version that 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,11 +34,17 @@ class _Entry(msgspec.Struct):
 
 class _Text(msgspec.Struct):
     vocab_size: int = 0
+    num_hidden_layers: int = 0
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 class _Shape(msgspec.Struct):
     model_type: str = ""
     vocab_size: int = 0
+    num_hidden_layers: int = 0
     tie_word_embeddings: bool = True
     text_config: _Text = msgspec.field(default_factory=_Text)
 
@@ -48,6 +55,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     vocab: int
     shapes: dict[str, tuple[int, ...]]
     tied: bool
+    layers: int = 0
 
 
 def read_facts(path: str | Path) -> ModelFacts:
@@ -56,13 +64,41 @@ def read_facts(path: str | Path) -> ModelFacts:
     shapes: dict[str, tuple[int, ...]] = {}
     try:
         shape = msgspec.json.decode((folder / "config.json").read_bytes(), type=_Shape)
-        for file in sorted(folder.glob("*.safetensors")):
+        for file in weight_files(folder):
             shapes.update(_header(file))
     except (OSError, *UNREADABLE) as error:
         raise ConfigError("config.model", f"{type(error).__name__}: {error}", where=str(folder)) from None
     if shape.model_type in OLDER_NAMES:
         shapes = {published_name(name): known for name, known in shapes.items()}
-    return ModelFacts(shape.vocab_size or shape.text_config.vocab_size, shapes, shape.tie_word_embeddings)
+    vocab = shape.vocab_size or shape.text_config.vocab_size
+    layers = shape.num_hidden_layers or shape.text_config.num_hidden_layers
+    return ModelFacts(vocab, shapes, shape.tie_word_embeddings, layers)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers loads: those of the index, else `model.safetensors`, else all. Folders of
+    some models also have the same weights by other names (`consolidated.safetensors`).
+
+    Raises:
+        OSError, ValueError: the index cannot be read.
+    """
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        named = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
+        return [folder / name for name in sorted({*named})]
+    return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+
+
+def is_trained(name: str, layers: int) -> bool:
+    """Whether a learner has this tensor of a folder: transformers leaves out layers that predict further tokens
+    (`mtp.*`, or behind the last layer) and buffers of older conversions.
+
+    >>> [is_trained(name, 2) for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.2.eh_proj.weight")]
+    [True, False]
+    """
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    beyond = found is not None and name.startswith("model.layers.") and 0 < layers <= int(found[1])
+    return not (beyond or name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"))
 
 
 def published_name(name: str) -> str:
@@ -113,6 +149,7 @@ def check_tensors(facts: ModelFacts, tensors: Sequence[Tensor]) -> None:
         if known is not None and (known != tuple(tensor.shape)):
             raise AsyncRLError("sync.plan", f"{tensor.name}: {tuple(tensor.shape)} sent, {known} here")
     missing = [name for name in facts.shapes if name not in given and not (facts.tied and name == HEAD)]
+    missing = [name for name in missing if is_trained(name, facts.layers)]
     if missing:
         values = sum(math.prod(facts.shapes[name]) for name in missing)
         what = f"the manifest lacks {len(missing)} parameters ({values} values), first {missing[0]!r}"

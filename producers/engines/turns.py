@@ -49,6 +49,11 @@ class TurnTaking:
         """What a request waits for; empty if none does."""
         return self._turn.waiting_for
 
+    @property
+    def commit_turn_s(self) -> float:
+        """The longest wait of a commit for its turn."""
+        return 0.0 if self._engine.sleeping.loads_asleep else self._turn.limit_s
+
     def health(self) -> EngineHealth:
         """As the engine's. Raises the error of an engine that could not leave its device: the worker ends with it, and
         the turn with the process.
@@ -106,8 +111,16 @@ class TurnTaking:
             self._end_update()
 
     async def attest(self) -> str:
-        """The digest of the weights; empty while they cannot be read."""
-        return str(await self._engine.attest()) if self._awake or self._engine.sleeping.loads_asleep else ""
+        """The digest of the weights; empty while they cannot be read. Like a request, it keeps the engine awake."""
+        if self._engine.sleeping.loads_asleep:
+            return str(await self._engine.attest())
+        if self._entering.locked() or not self._awake:
+            return ""
+        self._requests += 1
+        try:
+            return str(await self._engine.attest())
+        finally:
+            self._end_request()
 
     def _end_update(self) -> None:
         if self._updating:
@@ -136,7 +149,7 @@ class TurnTaking:
         """Sleep if no request comes."""
         await asyncio.sleep(LINGER_S)
         async with self._entering:
-            if self._requests or not self._awake:
+            if self._requests or not self._turn.held:  # held without being awake: the only request ended meanwhile
                 return
             failpoint("producer.at_sleep")
             try:

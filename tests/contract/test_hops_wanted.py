@@ -9,6 +9,7 @@ import pytest
 from receiver_lab import Engine, Member
 from test_weightsync_service import PLAN, World, until
 
+from weightsync.publisher.offers import Offers
 from weightsync.publisher.publisher import Publisher
 from weightsync.receiver.receiver import built_in_transports
 
@@ -28,6 +29,29 @@ def changed(data: np.ndarray[Any, Any], version: int) -> list[tuple[str, np.ndar
         chunks.append((tensor.name, data[start : start + tensor.nbytes].copy()))
         start += tensor.nbytes
     return chunks
+
+
+class Marked:
+    """A version of the offers: what they look at."""
+
+    def __init__(self, order: int, *, ready: bool) -> None:
+        self.order, self.ready, self.slot = order, ready, object()
+
+
+def test_an_older_version_is_never_announced_again() -> None:
+    """The announced one lost its slot to a newer version, whose hops are not ready, and an older one is still there."""
+    offers: Any = Offers(staging=None)  # type: ignore[arg-type]
+    old, announced, newest = Marked(1, ready=True), Marked(2, ready=True), Marked(5, ready=False)
+    for version in (old, announced):
+        offers.add(version)
+    offers.announced = announced
+    offers.versions = [old, newest]
+    assert offers._newest_ready() is announced
+    newest.ready = True
+    assert offers.next_ready() is newest
+    offers.announced = None  # the service has forgotten it
+    offers.versions = [old]
+    assert offers.next_ready() is old
 
 
 def test_no_hop_is_encoded_while_all_are_local_and_the_first_remote_one_gets_them(world: World) -> None:

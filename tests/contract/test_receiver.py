@@ -12,6 +12,7 @@ import pytest
 from receiver_lab import GROUPS, Engine, FakeInbox, buckets_of, hop_of, manifest_of
 from test_weightsync_service import PLAN, until
 
+import weightsync.receiver.receiver as receiver_module
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import WorkError
 from asyncrl.wire import Hop, Instruction
@@ -129,6 +130,31 @@ class Alone:
 
     async def commit(self, version: int) -> None:
         await self.receiver._execute(Instruction("commit", round=1, version=version))
+
+
+@pytest.mark.parametrize("turn_s", [0.0, 30.0])
+def test_the_wait_for_a_turn_is_no_part_of_a_commit(turn_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_module, "limit_for", lambda *_: 0.05)
+
+    async def main() -> None:
+        engine = Engine()
+        commit, engine.commit_turn_s = engine.commit_update, turn_s  # type: ignore[attr-defined]
+
+        async def after_its_turn() -> str:
+            await asyncio.sleep(0.5)
+            return await commit()
+
+        engine.commit_update = after_its_turn  # type: ignore[method-assign]
+        alone = Alone(engine)
+        assert await alone.receive(0, FakeInbox(buckets_of(0)))
+        if turn_s:
+            await alone.commit(0)
+            assert alone.receiver.version == 0
+        else:
+            with pytest.raises(WorkError, match="no commit of version 0"):
+                await alone.commit(0)
+
+    asyncio.run(main())
 
 
 @pytest.mark.long_cases("stuck", "cancelled")

@@ -17,6 +17,7 @@ from transport_rigs import DiskRig, digests_from, run_round
 from asyncrl.errors import ConfigError, Unavailable
 from weightsync.transports.base import TransportError, TransportUnusable
 from weightsync.transports.disk import DiskInbox, DiskOutbox
+from weightsync.transports.object_store import FileFolders
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,6 +67,35 @@ def test_the_last_two_are_kept_and_strange_things_are_left_alone(tmp_path: Path)
     rig.publish()
     assert versions(root) == ["v-mine", "v00000003", "v00000004"]
     assert run_round(rig, 1, 1) == [rig.expected()]
+    rig.close()
+
+
+def test_an_old_version_that_cannot_be_removed_is_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, remove = tmp_path / "weights", FileFolders.remove
+    rig = DiskRig(tmp_path)
+    rig.publish()
+    with monkeypatch.context() as patched:
+        patched.setattr(FileFolders, "remove", lambda *_: os.fsync(1_000_000))  # OSError
+        rig.publish()
+    assert versions(root) == ["v00000001", "v00000002", "v00000003"]
+    assert run_round(rig, 1, 1) == [rig.expected()]
+    assert FileFolders.remove is remove
+    rig.publish()
+    assert versions(root) == ["v00000003", "v00000004"]
+    rig.close()
+
+
+def test_a_folder_that_cannot_be_read_is_a_transfer_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = DiskRig(tmp_path)
+    for name in ("visible", "size"):
+        with monkeypatch.context() as patched:
+            patched.setattr(FileFolders, name, lambda *_: os.fsync(1_000_000))
+            with pytest.raises(TransportError, match="Bad file descriptor"):
+                DiskInbox(rig.instruction()).open()
     rig.close()
 
 

@@ -19,7 +19,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.runtime.device import Device
 from learners.backends.resting_states import RestingStates
 from producers.engines.hf.sleep import RestingWeights
-from producers.engines.turns import TurnTaking
+from producers.engines.turns import LINGER_S, TurnTaking
 
 LONG = 30.0
 
@@ -182,6 +182,51 @@ async def test_an_engine_that_cannot_load_asleep_wakes_for_a_commit(tmp_path: Pa
     assert inner.calls[2:] == ["begin", "wake", "commit"]
     await asleep(taking)
     assert inner.calls[5:] == ["sleep"]
+
+
+@in_loop
+async def test_a_look_at_the_weights_keeps_the_engine_awake(tmp_path: Path) -> None:
+    """Its question is behind the sleep in the engine's queue otherwise, and reads weights that are off the device."""
+    inner = Sleeper(loads_asleep=False)
+    taking = TurnTaking(inner, engine(tmp_path))
+    await taking.start()
+    asked = asyncio.Event()
+
+    async def attest() -> str:
+        asked.set()
+        await asyncio.sleep(3 * LINGER_S)
+        inner.calls.append("read")
+        return "digest"
+
+    inner.attest = attest  # type: ignore[method-assign]
+    assert await taking.commit_update() == "digest"
+    looking = asyncio.create_task(taking.attest())
+    await asked.wait()
+    assert await looking == "digest"
+    await asleep(taking)
+    assert inner.calls[2:] == ["wake", "commit", "read", "sleep"]
+    assert await taking.attest() == ""
+
+
+@in_loop
+async def test_a_request_that_is_given_up_while_the_engine_wakes_ends_the_turn(tmp_path: Path) -> None:
+    inner = Sleeper(loads_asleep=True)
+    taking = TurnTaking(inner, engine(tmp_path))
+    await taking.start()
+    waking = asyncio.Event()
+
+    async def wake() -> None:
+        waking.set()
+        await asyncio.Event().wait()  # bounded: the request is cancelled
+
+    inner.wake = wake  # type: ignore[method-assign]
+    asking = asyncio.create_task(anext(taking.generate(request("a"))))
+    await waking.wait()
+    assert taking._turn.held
+    asking.cancel()
+    await asleep(taking)
+    assert inner.calls[2:] == ["sleep"], "a wake that ended after all is undone"
+    learner(tmp_path, 0.0).take()
 
 
 @in_loop

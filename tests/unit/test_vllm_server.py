@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +249,22 @@ def test_tokens_without_a_logprob_break_the_engine(tmp_path: Path) -> None:
     wrong["choices"][0]["logprobs"]["content"].pop()
     with pytest.raises(WorkError, match="1 log-probs for 2 tokens"):
         engine._take_output(sample, wrong)
+
+
+@pytest.mark.parametrize("answer", [["a list"], "a text", {"choices": ["a text"]}, {"choices": [{"logprobs": [1]}]}])
+def test_an_answer_of_another_shape_breaks_the_engine(tmp_path: Path, answer: Any) -> None:
+    """The sample would wait for the rest of it otherwise."""
+    engine = VLLMHTTPEngine(config_of(tmp_path))
+
+    class Client:
+        async def stream(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+            yield answer
+
+    engine._client = Client()  # type: ignore[assignment]
+    engine._server = type("Server", (), {"priority": False})()
+    sample = Sample(GenRequest("r", np.asarray([1], np.int32), (0,), 5, 20), 0, asyncio.Queue(), 0)
+    asyncio.run(asyncio.wait_for(engine._decode(sample), 30))
+    assert engine._failure is not None and "not a vLLM answer" in engine._failure.message
 
 
 def test_seeds_differ_by_index_and_fit_in_63_bits() -> None:

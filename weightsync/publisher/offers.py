@@ -82,8 +82,10 @@ class Offers:
             return None if self.ended else self._newest_ready()
 
     def _newest_ready(self) -> Staged | None:
+        """Never one before the announced version, which may have lost its slot."""
         ready = [version for version in self.versions if version.ready]
-        return ready[-1] if ready else self.announced
+        newer = ready and (self.announced is None or ready[-1].order >= self.announced.order)
+        return ready[-1] if newer else self.announced
 
     def find(self, round_: int, digest: str) -> Staged | None:
         """The version of a round: the base, or the newest that was announced no later."""

@@ -113,6 +113,7 @@ class Receiver:
         self._max_outage_s = max_outage_s
         self._wait_s = min(LONGEST_POLL_S, config.member_timeout_s / 4)
         self._commit_s = config.timeout_s
+        self._turn_s: float = getattr(engine, "commit_turn_s", 0.0)  # longest wait of a commit for its device
         self._layout: tuple[str, tuple[Tensor, ...]] = ("", ())
         self._fingerprint = ""
         self._pending: Manifest | None = None  # received whole, waiting for the instruction to commit
@@ -363,7 +364,7 @@ class Receiver:
         # Not cancelled at the deadline: half a commit leaves a model of two versions.
         commit = asyncio.ensure_future(self._engine.commit_update())
         commit.add_done_callback(_retrieve)
-        limit_s = limit_for(self._commit_s, sum(manifest.bucket_bytes))
+        limit_s = limit_for(self._commit_s, sum(manifest.bucket_bytes)) + self._turn_s
         done, _ = await asyncio.wait({commit}, timeout=limit_s)
         if not done:
             raise WorkError("engine.broken", f"no commit of version {manifest.version} within {limit_s:g} s")

@@ -26,6 +26,7 @@ from __future__ import annotations
 import errno
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -120,8 +121,8 @@ class DiskOutbox:
         assert self._folders is not None
         name = folder_name(version.manifest)
         if name not in self._kept or not self._is_written(name, version):
-            self._remove(name)
             try:
+                self._remove(name)
                 self._write(name, version)
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -129,7 +130,8 @@ class DiskOutbox:
                 raise TransportError(f"disk: {self._root}: {error}") from None
         self._kept = [*(one for one in self._kept if one != name), name]
         for old in self._kept[:-KEPT]:
-            self._remove(old)
+            with suppress(OSError):  # it is removed with the next version
+                self._remove(old)
         return self._folders.path(name)
 
     def _is_written(self, name: str, version: Version) -> bool:
@@ -144,8 +146,8 @@ class DiskOutbox:
     def _remove(self, name: str) -> None:
         assert self._folders is not None
         if name in self._kept:
-            self._kept.remove(name)
             self._folders.remove(name)
+            self._kept.remove(name)
 
     def _write(self, name: str, version: Version) -> None:
         assert self._folders is not None
@@ -206,7 +208,13 @@ class DiskInbox:
 
     def open(self) -> None:
         """Read the manifest and compare it with the instruction. Raises TransportUnusable if the folder is not visible
-        here."""
+        here, TransportError on any other failure."""
+        try:
+            self._open()
+        except OSError as error:
+            raise TransportError(f"disk: {self._root}: {error}") from None
+
+    def _open(self) -> None:
         folders = open_folders(self._root)
         if not folders.visible():
             raise TransportUnusable(f"disk: {self._root} is not visible here")

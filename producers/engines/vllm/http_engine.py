@@ -227,7 +227,7 @@ class VLLMHTTPEngine(VLLMBase):
                 sample.outbox.put_nowait(error)
             else:
                 self._fail(error.message)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             self._fail(f"{sample.name}: not a vLLM answer", error)
 
     @property
