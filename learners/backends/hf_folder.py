@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,18 +106,24 @@ class FolderWriter:
     def close(self, generation: Any = None) -> list[Path]:
         """Write the rest and return the files of weights."""
         self._take(self._pieces.close())
-        for name, tensor in stored_buffers(self._skeleton, self._source):
+        start = Path(getattr(self._config, "name_or_path", ""))  # of a companion: not the policy's
+        start = start if (start / "config.json").exists() else self._source
+        for name, tensor in stored_buffers(self._skeleton, start):
             self.files.add(name, tensor)
         written = self.files.close()
         self._config.save_pretrained(self._folder)
-        patterns = (*COPIED_FILES, "*.py") if getattr(self._config, "auto_map", None) else COPIED_FILES
-        for path in sorted({path for pattern in patterns for path in self._source.glob(pattern)}):
-            target = self._folder / path.relative_to(self._source)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, target)
+        self._copy(self._source, COPIED_FILES)
+        if getattr(self._config, "auto_map", None):
+            self._copy(start, ("*.py",))
         if generation is not None and not (self._folder / "generation_config.json").exists():
             generation.save_pretrained(self._folder)
         return written
+
+    def _copy(self, source: Path, patterns: Sequence[str]) -> None:
+        for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
+            target = self._folder / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
 
 
 class Pieces:

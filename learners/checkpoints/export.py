@@ -238,7 +238,10 @@ def _export_with_backend(config: Config, source: Path, target: Path, dtype: str,
     joined = gang or Gang.join(config, anywhere=True)
     backend = find("asyncrl.backends", config.learner.backend)(own, joined)
     backend.load(source)
-    backend.export_hf(target)
+    if joined.lead:
+        _write_and_rename(target, backend.export_hf)
+    else:
+        backend.export_hf(target)  # rank 0 writes
     if gang is None:
         joined.leave()
 

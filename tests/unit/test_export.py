@@ -175,6 +175,28 @@ def test_tensors_that_are_written_as_one_wait_for_each_other() -> None:
     assert sum(tensor.numel() for tensor in got.values()) == sum(one.numel() for one in model.parameters())
 
 
+def test_buffers_and_code_are_those_of_the_start_folder(tmp_path: Path) -> None:
+    """A critic starts from another folder than the policy, whose tokenizer it has."""
+    start, policy = tmp_path / "critic", tmp_path / "policy"
+    for folder, bias in ((start, 3.0), (policy, 5.0)):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **TINY, **LATENT))
+        model.model.layers[1].mlp.gate.e_score_correction_bias.fill_(bias)
+        model.save_pretrained(folder)
+        (folder / "modeling.py").write_text(f"# {folder.name}")
+        (folder / "tokenizer.json").write_text(folder.name)
+    config = AutoConfig.from_pretrained(start)
+    config.auto_map = {"AutoModel": "modeling.Model"}
+    options: dict[str, Any] = {"dtype": torch.float32, "max_bytes": 1 << 30, "trust_remote_code": False}
+    writer = FolderWriter(tmp_path / "out", config, source=policy, **options)
+    for name, parameter in AutoModelForCausalLM.from_pretrained(start).named_parameters():
+        writer.add(name, parameter.detach())
+    writer.close()
+    found = tensors_in(tmp_path / "out")
+    assert {float(value.mean()) for name, value in found.items() if name.endswith("correction_bias")} == {3.0, 0.0}
+    assert (tmp_path / "out" / "modeling.py").read_text() == "# critic"
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "policy"
+
+
 # ---------------------------------------------------------------- a run
 
 
@@ -258,13 +280,18 @@ def test_what_cannot_be_exported_is_said(made: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_a_full_disk_leaves_no_half_of_a_folder(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_full_disk_leaves_no_half_of_a_folder(
+    made: Any, gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, loaded: bool
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
+    if loaded:  # by the backend, as for adapters
+        monkeypatch.setattr(exporter, "export_files", lambda *_, **__: False)
     monkeypatch.setattr("learners.backends.safetensors_writer.os.fsync", full)
     with pytest.raises(AsyncRLError) as refused:
-        export(made[0], out=tmp_path / "out")
+        export(made[0], out=tmp_path / "out", gang=gang)
     assert refused.value.code == "disk.full" and list(tmp_path.iterdir()) == []
 
 

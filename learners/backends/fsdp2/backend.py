@@ -260,8 +260,8 @@ class FSDP2Backend:
         for value in self._state().values():
             yield from local_parts(value).values()
         models = [self._policy, *(model.module for model in self._companions().values())]
-        if self._reference is not None:
-            models.append(self._reference.module)
+        process = None if self.process_reward is None else self.process_reward.reference
+        models += [one.module for one in (self._reference, process) if one is not None]
         for parameter in (parameter for model in models for parameter in model.parameters()):
             yield local_tensor(parameter.data)
 

@@ -240,8 +240,10 @@ class ProcessRewardModel(Companion):
         super().__init__(model, settings, config, gang, prefix="process_reward/")
         frozen = settings.reference or start
         same = Path(frozen).resolve() == Path(config.model.path).resolve()
+        self.reference: Reference | None = None  # of its own
         if not same or config.sampling.temperature != TEMPERATURE:
-            reference = Reference(config, gang, path=frozen, temperature=TEMPERATURE).logprobs
+            self.reference = Reference(config, gang, path=frozen, temperature=TEMPERATURE)
+            reference = self.reference.logprobs
         self.reference_logprobs: Logprobs = lambda micro: reference([piece.drop_support() for piece in micro])
 
 

@@ -62,6 +62,7 @@ def load_model(
             model = read_model(path, "language", **options)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError("config.model", f"{path}: {error}") from error
+    remove_dropout(model)
     model.config.use_cache = False  # with a cache, packed rows are silently wrong
     asked = config.model.attn_implementation
     if asked == attention.VARLEN_SETTING:
@@ -74,6 +75,18 @@ def load_model(
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model
+
+
+def remove_dropout(model: nn.Module) -> None:
+    """Switch off a model's own dropout: two passes of one policy would have different log-probs. Adapters, which come
+    later, have theirs (`learner.lora.dropout`). Its config.json stays.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or name == "layerdrop"):
+                setattr(module, name, 0.0)
 
 
 def _load_parts(config: Config, path: str, *, scorer: bool, say: Callable[[str], Any], **options: Any) -> Any | None:
