@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.launcher.launch import LaunchOptions, absolute, changes, checked_files, roles_here, worker_keys
+from asyncrl.launcher.launch import LaunchOptions, absolute, checked_files, roles_here, worker_keys
+from asyncrl.launcher.resume import changes
 from asyncrl.preflight.threads import choose_threads
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan.interpreters import python_path, settle_interpreter

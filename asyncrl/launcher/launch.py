@@ -24,15 +24,15 @@ from typing import IO
 
 import msgspec
 
-from asyncrl.config import Config, dump, load, redact
+from asyncrl.config import Config, dump, redact
 from asyncrl.config import redis_url as redis_secret
 from asyncrl.config.mode import present_roles
-from asyncrl.configure.diff import differences
 from asyncrl.errors import EXIT_OK, EXIT_STOPPED, AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.launcher.forked import ForkServer
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.liveness_watch import SilenceWatch
 from asyncrl.launcher.progress import Progress, print_line
+from asyncrl.launcher.resume import changes, refuse_changes, resume_note
 from asyncrl.launcher.supervisor import Grace, Supervisor
 from asyncrl.monitor.flat_reward import flat_reward
 from asyncrl.monitor.text import shown_mode
@@ -271,51 +271,11 @@ def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: s
         write_atomic(path, text.encode())
         return path
     if run.config.exists():
-        refuse_other_groups(run, config)
+        refuse_changes(run, config)
         for line in changes(run.config, redact(config)):
             print_line(f"changed since the last start: {line}")
     write_atomic(run.config, text.encode())
     return run.config
-
-
-def resume_note(run: RunDir, config: Config) -> str:
-    """A note about a resumed run: its step, or that it is complete; empty for a new run."""
-    found = [
-        int(folder.name.rpartition("_")[2])
-        for folder in run.checkpoints.glob("step_*")
-        if folder.name.rpartition("_")[2].isdigit()
-    ]
-    if not found:
-        return ""
-    step, steps, anew = max(found), config.learner.steps, "another run.dir starts anew"
-    if step >= steps:
-        key = "data.epochs" if config.data.epochs else "learner.steps"
-        return f"note: this run is over, step {step} of {steps}: raise {key} to go on; {anew}"
-    return f"goes on from step {step} of {steps}; {anew}"
-
-
-def refuse_other_groups(run: RunDir, config: Config) -> None:
-    """Groups in progress and in the log have the size that the run began with. Raises `config.conflict`."""
-    try:
-        old = load(run.config).sampling.group_samples
-    except AsyncRLError:  # reported by `changes`
-        return
-    if run.history.is_file() and run.history.stat().st_size and old != config.sampling.group_samples:
-        raise ConfigError(
-            "config.conflict",
-            f"this run has groups of {old} samples, and {config.sampling.group_samples} are asked for",
-            where="sampling.group_size",
-            remedy="set it back, or start anew in another run.dir",
-        )
-
-
-def changes(path: Path, config: Config) -> list[str]:
-    """`buffer.max_staleness: 4 -> 2` of every setting that differs from the file's."""
-    try:
-        old = load(path)
-    except AsyncRLError as error:
-        return [f"the old {path.name} cannot be read: {error.message}"]
-    return [f"{one.key}: {one.left!r} -> {one.right!r}" for one in differences(old, config)]
 
 
 def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: LaunchOptions) -> Outcome:

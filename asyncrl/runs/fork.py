@@ -24,6 +24,7 @@ import msgspec
 
 from asyncrl.config import Config, dump, load, parse
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
+from asyncrl.preflight.weight_layout import refuse_other_layout
 from asyncrl.runtime.run_dir import RunDir, format_json, write_atomic
 
 FORK = "fork.json"
@@ -67,6 +68,7 @@ def fork(parent: Path, target: Path, *, step: int, overrides: Sequence[str] = ()
     """A new run folder that goes on from the checkpoint of `step`."""
     run = RunDir(parent).require()
     config = _config(run, target, overrides)
+    refuse_other_layout(load(run.config), config)
     known = checkpoints_in(run)
     if step not in known:
         steps = ", ".join(map(str, sorted(known))) or "none"

@@ -216,6 +216,30 @@ def test_a_run_that_has_begun_says_where_it_goes_on_and_keeps_the_size_of_its_gr
     settle_config(run, other, LaunchOptions(), tag="")  # nothing has begun
 
 
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("weightsync.bucket_bytes=1048576", "weightsync.bucket_bytes"),
+        ("weightsync.transport=direct weightsync.in_place=true", "weightsync.transport"),
+        ("weightsync.dtype=float32", "weightsync.dtype"),
+        ("model.dtype=float32", "weightsync.dtype"),
+    ],
+)
+def test_a_checkpoint_keeps_the_layout_of_its_version(tmp_path: Path, setting: str, key: str) -> None:
+    """The buffer knows its digest, and would refuse every sample of the same weights in another layout."""
+    run = RunDir(tmp_path / "run").create()
+    text = '[model]\npath = "m"\n[data]\npath = "p"\n[[reward]]\nfunction = "a:b"\n'
+    settle_config(run, parse(text), LaunchOptions(), tag="")
+    other = parse(text, overrides=setting.split())
+    settle_config(run, other, LaunchOptions(), tag="")  # there is no checkpoint yet
+    settle_config(run, parse(text), LaunchOptions(), tag="")
+    (run.checkpoints / "step_000012").mkdir(parents=True)
+    settle_config(run, parse(text, overrides=["weightsync.transport=stream"]), LaunchOptions(), tag="")
+    with pytest.raises(ConfigError, match="no sample of it would be accepted") as refused:
+        settle_config(run, other, LaunchOptions(), tag="")
+    assert refused.value.where == key
+
+
 def test_demo_settings_give_a_whole_configuration() -> None:
     for task in ("running_sum", "add", "long_sum", "shapes"):
         made = load(quickstart(), task_settings(task))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from synthetic_run import digest_of, write_run
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.runs.fork import fork
 from asyncrl.runs.replay import plan_replay, replay_command, replay_command_line
 from asyncrl.runs.replay_report import Done, End, Plan, Step, judge, render
@@ -213,6 +213,8 @@ def test_a_fork_derives_its_numbers_anew_and_has_options_of_its_own_loss(run: Ru
     gspo = 'preset = "gspo"\nloss = "gspo"\nloss_options = { clip_low = 3e-4 }\n'  # as an earlier version resolved it
     run.config.write_text(run.config.read_text().partition("[learner.algorithm")[0] + frozen + gspo)
     assert load(run.config).learner.algorithm.loss_options["clip_low"] == 3e-4
+    with pytest.raises(ConfigError, match="another digest"):
+        fork(run.root, tmp_path / "fork", step=4, overrides=["weightsync.bucket_bytes=1048576"])
     fork(run.root, tmp_path / "fork", step=4, overrides=["sampling.max_new_tokens=64", "learner.algorithm.loss=ppo"])
     algorithm = load(tmp_path / "fork" / "config.toml").learner.algorithm
     assert (algorithm.shaping.overlong_max, algorithm.loss_scale_factor) == (64, 64.0)
