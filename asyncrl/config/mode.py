@@ -163,7 +163,8 @@ def evaluation_sampling(config: Config) -> SamplingConfig:
 
 def evaluation_data(config: Config) -> DataConfig:
     """Where the held-out rows are: `[data]` with path and source of `[evaluation]`, in their own order."""
-    return replace(config.data, path=config.evaluation.path, source=config.evaluation.source, shuffle=False, sampler="")
+    held = config.evaluation
+    return replace(config.data, path=held.path, source=held.source, shuffle=False, sampler="", ratios=())
 
 
 def is_evaluation_due(config: Config, step: int) -> bool:

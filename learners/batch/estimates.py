@@ -121,7 +121,7 @@ def describe_batch(
     lengths = torch.tensor([response_length(sample) for sample in samples], dtype=torch.int64)
     scores = _shape_rewards(rewards, owners, lengths, algorithm)
     parts = None
-    if names := sorted({name for sample in samples for name in sample.parts}):
+    if names := _find_components(samples):
         parts = torch.tensor([[sample.parts.get(name, 0.0) for sample in samples] for name in names]).double()
     greedy = None
     if baselines is not None:
@@ -129,18 +129,17 @@ def describe_batch(
     placed = place_outcomes(scores, mask)
     if not algorithm.shaping.passk:  # pass@k replaces the scores
         _credit_turns(placed, samples, mask)
-    rollouts = Rollouts(
-        placed,
-        mask,
-        owners,
-        baselines=greedy,
-        parts=parts,
-        lengths=lengths,
-        behaviour=_behaviour(samples, mask),
-    )
+    behaviour = _behaviour(samples, mask)
+    rollouts = Rollouts(placed, mask, owners, baselines=greedy, parts=parts, lengths=lengths, behaviour=behaviour)
     lags = tuple(_lags(sample, batch.version) for sample in samples)
     right = rewards > algorithm.shaping.correct_above
     return Whole(samples, rollouts, scores, right, lags, batch.step, tuple(iter_cuts(samples)))
+
+
+def _find_components(samples: Sequence[Any]) -> list[str]:
+    """Return the names of the rewards, sorted; numbers that one reports besides (`exact/length`) are logged alone."""
+    names = {name for sample in samples for name in sample.parts}
+    return sorted(name for name in names if not any(name.startswith(f"{other}/") for other in names))
 
 
 def rows_in(sample: Any) -> tuple[tuple[int, int], ...]:

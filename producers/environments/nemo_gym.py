@@ -102,7 +102,8 @@ class NemoGym:
         turn = await chat.say()
         while not turn.over:
             found = await session.post("/step", {**row, "response": response(row, turn_items(turn), turn)})
-            chat.reward(found.get("reward") or 0.0)
+            if found.get("reward") is not None:  # without any, reward workers score the sample
+                chat.reward(found["reward"])
             if found.get("terminated") or found.get("truncated"):
                 return
             names = {name: call.name for name, call in named_calls(turn)}

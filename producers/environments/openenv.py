@@ -7,7 +7,8 @@ an observation (a dictionary) into text and the text of a turn into an action (a
 1. every sample has its own session, which ends with it; `done` ends the sample;
 2. a text that is not an action, by `act` (ValueError, RecursionError) or by the server's own check, gets an error
    message and reward 0;
-3. a server without an answer for `args.timeout_s` fails the sample (`environment.raised`).
+3. a reward of null is none: without any, reward workers score the sample;
+4. a server without an answer for `args.timeout_s` fails the sample (`environment.raised`).
 
 Example: an environment whose action has one required text, `{"message": "..."}`, gets the whole text of a turn there;
 for other actions the turn must hold a JSON object.
@@ -96,9 +97,9 @@ class OpenEnvironment:
             return Step(f"not an action: {_refusal(found)}", 0.0)
         if kind == "error":
             raise EnvironmentFailure("raised", f"{self._url}: {found}")
-        return Step(
-            str(self._observe(found["observation"])), float(found.get("reward") or 0.0), bool(found.get("done"))
-        )
+        reward = found.get("reward")
+        reward = None if reward is None else float(reward)
+        return Step(str(self._observe(found["observation"])), reward, bool(found.get("done")))
 
     async def close(self) -> None:
         try:

@@ -181,7 +181,7 @@ class Worker:
             elif result.arrays:
                 taught.append((item, result.arrays))
             else:
-                # Only evaluations use answers; that of `builtin:exact` is the whole response.
+                # Only evaluations use answers; that of `builtin:exact` is a whole turn.
                 shown = (result.answer, samples[result.place].response) if is_evaluation(item.group) else ("", "")
                 scores.append(Score(item.group, item.index, item.token, result.reward, result.parts, *shown))
         self.scored += len(scores) + len(taught)

@@ -19,11 +19,11 @@ from producers.rewards.sample import RewardSample
 
 
 class Verdict(NamedTuple):
-    """The number, further parts by name, and the text of the answer; a teacher's arrays by name, as bytes."""
+    """The number, and further parts by name; a teacher's arrays by name, as bytes. Not the text of its answer: an
+    evaluation counts majorities by the answers of the policy."""
 
     value: float
     parts: dict[str, float] = {}
-    answer: str = ""
     arrays: dict[str, bytes] = {}
 
 

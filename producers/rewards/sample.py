@@ -35,6 +35,11 @@ class RewardSample(msgspec.Struct, frozen=True):
     images: list[Any] = []  # until they are opened: digests
     rows: list[tuple[int, int]] = []  # (start, prompt tokens) of sequences of a session with a prompt of their own
 
+    @property
+    def last_turn(self) -> str:
+        """What the policy said last: its last turn, or the response if it has a single one."""
+        return self.turns[-1] if self.turns else self.response
+
     @classmethod
     def from_row(
         cls,

@@ -236,9 +236,11 @@ def fetch(folder: str, job: Frame) -> dict[str, str]:
             descriptor = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             continue
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # `fdopen` raises for a folder: a failure of the sandbox
+            os.close(descriptor)
+            continue
         with os.fdopen(descriptor, "rb") as stream:
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                found[name] = base64.b64encode(stream.read(job["output_bytes"])).decode()
+            found[name] = base64.b64encode(stream.read(job["output_bytes"])).decode()
     return found
 
 

@@ -104,6 +104,12 @@ def test_files_go_in_and_come_back(sandbox: Sandbox) -> None:
     assert result.ok and result.files == {"out.bin": b"\x00\xff" * 3}
 
 
+def test_a_folder_in_the_place_of_a_file_does_not_come_back(sandbox: Sandbox) -> None:
+    """A program must not turn its own failure into one of the sandbox."""
+    result = sandbox.run("import os\nos.mkdir('out')\nopen('more', 'w').write('1')", fetch=["out", "more"])
+    assert result.ok and result.files == {"more": b"1"}, result
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a/../../b", "", "main.py"])
 def test_files_stay_in_the_folder(sandbox: Sandbox, name: str) -> None:
     with pytest.raises(AsyncRLError) as caught:

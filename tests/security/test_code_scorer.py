@@ -57,6 +57,7 @@ TRICKS = [
     ("import sys\nsys.modules['json'].dumps = lambda _: '{\"value\": 3}'\ndef add(a, b): return 0", ASSERTS),
     ("open('outputs.jsonl', 'w').write('{\"value\": true}\\n' * 9)\nimport os; os._exit(0)", ASSERTS),
     ("open('outputs.jsonl', 'w').write('{\"value\": true}\\n' * 9)\nimport os; os._exit(0)", CALLS),
+    ("import os\nos.mkdir('outputs.jsonl')", CALLS), ("import os\nos.mkdir('outputs.jsonl')", ASSERTS),
     ("print('7')\nimport os\nos.kill(1, 9)", PROGRAMS | {"inputs": ["1 2"], "outputs": ["3"]}),
 ]  # fmt: skip
 

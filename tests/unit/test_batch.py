@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import WireError
 from learners.batch.assembly import assemble, group_lag, unusable
+from learners.batch.estimates import describe_batch
 from learners.batch.micro_batches import (
     Minibatch,
     Sample,
@@ -176,6 +177,24 @@ def test_a_part_of_the_reward_is_averaged_over_the_samples_it_applies_to() -> No
     stats = assemble(claimed(groups), algorithm=AlgorithmConfig(), ranks=1, max_tokens=64).stats
     assert stats["reward/code"] == 0.75 and stats["reward/exact"] == pytest.approx(2.5 / 5)
     assert stats["reward_mean"] == pytest.approx(2.5 / 6)
+
+
+def test_components_of_a_reward_are_the_rewards_alone() -> None:
+    """What a reward reports besides is logged: a length would be a component of GDPO with its own advantage."""
+    groups = [group(0, [1.0, 0.0]), group(1, [0.5, 1.0])]
+    for number, sample in enumerate([*groups[0].samples, *groups[1].samples]):
+        sample.parts = {"exact": sample.reward, "exact/length": float(number), "a/b": 2.0}
+    del groups[1].samples[1].parts["a/b"]
+    parts = describe_batch(claimed(groups), AlgorithmConfig()).rollouts.parts
+    assert parts is not None and parts.tolist() == [[2.0, 2.0, 2.0, 0.0], [1.0, 0.0, 0.5, 1.0]], "sorted by name"
+    plain = [group(0, [1.0, 0.0]), group(1, [0.5, 1.0])]
+    for sample in [*groups[0].samples, *groups[1].samples]:
+        sample.parts.pop("a/b", None)
+    algorithm = AlgorithmConfig(advantage="gdpo")
+    with_length, without = (
+        assemble(claimed(found), algorithm=algorithm, ranks=1, max_tokens=64) for found in (groups, plain)
+    )
+    assert rows_of(with_length) == rows_of(without)
 
 
 def test_a_masked_token_is_fed_but_not_counted() -> None:

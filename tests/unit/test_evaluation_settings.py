@@ -201,6 +201,17 @@ def test_prompts_are_the_first_rows_in_their_order(tmp_path: Path) -> None:
     assert HeldOutPrompts(made("")).rows == 0
 
 
+def test_held_out_rows_do_not_follow_the_ratios_of_the_data(tmp_path: Path) -> None:
+    train, more, held = write(tmp_path / "a.jsonl", 8), write(tmp_path / "b.jsonl", 8), write(tmp_path / "c.jsonl", 5)
+    other = write(tmp_path / "d.jsonl", 2)
+    mixed = [f"data.path={train},{more}", "data.ratios=[2, 1]"]
+    prompts = HeldOutPrompts(made(ON, *mixed, f"evaluation.path={held}"))
+    assert [prompts.row_for(evaluation_group(7, row))["prompt"] for row in range(5)] == ["0=", "1=", "2=", "3=", "4="]
+    both = HeldOutPrompts(made(ON, *mixed, f"evaluation.path={held},{other}"))
+    rows = [both.row_for(evaluation_group(7, row))["prompt"] for row in range(7)]
+    assert rows == ["0=", "1=", "2=", "3=", "4=", "0=", "1="]
+
+
 def test_a_source_without_a_length_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "held_source.py").write_text(
         "import itertools\n"

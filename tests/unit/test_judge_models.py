@@ -8,6 +8,7 @@ import math
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 import asyncrl.config.sections.reward
@@ -17,7 +18,9 @@ from asyncrl.config.judges import list_judges
 from asyncrl.config.sections.reward import JudgeConfig
 from asyncrl.errors import ConfigErrors
 from producers.rewards.judges import templates
+from producers.rewards.judges.child import make_result
 from producers.rewards.outcome import Problem
+from producers.rewards.pipe import FunctionSpec
 from producers.rewards.sample import RewardSample
 
 BASE = """
@@ -101,6 +104,8 @@ def test_a_template_takes_columns_and_leaves_other_braces() -> None:
     text = templates.render('{prompt}|{response}|{ground_truth}|{level}|{tags}|{"score": 1}', SAMPLE)
     assert text == '2+2=|it is {prompt} 4|4|3|["a"]|{"score": 1}', "what a response holds is not replaced again"
     assert templates.render("{columns}", SAMPLE) == '{"answer":"4","level":3,"tags":["a"]}'
+    seen = msgspec.structs.replace(SAMPLE, row={"level": 3, "images": [b"PNG"]})
+    assert templates.render("{columns}", seen) == '{"level":3}', "the model gets them as images"
     with pytest.raises(Problem, match=r"'depth'.*answer, level, tags"):
         templates.render("{depth}", SAMPLE)
 
@@ -155,6 +160,13 @@ def test_the_number_in_an_answer_that_was_cut(pattern: str | None, text: str, va
     with pytest.raises(Problem, match="was cut after max_new_tokens = 256") as caught:
         templates.number_in(asked, text, cut=True)
     assert caught.value.reason == "unparsed" and templates.number_in(asked, text, cut=False).value
+
+
+def test_an_evaluation_does_not_vote_on_the_words_of_a_judge() -> None:
+    """They differ for the same answer: maj@k counts the answers of the policy."""
+    said = templates.number_in(table(), "It is right, so 7")
+    result = make_result(0, SAMPLE, said, [FunctionSpec("", "grader", 0.5)])
+    assert (result.reward, result.parts, result.answer) == (3.5, {"grader": 7.0}, "")
 
 
 def test_yes_against_no() -> None:

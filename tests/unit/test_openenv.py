@@ -39,6 +39,8 @@ def answer_of(message: dict[str, Any], words: list[str]) -> dict[str, Any]:
         return {"type": "error", "data": {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": [why]}}
     if word == "crash":
         return {"type": "error", "data": {"message": "the environment broke", "code": "EXECUTION_ERROR"}}
+    if word == "skip":
+        return {"type": "observation", "data": {"observation": {"hint": "go on"}, "reward": None, "done": False}}
     right = word == words[0]
     hint = "yes" if right else f"not {word}"
     return {"type": "observation", "data": {"observation": {"hint": hint}, "reward": float(right), "done": right}}
@@ -131,6 +133,16 @@ def test_an_episode_and_what_is_no_action(server: Any) -> None:
         await other.close()
 
     talked(server, talk)
+
+
+def test_a_reward_of_null_is_none() -> None:
+    async def talk(url: str) -> None:
+        found = OpenEnvironment(url)
+        await found.reset({})
+        assert await found.step(said("skip")) == Step("go on", None, False)  # reward workers may score the sample
+        await found.close()
+
+    talked(small_server, talk)
 
 
 def upper(seen: Any) -> str:

@@ -45,6 +45,9 @@ def length_reward(prompts, completions, completion_ids, trainer_state, log_metri
     assert trainer_state is None and len(kwargs["solution"]) == len(prompts)
     log_metric("length", 3)
     return [float(len(ids)) for ids in completion_ids]
+
+def truths_reward(completions, ground_truth, **kwargs):
+    return [float(c.endswith(truth)) for c, truth in zip(completions, ground_truth)]
 """
 AREAL = """
 from typing import Any
@@ -140,6 +143,14 @@ def test_a_file_of_trl(files: Path) -> None:
     assert [item.value for item in call.values(call.batch(chats), 2)] == [1.0, None]
     lengths = RewardCall("trl_reward.py:length_reward")
     assert [item.value for item in lengths.values(lengths.batch([sample("x", solution="4")]), 1)] == [3.0]
+
+
+def test_rows_of_one_job_have_their_truths_in_different_columns(files: Path) -> None:
+    call = RewardCall("trl_reward.py:truths_reward")
+    rows = [sample("is 4", ground_truth="4"), sample("is 4", answer="4"), sample("is 4", **TRUTH, ground_truth="5")]
+    assert [item.value for item in call.values(call.batch(rows), 3)] == [1.0, 1.0, 0.0], (
+        "a column of the row comes first"
+    )
 
 
 def test_a_file_of_areal(files: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from producers.rewards.scorers import SCORERS
 from producers.rewards.scorers import extract as finding
 
 
-def scored(name: str, response: str, truth: Any = None, tokens: int = 3, **args: Any) -> Value:
+def scored(
+    name: str, response: str, truth: Any = None, tokens: int = 3, turns: Sequence[str] = (), **args: Any
+) -> Value:
     row = {"prompt": "p", "reward_model": {"style": "rule", "ground_truth": truth}}
+    ids = [7] * tokens
     sample = RewardSample.from_row(
-        row, prompt="p", response=response, prompt_ids=[1], response_ids=[7] * tokens, finish="stop"
+        row, prompt="p", response=response, prompt_ids=[1], response_ids=ids, finish="stop", turns=turns
     )
     return read_value(RewardCall(f"builtin:{name}", args=args).one(sample))
 
@@ -37,6 +41,14 @@ GSM8K = [
     ("it costs .5", "5", 0.0), ("#### \u22123", "-3", 1.0), ("####20", "20", 1.0), ("#### 007", "7", 1.0),
     ("#### 1,000,000", "1000000", 1.0), ("it is 20 \u0664", "20", 1.0), ("so 12, 15 and 20 of them.", "20", 1.0),
     ("#### 20%", "20", 1.0), ("#### 20 apples and 3 pears", "20", 1.0), ("#### ", "20", 0.0),
+    # a box of more than one number is read as by `math`
+    (r"\boxed{24\text{ cm}^2}", "24", 1.0), (r"\boxed{24\text{ cm}^2}", "2", 0.0), (r"\boxed{\frac{1}{2}}", "2", 0.0),
+    (r"\boxed{\frac{1}{2}}", "0.5", 1.0), (r"\boxed{18 + 2 = 20}", "20", 1.0), (r"\boxed{2{,}000}", "2000", 1.0),
+    (r"\boxed{20\%}", "20", 1.0), (r"\boxed{x = 20}", "20", 1.0), (r"\boxed{\$20}", "20", 1.0),
+    (r"\boxed{20 miles per hour}", "20", 1.0), (r"\boxed{20 (twenty)}", "20", 1.0), (r"\boxed{-$5}", "-5", 1.0),
+    (r"\boxed{\text{20 days}}", "20", 1.0), (r"\boxed{1,200.50 dollars}", "1200.5", 1.0),
+    ("\\boxed{\u20ac20}", "20", 1.0), (r"\boxed{}", "20", 0.0), (r"\boxed{20%}", "20", 1.0),
+    (r"\boxed{$20$}", "20", 1.0), (r"\boxed{5 \text{ or } 6}", "6", 0.0),
 ]  # fmt: skip
 
 
@@ -76,6 +88,17 @@ MATH = [
 def test_math(response: str, truth: str, value: float) -> None:
     mathematics()
     assert scored("math", response, truth).value == value
+
+
+@pytest.mark.parametrize(
+    ("truth", "response"),
+    [(r"\$36", r"\boxed{36}"), (r"\$18.90", r"\boxed{\$18.90}"), (r"\$32,\!348", "32348"), (r"$\$36$", "36")],
+)
+def test_money_in_a_truth_is_no_mark_of_latex(truth: str, response: str) -> None:
+    mathematics()
+    assert scored("math", response, truth).value == 1.0
+    assert scored("math", r"\boxed{7}", truth).value == 0.0
+    assert scored("dapo", f"Answer: {response}", truth).value == 1.0
 
 
 def test_math_gives_the_answer_that_it_found_and_takes_options() -> None:
@@ -246,6 +269,29 @@ def test_overlong(tokens: int, value: float) -> None:
     args = {"max_tokens": 100, "buffer_tokens": 20}
     assert scored("overlong", "", tokens=tokens, **args).value == pytest.approx(value)
     assert scored("overlong", "", tokens=tokens, factor=0.5, **args).value == pytest.approx(value / 2)
+
+
+SESSIONS: list[tuple[str, str, Any, dict[str, Any]]] = [
+    ("exact", "4", "4", {}),
+    ("qa", "It is <a>4</a>", "4", {"tag": "a"}),
+    ("keyword", "four", None, {"words": ["four"], "forbidden": ["search"]}),
+    ("json_schema", '{"age": 3}', None, {"schema": {"type": "object"}}),
+    ("format", "<think>a</think><answer>4</answer>", None, {}),
+    ("gsm8k", "4", "4", {}),
+    ("math", "4", "4", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "last", "truth", "args"), SESSIONS)
+def test_of_several_turns_the_last_one_is_the_answer(name: str, last: str, truth: Any, args: dict[str, Any]) -> None:
+    """Neither earlier turns nor observations: they hold other answers, and what tools gave."""
+    if name in ("gsm8k", "math"):
+        mathematics()
+    if name == "json_schema":
+        pytest.importorskip("jsonschema")
+    call, shown = "search <think>b</think> #### 5", "found: \\boxed{6} ```json\n[]\n```"
+    assert scored(name, call + shown + last, truth, turns=[call, last], **args).value == 1.0
+    assert scored(name, last + shown + call, truth, turns=[last, call], **args).value == 0.0
 
 
 @pytest.mark.parametrize("name", ["exact", "qa", "gsm8k", "math", "keyword"])

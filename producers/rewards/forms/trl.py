@@ -38,7 +38,10 @@ class TRL(Form):
         if not self.parameters.takes_all and "prompt_ids" not in self.parameters.names:
             del columns["prompt_ids"]
         columns = row_columns(samples, without=self.prompt_key) | columns
-        columns.setdefault("ground_truth", [sample.ground_truth for sample in samples])
+        own = columns.get("ground_truth", [None] * len(samples))  # rows of a job may have different columns
+        columns["ground_truth"] = [
+            sample.ground_truth if truth is None else truth for sample, truth in zip(samples, own, strict=True)
+        ]
         for name, value in (("trainer_state", None), ("log_extra", nothing), ("log_metric", nothing)):
             if name in self.parameters.names:
                 columns.setdefault(name, value)

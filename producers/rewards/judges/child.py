@@ -54,7 +54,7 @@ def make_result(place: int, sample: RewardSample, outcome: Outcome, functions: S
     for spec in used:
         parts[spec.label] = outcome.value
         parts |= {f"{spec.label}/{name}": value for name, value in outcome.parts.items()}
-    return Result(place, sum(spec.weight for spec in used) * outcome.value, parts, answer=outcome.answer)
+    return Result(place, sum(spec.weight for spec in used) * outcome.value, parts)
 
 
 async def serve(setup: Setup, pipe: Pipe) -> int:

@@ -1,9 +1,9 @@
 """The question for a judge, and the number in its answer. Pure.
 
 Guarantees:
-1. `{prompt}`, `{response}`, `{ground_truth}`, `{columns}` (the row as JSON) and names of columns are replaced; other
-   braces are text, and so are braces in a response. `{images}` stands for the pictures of the prompt and those that an
-   environment showed later;
+1. `{prompt}`, `{response}`, `{ground_truth}`, `{columns}` (the row as JSON, without its images) and names of columns
+   are replaced; other braces are text, and so are braces in a response. `{images}` stands for the pictures of the
+   prompt and those that an environment showed later;
 2. an answer without a number, or with one outside of the range, is `unparsed`; it is never 0;
 3. so is an answer that was cut if, with the default pattern, it has several numbers, or text after its number.
 
@@ -41,7 +41,7 @@ def render(template: str, sample: RewardSample) -> str:
         if name == "ground_truth":
             return column_text(sample.ground_truth)
         if name == "columns" and name not in sample.row:
-            return column_text(sample.row)
+            return column_text({key: item for key, item in sample.row.items() if key != IMAGES})
         if name not in sample.row:
             columns = ", ".join(sorted(sample.row)) or "none"
             raise Problem("raised", f"the judge's prompt names column {name!r}; the row has: {columns}")
@@ -110,7 +110,7 @@ def number_in(table: JudgeConfig, text: str, *, cut: bool = False) -> Verdict:
         raise Problem("unparsed", f"{where}, {found[-1][0][:SHOWN]!r} may not be its number: {text[:SHOWN]!r}")
     if table.range and not table.range[0] <= value <= table.range[1]:
         raise Problem("unparsed", f"{value:g} is outside of {list(table.range)}: {text[:SHOWN]!r}")
-    return Verdict(value, {}, text[:SHOWN])
+    return Verdict(value)
 
 
 def yes_share(table: JudgeConfig, logprobs: Mapping[str, float]) -> Verdict:

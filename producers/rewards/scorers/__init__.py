@@ -1,7 +1,8 @@
 """Built-in scorers: `function = "builtin:NAME"`, with options in `args`.
 
 Each is a class whose instances are reward functions of our own form. Guarantee: a row that a scorer cannot use (no or
-an unsuitable ground truth) is an error of that sample, never a 0.
+an unsuitable ground truth) is an error of that sample, never a 0. Of several turns they read the last one, which is
+the answer; the lengths count all tokens.
 """
 
 from __future__ import annotations

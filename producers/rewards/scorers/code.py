@@ -9,7 +9,9 @@ The ground truth (an object, or JSON in a text) is one of
 Guarantees:
 1. expected outputs never enter the sandbox: they are compared here. Asserts do enter it, and a program can find them:
    prefer inputs and outputs;
-2. a program that fails, hangs or exceeds a limit has not passed; a failure of the sandbox is a failure of the sample.
+2. a program that fails, hangs or exceeds a limit has not passed; a failure of the sandbox is a failure of the sample,
+   and so is a sandbox that lets the tests of a program wait for more than `WAIT_S`;
+3. malformed tests are an error.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import time
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 LANGUAGES = ("python", "python3", "py")
 INPUTS, OUTPUTS, PROGRAM = "inputs.json", "outputs.jsonl", "program.py"
+WAIT_S = 15.0  # beyond the time limit of all tests of a program together: waiting for the sandbox, and the network
 
 #: Calls a function of the program with each input; one result per line, so that an endless call costs only later ones.
 CALLS = """
@@ -89,7 +93,7 @@ class Code:
 
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
         """The score, and the share of the tests that passed."""
-        passed = self.run_tests(self.program(sample.response), json_truth(sample))
+        passed = self.run_tests(self.program(sample.last_turn), json_truth(sample))
         share = sum(passed) / len(passed)
         return {"score": float(share == 1.0) if self._all else share, "passed": share}
 
@@ -98,23 +102,29 @@ class Code:
         return (response if block is None else block).join(self._around)
 
     def run_tests(self, program: str, truth: Any) -> list[bool]:
-        """One verdict per test. Raises ValueError if the ground truth has no tests."""
+        """One verdict per test. Raises ValueError if the ground truth has no tests, or malformed ones."""
         tests = {"asserts": truth} if isinstance(truth, list) else truth
         if not isinstance(tests, dict) or not (tests.get("asserts") or tests.get("inputs")):
             raise ValueError(f"the ground truth has no inputs and outputs, and no asserts: {truth!r:.100}")
         if tests.get("asserts"):
-            return self._asserts(program, [str(item) for item in tests["asserts"]])
-        inputs, outputs = list(tests["inputs"]), list(tests.get("outputs") or ())
+            return self._asserts(program, require_list(tests, "asserts", str))
+        name = tests.get("fn_name")
+        kind = object if name else str | int | float
+        inputs, outputs = (require_list(tests, key, kind) for key in ("inputs", "outputs"))
         if len(inputs) != len(outputs):
             raise ValueError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
-        if tests.get("fn_name"):
-            return self._calls(program, str(tests["fn_name"]), inputs, outputs)
+        if name:
+            return self._calls(program, str(name), inputs, outputs)
         return self._reads(program, list(map(str, inputs)), list(map(str, outputs)))
 
     def _reads(self, program: str, inputs: list[str], outputs: list[str]) -> list[bool]:
-        left = self._sandbox.limits.timeout_s if self._timeout_s is None else self._timeout_s
-        passed = [False] * len(inputs)
+        limit_s = left = self._sandbox.limits.timeout_s if self._timeout_s is None else self._timeout_s
+        passed, began = [False] * len(inputs), time.monotonic()
         for place, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
+            if (took_s := time.monotonic() - began) > limit_s + WAIT_S:  # `left` counts the program's own time alone
+                where = getattr(self._sandbox, "url", "the sandbox")
+                what = f"{place} of {len(inputs)} tests took {took_s:.0f} s, {limit_s - left:.1f} s of them the program"
+                raise Unavailable("sandbox.failed", f"{where} is too slow: {what}")
             result = require_started(self._sandbox.run(program, given, timeout_s=left, memory_bytes=self._memory))
             passed[place] = result.ok and same_text(result.stdout, wanted)
             left -= result.wall_s
@@ -144,6 +154,17 @@ class Code:
         )
         lines = result.files.get(OUTPUTS, b"").decode(errors="replace").splitlines()
         return [item for line in lines if isinstance(item := decode_json(line), dict)]
+
+
+def require_list(tests: dict[str, Any], key: str, kind: Any) -> list[Any]:
+    """The tests under a key. Raises ValueError if they are no list, or one of them is of another kind."""
+    found = tests.get(key)
+    if not isinstance(found, list | tuple):  # the letters of a text are no tests
+        raise ValueError(f"{key} of the ground truth: a {type(found).__name__} is no list: {found!r:.100}")
+    for item in found:
+        if not isinstance(item, kind):
+            raise ValueError(f"{key} of the ground truth: a {type(item).__name__} is no test: {item!r:.100}")
+    return list(found)
 
 
 def require_started(result: SandboxResult) -> SandboxResult:

@@ -18,6 +18,9 @@ from producers.rewards.scorers.ground_truth import require_truth
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?P<bare>[-.0-9\\][^\s${}]*?)(?=[.,;]?(?:[\s$]|$)))")
 NUMBER = re.compile(r"-?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+#: The content of a box that is one number, before words at most: of `24\text{ cm}^2` the last number is not the answer.
+ONE_NUMBER = re.compile(rf"\s*(?:\\text\w*\{{)?\s*[€£¥]?(?:{NUMBER.pattern})[\sA-Za-z().%}}]*")
+DOLLAR = re.compile(r"(?<!\\)\$")  # the mark of LaTeX; `\$` is money
 INTEGER = re.compile(r"0*[0-9]{1,3}")  # the range of AIME
 ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
@@ -48,7 +51,7 @@ class Math:
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
         """The score, and the answer that was found."""
         gold = self.gold(str(require_truth(sample)))
-        found = self.answer(sample.response[-self._last :])
+        found = self.answer(sample.last_turn[-self._last :])
         return self.make_score(self.equal(gold, found), found)
 
     def make_score(self, right: bool, found: list[Any]) -> dict[str, Any]:
@@ -56,7 +59,8 @@ class Math:
 
     def gold(self, text: str) -> list[Any]:
         """The parsed ground truth. Raises ValueError if it is not mathematics."""
-        parsed = self._verify.parse(text if "$" in text or "\\boxed" in text else f"${text}$", self._wanted)
+        is_marked = DOLLAR.search(text) or "\\boxed" in text
+        parsed = self._verify.parse(text if is_marked else f"${text}$", self._wanted)
         parsed = parsed or self._verify.parse(text, self._wanted)
         if not parsed:
             raise ValueError(f"the ground truth is not an expression: {text!r:.100}")
@@ -116,6 +120,8 @@ class GSM8K(Math):
         if self._strict:
             return []
         boxes = find_boxes(text)
+        if boxes and not ONE_NUMBER.fullmatch(boxes[-1]):
+            return super().answer(text)
         numbers = self.numbers(boxes[-1] if boxes else text)
         return self.parse(numbers[-1]) if numbers else []
 

@@ -43,9 +43,10 @@ class JSONSchema:
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
         """The score, and whether it is JSON."""
         validator = self._fixed or self._validator(json_truth(sample))
-        block = find_fenced(sample.response, ("json",))
+        said = sample.last_turn
+        block = find_fenced(said, ("json",))
         try:
-            value = json.loads(sample.response if block is None else block, parse_constant=_no_constant)
+            value = json.loads(said if block is None else block, parse_constant=_no_constant)
         except UNREADABLE:
             return {"score": 0.0, "parses": 0.0}
         return {"score": 1.0 if validator.is_valid(value) else self._parses, "parses": 1.0}
@@ -71,9 +72,10 @@ class Tags:
 
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
         """The score, and the answer."""
+        said = sample.last_turn
         # Checked first: on a text with repeated tags the pattern would take polynomial time.
-        once = all(sample.response.count(f"<{tag}>") == 1 == sample.response.count(f"</{tag}>") for tag in self._tags)
-        found = self._pattern.fullmatch(sample.response) if once else None
+        once = all(said.count(f"<{tag}>") == 1 == said.count(f"</{tag}>") for tag in self._tags)
+        found = self._pattern.fullmatch(said) if once else None
         if found is None:
             return {"score": 0.0}
         groups = found.groupdict()

@@ -27,7 +27,7 @@ class Exact:
 
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
         """The score; the response is the answer."""
-        said = sample.response.strip()
+        said = sample.last_turn.strip()
         said = said.rpartition("\n")[2].strip() if self._last_line else said
         return {"score": float(self._key(said) in map(self._key, require_truths(sample))), "pred": said}
 
@@ -67,7 +67,7 @@ class QA:
 
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
         """The score, and both figures."""
-        said, truths = sample.response, require_truths(sample)
+        said, truths = sample.last_turn, require_truths(sample)
         if self._tag:
             found = find_between(said, f"<{self._tag}>", f"</{self._tag}>")
             if not found:
@@ -98,8 +98,9 @@ class Keyword:
             words: list[str] = []
         else:
             words = self._words or require_truths(sample)
-        bad = sum(self._has(sample.response, word) for word in self._forbidden)
-        share = sum(self._has(sample.response, word) for word in words) / len(words) if words else 1.0
+        said = sample.last_turn
+        bad = sum(self._has(said, word) for word in self._forbidden)
+        share = sum(self._has(said, word) for word in words) / len(words) if words else 1.0
         return {"score": 0.0 if bad else share, "share": share, "forbidden": float(bad)}
 
     def _has(self, text: str, word: str) -> bool:
