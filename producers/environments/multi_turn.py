@@ -39,6 +39,8 @@ from producers.tools.turn_reader import TurnReader
 
 T = TypeVar("T")
 SANDBOXES = 4  # programs of one producer that run at once
+#: Environments of servers that may reward the last step alone: an episode that ended before it has 0.
+REWARD_LAST = ("openenv", "nemo_gym")
 LOOK_S = 5.0  # every sample wakes the wait at its end: only a safety net
 
 
@@ -174,7 +176,9 @@ class Turns:
             parts = {"turns": sum(rewards), **({} if final is None else {"final": final}), **parts}
         reward = final if not chat.turn_rewards else sum(rewards) + (final or 0.0)
         if reward is None and not self._scored_by_workers:
-            raise EnvironmentFailure("no_reward", "it returned none, and the run has no [[reward]]")
+            if self._config.environment.name not in REWARD_LAST:
+                raise EnvironmentFailure("no_reward", "it returned none, and the run has no [[reward]]")
+            reward = 0.0
         # Parts are dropped if reward workers score: their own parts would replace them.
         return chat.session.finish(
             reward,
