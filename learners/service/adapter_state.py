@@ -56,7 +56,9 @@ class Model:
             one.grad = gradient
 
     def step(self, params: AdamParams) -> float:
-        """Apply the gradients and clear them. Returns their norm before clipping."""
+        """Apply the gradients and clear them. Returns their norm before clipping; if it is not finite, nothing was
+        applied.
+        """
         limit = params.grad_clip_norm if params.grad_clip_norm > 0 else float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.adapter.parameters(), limit)
         self._adam.param_groups[0].update(
@@ -65,7 +67,8 @@ class Model:
             eps=params.eps,
             weight_decay=params.weight_decay,
         )
-        self._adam.step()
+        if torch.isfinite(norm):
+            self._adam.step()
         self.clear_gradients()
         return float(norm)
 

@@ -12,6 +12,7 @@ It reads lines of the front on stdin (there is a new request; the end: stop) and
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import sys
@@ -170,7 +171,10 @@ class Trainer:
         if params is None:
             raise BadRequest("adam_params are missing: this service has Adam alone")
         norm = model.step(params)
-        return {"metrics": {"grad_norm": norm} if norm < float("inf") else {}}
+        if not math.isfinite(norm):
+            print(f"request {request.id}: the norm of the gradient is {norm}; the update was skipped", flush=True)
+            return {"metrics": {"skipped": 1.0}}
+        return {"metrics": {"grad_norm": norm}}
 
     def _save(self, request: Request, model: Model | None, body: bytes) -> dict[str, Any]:
         assert model is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,16 @@ def test_saved_weights_are_those_that_peft_loads(config: Config, folder: Path, t
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         assert (base.logprobs(tokens[:-1], tokens[1:]) - expected).abs().max() > 0.01, "the adapter does something"
+
+
+def test_gradients_that_are_not_finite_change_nothing(config: Config) -> None:
+    model = Model(BaseModel(config).make_adapter(AdapterForm(2, 1)))
+    before = [one.detach().clone() for one in model.adapter.parameters()]
+    for wrong in (float("nan"), float("inf")):
+        model.adapter.parameters()[0].grad.view(-1)[0] = wrong  # type: ignore[union-attr]
+        assert not math.isfinite(model.step(AdamParams(1e-2)))
+        assert all(torch.equal(one, old) for one, old in zip(model.adapter.parameters(), before, strict=True))
+        assert not any(one.any() for one in model.gradients())
 
 
 def test_a_failed_pass_leaves_the_gradients(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
