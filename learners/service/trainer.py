@@ -49,6 +49,7 @@ from learners.service.sampling_request import SampleRequest
 
 GAP_S = 600.0
 MOST_TRIES = 3
+CLEAR_S = 3600.0  # between two removals of old answers
 LOOK_S = 1.0  # without a line of the front, look for requests after this time
 READY = "ready"
 Held = TypeVar("Held")
@@ -61,7 +62,7 @@ class Trainer:
         self._most = config.service.max_models
         self._say = say
         self._log = RequestLog(paths.log)
-        self._log.clear_old_answers()
+        self._cleared = -CLEAR_S  # when old answers were last removed
         self._base = BaseModel(config)
         self._sampler = _make_sampler(config, self._base)
         self._models: OrderedDict[str, Model] = OrderedDict()  # the last used one last
@@ -75,6 +76,9 @@ class Trainer:
         self._say(READY)
         going = True
         while going:
+            if time.monotonic() - self._cleared > CLEAR_S:
+                self._cleared = time.monotonic()
+                self._log.clear_old_answers()
             request = self._choose()
             going = wait(0.0 if request else LOOK_S)
             if request is not None and going:

@@ -307,6 +307,16 @@ def test_steps_are_applied_once_wherever_the_trainer_ends(
     assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in tensors)
 
 
+def test_old_answers_are_removed_as_long_as_it_runs(
+    config: Config, paths: ServicePaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "CLEAR_S", 0.0)
+    looks, removed = iter([True, True, False]), list[int]()
+    monkeypatch.setattr(RequestLog, "clear_old_answers", lambda _: removed.append(1))
+    Trainer(config, paths, str).run(lambda _: next(looks))
+    assert len(removed) == 3
+
+
 def test_models_do_not_change_each_other_and_take_turns(
     config: Config, paths: ServicePaths, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
