@@ -33,6 +33,7 @@ from asyncrl.wire import PiecesReply
 from buffers.client.partial_samples import BegunSample, PieceData, TurnMark
 from producers.rollout.partial_samples import Tokens, has_known_weights
 from producers.rollout.rollout import split_request
+from weightsync.receiver.digests import DigestsSince
 
 
 class KeptTurn(NamedTuple):
@@ -76,6 +77,7 @@ class TurnTrail:
             if one.turns and (one.support is not None) == request.support and has_known_weights(one, digests)
         }
         self._foreign = {version: digest for one in usable.values() for version, digest in one.digests.items()}
+        self._since = DigestsSince(digests)
         self._records = {index: _Record(usable.get(index)) for index in request.indices}
         self._asked: dict[str, int] = {}  # turn in progress -> digest of its context
 
@@ -142,7 +144,7 @@ class TurnTrail:
 
     def digests(self, runs: Sequence[Runs], own: Mapping[int, str]) -> dict[int, str]:
         """As `Trail.digests`."""
-        known = {**self._foreign, **own}
+        known = self._since.of({**self._foreign, **own})
         return {version: known[version] for part in runs for version, _ in part if version in known}
 
     def count_saved(self, samples: Sequence[GenDelta]) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from asyncrl.versions import Runs, cut_runs, joined_runs
 from asyncrl.wire import FloatArray, IntArray, PiecesReply, Support, join_supports
 from buffers.client.partial_samples import BegunSample, PieceData
 from producers.rollout.rollout import split_request
+from weightsync.receiver.digests import DigestsSince
 
 MESSAGE_TOKENS = 1 << 16  # in one message at most; the rest goes with the next one
 
@@ -65,6 +66,7 @@ class Trail:
         usable = [one for one in begun if one.index in request.indices and can_continue(one, request, digests)]
         self.begun = {one.index: one for one in usable}
         self._foreign = {version: digest for one in usable for version, digest in one.digests.items()}
+        self._since = DigestsSince(digests)
         self._made: dict[int, Tokens] = {one.index: Tokens.read(one) for one in usable}
         self._kept = {one.index: len(one.token_ids) for one in usable}
         self._full: set[int] = set()  # the buffer takes no more pieces of these
@@ -120,7 +122,7 @@ class Trail:
 
     def digests(self, runs: Sequence[Runs], own: Mapping[int, str]) -> dict[int, str]:
         """The digests of the versions in these runs: this engine's, else those of the other producers."""
-        known = {**self._foreign, **own}
+        known = self._since.of({**self._foreign, **own})
         return {version: known[version] for part in runs for version, _ in part if version in known}
 
     def count_saved(self, samples: Sequence[GenDelta]) -> tuple[int, int]:

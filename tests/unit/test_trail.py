@@ -13,8 +13,10 @@ from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.wire import PiecesReply, Support
 from buffers.client.partial_samples import BegunSample
 from producers.rollout import partial_samples as checkpoints
+from producers.rollout.kept_turns import TurnTrail
 from producers.rollout.partial_samples import Trail, continuation
 from producers.rollout.rollout import run_together
+from weightsync.receiver.digests import Digests
 
 PROMPT = np.array([7, 8], np.int32)
 REQUEST = GenRequest("3:9", PROMPT, (0, 1, 2), 5, 20, stop_ids=(2,), delta_tokens=4)
@@ -163,3 +165,17 @@ def test_parts_of_a_group_end_together() -> None:
     with pytest.raises(RuntimeError, match="broken"):
         asyncio.run(run_together([part("slow", True, 60), fails()]))
     assert ended[4:] == ["slow"]
+
+
+def test_tokens_of_weights_that_were_replaced_under_their_number_do_not_get_the_new_digest() -> None:
+    """The learner went back to version 3 and published another 4 while a sample was in progress."""
+    held = Digests()
+    held.commit(3, "d3")
+    held.commit(4, "d4")
+    trails = [Trail(REQUEST, (), held), TurnTrail(REQUEST, (), held)]
+    for version, digest in ((3, "d3"), (4, "other"), (4, "third"), (5, "d5")):
+        held.commit(version, digest)
+    runs = [((3, 2), (4, 2), (5, 2))]
+    for trail in trails:
+        assert trail.digests(runs, held) == {3: "d3", 4: "d4", 5: "d5"}  # the buffer knows 4 as "third": it refuses
+    assert Trail(REQUEST, (), held).digests(runs, held) == {3: "d3", 4: "third", 5: "d5"}

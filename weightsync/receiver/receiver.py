@@ -45,6 +45,7 @@ from weightsync.plan.limits import limit_for
 from weightsync.plan.signature import is_genuine
 from weightsync.receiver.attestation import EVERY_S, Attestor
 from weightsync.receiver.dequantised import DequantisedEngine
+from weightsync.receiver.digests import Digests
 from weightsync.receiver.hold import POLL_S as HOLD_POLL_S
 from weightsync.receiver.hold import Hold
 from weightsync.receiver.relay_copy import Relay, RelayCopy
@@ -96,7 +97,7 @@ class Receiver:
         attest_every_s: float = EVERY_S,
     ) -> None:
         self.version = -1
-        self.digests: dict[int, str] = {}
+        self.digests = Digests()
         self.waiting_for = "the first weights"
         self.dirty = False  # in place: the engine is of no version
         self.hold = Hold(lambda: -1 if self.dirty or self._attestor.committing else self.version)
@@ -371,7 +372,7 @@ class Receiver:
         digest = commit.result()
         failpoint("weightsync.after_commit")
         self._check_digest(manifest, digest)
-        self.digests[manifest.version] = digest
+        self.digests.commit(manifest.version, digest)
         self._attestor.committed = (manifest, self._layout[1])
         self._base = manifest.base or manifest.digest
         self._without.clear()
