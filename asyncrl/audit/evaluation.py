@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.audit.findings import Audit
+from asyncrl.audit.records import to_count
 from asyncrl.evaluation.ids import MARK, is_evaluation, split_group
 from asyncrl.evaluation.statistics import Outcome, figures, metric_names
 
@@ -29,6 +30,7 @@ Scores = dict[int, dict[int, tuple[float, str, str]]]  # group -> sample -> rewa
 
 KNOWN = frozenset({"begin", "version", "restart", "lease", "lost", "sample", "score", "failed", "skip", "end"})
 VERSIONS = ("evaluation_version", "evaluation_version_min", "evaluation_version_max")
+BEYOND = 1e100  # no reward is that large: squares of such numbers overflow
 COUNTS = ("prompts", "scored", "failed", "missing")  # reported about its prompts at the end of an evaluation
 
 
@@ -72,21 +74,11 @@ class EvaluationReader:
         elif what == "sample":
             self._sample(event)
         elif what == "score" and self.begun is not None:
-            if (int(event["g"]), int(event["i"])) not in self.begun.came:
-                self._bad(f"sample {event['i']} of prompt {split_group(int(event['g']))[1]} was scored and never came")
-            mine = self.begun.scores.setdefault(int(event["g"]), {})
-            mine[int(event["i"])] = (float(event["reward"]), str(event["answer"]), str(event["source"]))
-            self.found.evaluation_samples += 1
+            self._score(self.begun, event)
         elif what == "failed" and self.begun is not None:
             self.begun.failed.add(int(event["g"]))
         elif what == "end":
-            for field in ("step", *(f"evaluation_{count}" for count in COUNTS)):
-                int(event[field])  # raises if one is missing: the line is damaged
-            if self.begun is None or self.begun.number != int(event["round"]):
-                self._bad(f"that of step {event['step']} ended and had never begun")
-            else:
-                self.ended.append((self.begun, dict(event)))
-            self.begun = None
+            self._end(event)
 
     def _fix_version(self, what: str, event: Mapping[str, Any]) -> None:
         """The version that is measured from here on; with a restart the samples so far do not count."""
@@ -113,6 +105,26 @@ class EvaluationReader:
                 begun.weights[self.spans[-1][-1]] = None
         if begun is not None:
             begun.came.add((number, index))
+
+    def _score(self, begun: Begun, event: Mapping[str, Any]) -> None:
+        number, index, reward = int(event["g"]), int(event["i"]), float(event["reward"])
+        if not abs(reward) < BEYOND:
+            raise ValueError(f"reward {reward}")
+        if (number, index) not in begun.came:
+            self._bad(f"sample {index} of prompt {split_group(number)[1]} was scored and never came")
+        begun.scores.setdefault(number, {})[index] = (reward, str(event["answer"]), str(event["source"]))
+        self.found.evaluation_samples += 1
+
+    def _end(self, event: Mapping[str, Any]) -> None:
+        for field in ("step", *(f"evaluation_{count}" for count in COUNTS)):
+            to_count(event[field])  # raises if one is missing: the line is damaged
+        for field in VERSIONS:
+            to_count(event.get(field, 0))  # an evaluation without samples has not all of them
+        if self.begun is None or self.begun.number != int(event["round"]):
+            self._bad(f"that of step {event['step']} ended and had never begun")
+        else:
+            self.ended.append((self.begun, dict(event)))
+        self.begun = None
 
     def trains(self, groups: Iterable[int], what: str) -> None:
         """None of the groups of a batch may be a prompt of an evaluation."""
@@ -185,7 +197,8 @@ class EvaluationReader:
             if "/acc/" in name and correct_above is None:
                 continue
             reported = line.get(name)
-            if not isinstance(reported, int | float) or not math.isclose(reported, value, rel_tol=1e-9, abs_tol=1e-9):
+            known = isinstance(reported, int | float) and abs(reported) < BEYOND
+            if not known or not math.isclose(reported, value, rel_tol=1e-9, abs_tol=1e-9):
                 self._bad(f"{who} reported {name} = {line.get(name)}, the scores in the log say {value}")
 
 

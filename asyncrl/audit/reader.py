@@ -19,7 +19,7 @@ from asyncrl.audit.choices import ChoiceReader
 from asyncrl.audit.evaluation import EvaluationReader
 from asyncrl.audit.findings import Audit, Tuned
 from asyncrl.audit.group_reader import GroupReader
-from asyncrl.audit.records import Claim, Commit, Group, Origin
+from asyncrl.audit.records import Claim, Commit, Group, Origin, to_count
 from asyncrl.evaluation.ids import MARK
 
 #: Events that nothing is concluded from.
@@ -60,7 +60,6 @@ class Reader:
         self._events += 1
         if self._events == 1 and name != "service":
             self._bad("log", f"it begins with {name!r}, not with the start of a service: lines are missing")
-        self._follow_time(name, event)
         if self._suspects and name not in RECONCILES:
             self.settle(believed=name == "register")
         held_out = name.startswith(MARK)
@@ -68,11 +67,12 @@ class Reader:
         handler = partial(self.held_out.take, name) if held_out else getattr(owner, f"on_{name}", None)
         if handler is None and name not in SKIPPED:
             self._bad("log", f"no event is of the kind {name[:200]!r}")
-        if handler is not None:
-            try:
+        try:
+            self._follow_time(name, event)
+            if handler is not None:
                 handler(event)
-            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                self._bad("log", f"event {name!r} lacks or garbles a field: {error!r}")
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            self._bad("log", f"event {name!r} lacks or garbles a field: {error!r}")
 
     def _follow_time(self, name: str, event: dict[str, Any]) -> None:
         """The time of a service never runs backwards; that of a later one may."""
@@ -81,6 +81,7 @@ class Reader:
             if self._time is not None:
                 self._bad("log", f"event {name!r} has no time")
             return
+        time = float(time)
         if self._time is not None and time < self._time:
             text = f"event {name!r} is {self._time - time:.6f} s earlier than the one before it"
             if name == "service":
@@ -101,7 +102,7 @@ class Reader:
         self.found.ended = self.found.done = False
 
     def on_register(self, event: dict[str, Any]) -> None:
-        epoch, start = int(event["epoch"]), int(event["step"])
+        epoch, start = int(event["epoch"]), to_count(event["step"])
         lost_all = not start and self._life != self.found.service_starts  # no process knows the old epochs any more
         if epoch <= self._epoch and not lost_all:
             self._bad("epoch", f"a learner registered with epoch {epoch} after epoch {self._epoch}")
@@ -149,8 +150,8 @@ class Reader:
     # ------------------------------------------------------------ steps
 
     def on_claim(self, event: dict[str, Any]) -> None:
-        step, epoch = int(event["step"]), int(event["epoch"])
-        claim = Claim(int(event["version"]), epoch, tuple(map(int, event["groups"])))
+        step, epoch = to_count(event["step"]), int(event["epoch"])
+        claim = Claim(to_count(event["version"]), epoch, tuple(map(int, event["groups"])))
         self._current(f"claim of step {step}", epoch)
         if claim.version != step - 1:
             self._bad("version", f"step {step} was claimed to start from version {claim.version}")
@@ -197,9 +198,9 @@ class Reader:
         return msgspec.structs.replace(claim, gone=earlier.gone.union(gone).difference(claim.groups))
 
     def on_commit(self, event: dict[str, Any]) -> None:
-        step = int(event["step"])
+        step = to_count(event["step"])
         commit = Commit(
-            int(event["version"]),
+            to_count(event["version"]),
             int(event["epoch"]),
             str(event["digest"]),
             tuple(map(int, event["groups"])),
@@ -229,7 +230,7 @@ class Reader:
             self.groups.setdefault(number, Group()).steps.add(step)
 
     def on_retire(self, event: dict[str, Any]) -> None:
-        before, self.retired = self.retired, int(event["step"])
+        before, self.retired = self.retired, to_count(event["step"])
         if self.retired < before:
             self._bad("version", f"step {self.retired} was retired after step {before}")
         if self.retired > max(self.commits, default=0):

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from asyncrl.versions import Runs
 
 TOKEN_SHIFT = 24  # a token is a service epoch, shifted, and a count
+BEYOND = 1 << 53  # no version, step or length is that large: means of such numbers overflow
+
+
+def to_count(value: Any) -> int:
+    """A version, step or length. Raises ValueError if it is none: its line is damaged."""
+    number = int(value)
+    if abs(number) >= BEYOND:
+        raise ValueError("a number is too large")
+    return number
 
 
 class Origin(NamedTuple):

@@ -170,11 +170,20 @@ def test_scored_sample_that_never_came() -> None:
     assert any("sample 0 of prompt 0 was scored and never came" in text for text in found.violations)
 
 
-@pytest.mark.parametrize("kind", ["begin", "lease", "sample", "score", "end"])
+@pytest.mark.parametrize("kind", ["begin", "version", "lease", "sample", "score", "end"])
 def test_no_garbled_event_ends_the_audit_of_evaluations(kind: str) -> None:
-    events = [*good_history(), *evaluation()]
+    events = [*good_history(), *measured()]
     place = next(place for place, event in enumerate(events) if event["e"] == f"eval_{kind}")
     for key in set(events[place]) - {"e"}:
-        for value in (None, "x", -99, 1e300, [], [None], {"a": None}, 1 << 70):
-            audit([*events[:place], {**events[place], key: value}, *events[place + 1 :]])
+        for value in (None, "x", -99, 1e300, [], [None], {"a": None}, 1 << 70, 10**400, "inf"):
+            assert render(audit([*events[:place], {**events[place], key: value}, *events[place + 1 :]]))
         audit([*events[:place], {k: v for k, v in events[place].items() if k != key}, *events[place + 1 :]])
+
+
+@pytest.mark.parametrize("rewards", [("inf", "-inf"), ("nan", 0.0), (1e308, 1e308)])
+def test_scores_that_have_no_mean(rewards: tuple[Any, Any]) -> None:
+    events = [*good_history(), *measured()]
+    scores = [event for event in events if event["e"] == "eval_score"]
+    for event, reward in zip(scores, rewards, strict=False):
+        event["reward"] = reward
+    assert not audit(events).ok
