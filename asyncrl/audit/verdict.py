@@ -125,7 +125,7 @@ class _Verdict:
         missing = [n for n in claimed if n not in commit.groups and n not in removed]
         if missing:
             self.found.violation("steps", f"step {step} did not train group {missing[0]} of its batch")
-        if self.found.tuned or claim is None:  # the size of a batch may have been tuned
+        if claim is None or any("buffer.batch_groups" in change.changed for change in self.found.tuned):
             return
         if len(commit.groups) + len(claim.gone.union(removed)) != self.found.batch_groups:
             size = self.found.batch_groups

@@ -120,6 +120,19 @@ def test_step_left_out_and_short_step() -> None:
     assert "steps" in kinds(audit(events))
 
 
+@pytest.mark.parametrize(("key", "seen"), [("buffer.pipeline_depth", True), ("buffer.batch_groups", False)])
+def test_short_step_of_a_run_that_was_tuned(key: str, seen: bool) -> None:
+    """Changes of the depth, such as those of `pipeline_depth = "auto"`, say nothing about the size of a batch."""
+    events = good_history()
+    for name in ("claim", "commit"):
+        find(events, name, step=2)["groups"] = [2]
+    events[-2:-2] = [
+        {"e": "drop", "g": 3, "reason": "late"},
+        {"e": "tune", "n": 1, "author": "auto", "key": key, "old": 1, "new": 2},
+    ]
+    assert (audit(events).violations == ["steps: step 2 trained 1 groups of 2"]) == seen
+
+
 def test_quarantined_group_leaves_its_step() -> None:
     events = good_history()
     place = events.index(find(events, "commit", step=2))
