@@ -19,7 +19,7 @@ from asyncrl.audit.choices import ChoiceReader
 from asyncrl.audit.evaluation import EvaluationReader
 from asyncrl.audit.findings import Audit, Tuned
 from asyncrl.audit.group_reader import GroupReader
-from asyncrl.audit.records import Claim, Commit, Group, Origin, to_count
+from asyncrl.audit.records import Claim, Commit, Group, Life, Origin, to_count
 from asyncrl.evaluation.ids import MARK
 
 #: Events that nothing is concluded from.
@@ -41,12 +41,14 @@ class Reader:
         self.groups, self.forgotten = self.work.groups, self.work.forgotten
         self.commits: dict[int, Commit] = {}  # the surviving history, by step
         self.claims: dict[int, Claim] = {}
+        self.lives: dict[int, Life] = {}  # number of a service -> its settings
         self.taken_back: dict[int, Commit] = {}  # commits undone by a restart, until they are repeated
         self.digests: dict[int, set[str]] = {}  # version -> digests it was committed with
         self.retired = 0
         self.started_at: int | None = None  # step of the first registration
         self._epoch = 0
         self._life = 0  # life of the service at the last registration
+        self._tuned_before = 0  # changes in earlier lives of the service
         self._events = 0
         self._suspects: list[tuple[int, int]] = []  # commits by another epoch than the registered one
         self._keeps_batches = keeps_batches
@@ -99,6 +101,10 @@ class Reader:
         self.work.start_life(epoch)
         self.work.note_bound(event.get("max_staleness"))
         self.found.service_starts += 1
+        self._tuned_before = len(self.found.tuned)  # a store that lost its state counts changes from 1 again
+        self.lives[self.found.service_starts] = Life(
+            to_count(event.get("batch_groups", 0)), str(event.get("on_late", ""))
+        )
         self.found.ended = self.found.done = False
 
     def on_register(self, event: dict[str, Any]) -> None:
@@ -129,7 +135,7 @@ class Reader:
         change = (event["old"], event["new"])
         if event["key"] == "buffer.max_staleness":
             self.work.note_bound(event["new"])
-        last = self.found.tuned[-1] if self.found.tuned else None
+        last = self.found.tuned[-1] if len(self.found.tuned) > self._tuned_before else None
         if last is not None and last.n == number:  # one change of several settings
             last.changed[str(event["key"])] = change
             return
@@ -151,7 +157,9 @@ class Reader:
 
     def on_claim(self, event: dict[str, Any]) -> None:
         step, epoch = to_count(event["step"]), int(event["epoch"])
-        claim = Claim(to_count(event["version"]), epoch, tuple(map(int, event["groups"])))
+        claim = Claim(
+            to_count(event["version"]), epoch, tuple(map(int, event["groups"])), life=self.found.service_starts
+        )
         self._current(f"claim of step {step}", epoch)
         if claim.version != step - 1:
             self._bad("version", f"step {step} was claimed to start from version {claim.version}")
@@ -195,7 +203,8 @@ class Reader:
                 "claim",
                 f"step {step} was handed out again with other groups: {list(claim.groups)[:8]} after {left[:8]}",
             )
-        return msgspec.structs.replace(claim, gone=earlier.gone.union(gone).difference(claim.groups))
+        gone_so_far = earlier.gone.union(gone).difference(claim.groups)
+        return msgspec.structs.replace(claim, gone=gone_so_far, life=earlier.life)
 
     def on_commit(self, event: dict[str, Any]) -> None:
         step = to_count(event["step"])

@@ -77,13 +77,23 @@ class Group:
         self.accepted, self.scored, self.origins, self.unscored, self.ready, self.holder = {}, {}, {}, 0, 0, 0
 
 
+class Life(msgspec.Struct, frozen=True):
+    """Settings that a service started with; 0 and "": an older log does not name them."""
+
+    batch_groups: int = 0
+    on_late: str = ""
+
+
 class Claim(msgspec.Struct, frozen=True):
-    """The batch of a step, as handed out last. `gone`: groups that it lost between two times."""
+    """The batch of a step, as handed out last. `gone`: groups that it lost between two times; `life`: that of the
+    service that recorded it.
+    """
 
     version: int
     epoch: int
     groups: tuple[int, ...]
     gone: frozenset[int] = frozenset()
+    life: int = 0
 
 
 class Commit(msgspec.Struct, frozen=True):

@@ -93,6 +93,7 @@ def test_the_service_says_its_setting(tmp_path: Path) -> None:
     groups.note_start(0.0)
     [event] = groups.take().events
     assert isinstance(event, dict) and event["e"] == "service" and event["max_staleness"] == 3
+    assert (event["batch_groups"], event["on_late"]) == (config.buffer.batch_groups, "wait")
 
 
 @pytest.mark.parametrize("when", [0, 2, 5])

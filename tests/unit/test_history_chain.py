@@ -220,6 +220,22 @@ def test_a_run_that_signs_has_seals(tmp_path: Path) -> None:
     assert audit_file(path, expected=Expected(signed=True, key=key)).ok, "killed before its first seal"
 
 
+def test_a_run_may_begin_to_sign_later(tmp_path: Path) -> None:
+    """The first signature covers what was written before it; after it none may be missing."""
+    path, key = tmp_path / "history.jsonl", signing_key(write_keys(tmp_path / "server.key"))
+    write(path, drains(6)[:2])
+    write(path, drains(6)[2:], key=key)
+    found = audit_file(path, expected=Expected(signed=True, key=key))
+    assert found.ok and (found.drains, found.signed) == (6, 4), found.violations
+    forged = path.read_bytes().replace(b'"reward":0.5', b'"reward":0.9', 1)
+    path.write_bytes(forged)
+    assert kinds(audit_file(path, expected=Expected(signed=True, key=key))) == {"chain"}
+    path.unlink()
+    write(path, drains(6)[:2], key=key)
+    write(path, drains(6)[2:])
+    assert kinds(audit_file(path, expected=Expected(signed=True, key=key))) == {"sign"}
+
+
 def test_a_run_is_checked_with_its_key_file(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=4)
     keys = tmp_path / "server.key"
