@@ -180,12 +180,19 @@ def _signing_key(config: Config) -> bytes:
 
 def _known_of_parent(root: Path, parent: str, step: int, witnesses: Witnesses) -> Expected:
     """What is known of the parent of a fork: its surviving steps up to the fork, and those heads of its chain that the
-    copied checkpoint names. A parent whose folder is not on this host is believed.
+    copied checkpoint names. A parent that only inherited that checkpoint has them from its own one. A parent whose
+    folder is not on this host is believed.
     """
     if not parent:
         return Expected()
     copied = {anchor.head for anchor in witnesses.anchors if anchor.step and anchor.step <= step}
-    history = (root / parent).resolve() / "history.jsonl"
+    origin, seen = (root / parent).resolve(), set[Path]()
+    while origin not in seen:
+        seen.add(origin)
+        above, begin = fork_origin(origin)
+        if above and begin >= step:
+            origin = (origin / above).resolve()
+    history = origin / "history.jsonl"
     chain, reader = ChainReader(anchors=witnesses.anchors), Reader()
     for event in Log(history, chain=chain):
         reader.take(event)
