@@ -179,6 +179,7 @@ class JsonTail:
         self.path = path
         self._series = is_series(path)
         self.damaged = 0  # complete lines that are not JSON objects
+        self.has_more = False  # the last poll read as much as it may
         self._descriptor = -1
         self._position = position or Position()
         self._partial = b""
@@ -202,14 +203,25 @@ class JsonTail:
 
     def poll(self) -> list[dict[str, Any]]:
         """The lines completed since the last call (at most 1 MB)."""
+        return [line for _, line in self.poll_placed()]
+
+    def poll_placed(self) -> list[tuple[Position, dict[str, Any]]]:
+        """The same, each with its begin."""
         try:
             data = self._read()
         except OSError:  # the folder is missing; it may come back on another file system
             self.close()
-            return []
-        self._position = msgspec.structs.replace(self._position, offset=self._position.offset + len(data))
+            data = b""
+        self.has_more = len(data) == TAIL_BYTES
+        inode, start = self.position.inode, self.position.offset
+        self._position = Position(inode, self._position.offset + len(data))
         *whole, self._partial = (self._partial + data).split(b"\n")
-        return [line for text in whole if (line := self._decode(text)) is not None]
+        lines = []
+        for text in whole:
+            if (line := self._decode(text)) is not None:
+                lines.append((Position(inode, start), line))
+            start += len(text) + 1
+        return lines
 
     def _read(self) -> bytes:
         if self._descriptor < 0 and not self._open():
