@@ -12,9 +12,9 @@ from typing import Any
 
 from asyncrl.audit.findings import Audit
 from asyncrl.audit.records import TOKEN_SHIFT, Group, Origin, to_count
+from asyncrl.metrics.length_bias import DISCARDS
 
-#: Reasons of a lost lease that also discard the group's samples.
-FORGETFUL = frozenset({"late", "payload_lost", "store_lost", "abandoned"})
+FORGETFUL = DISCARDS
 
 
 class GroupReader:
@@ -23,6 +23,7 @@ class GroupReader:
     def __init__(self, found: Audit, *, keeps_origins: bool = False) -> None:
         self.found = found
         self.groups: dict[int, Group] = {}
+        self.discarded: list[tuple[int, ...]] = []  # lengths of samples whose group is made again
         self.forgotten: set[int] = set()  # issued in a lost life of the store, and not again since
         self.services: set[int] = set()  # epochs
         self.newest = 0  # version that was ever committed or registered
@@ -100,6 +101,8 @@ class GroupReader:
             if group.steps:  # a store restored to an older state does not know the step that trained it
                 group.given_up = True
             else:
+                if event["why"] != "store_lost":  # a store loses samples of every length
+                    self.discarded.append(tuple(group.lengths.values()))
                 group.forget(self.found.service_starts)
         if event["why"] == "store_lost":  # including its end, unless a checkpoint knows it: it is issued again
             group.dropped, group.dead, group.ended = "", "", 0

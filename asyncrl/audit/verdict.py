@@ -242,9 +242,10 @@ class _Verdict:
         self.reader.held_out.judge(trained=trained, digests=known, correct_above=above)
 
     def lengths(self) -> None:
-        """Lengths of trained, dropped and quarantined samples."""
+        """Lengths of trained, dropped and quarantined samples; those of a group that was made again were dropped."""
         size = self.expected.group_size or max((len(group.lengths) for group in self.groups.values()), default=0)
-        stories = []
+        discarded = filter(None, self.reader.work.discarded)
+        stories = [Story(lengths, "dropped", unfinished=max(0, size - len(lengths))) for lengths in discarded]
         for number, group in self.groups.items():
             if number in self.reader.forgotten:
                 continue
