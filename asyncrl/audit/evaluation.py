@@ -40,7 +40,7 @@ class Begun(msgspec.Struct):
     number: int
     step: int
     samples: int
-    life: int  # of the service
+    life: int  # of the service, in which it began; of one that is over, in which that was
     version: int = -1  # that it measures; -1: the log names none
     scores: Scores = {}
     failed: set[int] = set()
@@ -56,12 +56,17 @@ class EvaluationReader:
         self.tokens: dict[int, int] = {}  # token of a lease -> prompt
         self.spans: list[tuple[int, int, int, str]] = []  # prompt, sample, version, digest
         self.begun: Begun | None = None
+        self.over: list[Begun] = []  # that ended, or were left when the next one began
         self.ended: list[tuple[Begun, dict[str, Any]]] = []
 
     def take(self, name: str, event: Mapping[str, Any]) -> None:
         what = name.removeprefix(MARK)
         if what not in KNOWN:
             self.found.violation("log", f"no event is of the kind {name[:200]!r}")
+        if what in ("lease", "sample", "score", "failed"):
+            self._reopen(step=split_group(int(event["g"]))[0])
+        elif what in ("version", "restart", "end"):
+            self._reopen(number=int(event.get("round", -1)))
         if what == "begin":
             self._no_ending()
             self.begun = Begun(
@@ -79,6 +84,19 @@ class EvaluationReader:
             self.begun.failed.add(int(event["g"]))
         elif what == "end":
             self._end(event)
+
+    def _reopen(self, *, step: int = -1, number: int = -1) -> None:
+        """A store may come back in its state before the end of an evaluation: then that end does not count."""
+        begun = self.begun
+        if begun is not None and (begun.step == step or begun.number == number):
+            return
+        found = next((one for one in reversed(self.over) if one.step == step or one.number == number), None)
+        if found is None or found.life == self.found.service_starts:
+            return
+        self._no_ending()  # of one that began later
+        self.begun = found
+        self.over = [one for one in self.over if one is not found]
+        self.ended = [(one, line) for one, line in self.ended if one is not found]
 
     def _fix_version(self, what: str, event: Mapping[str, Any]) -> None:
         """The version that is measured from here on; with a restart the samples so far do not count."""
@@ -124,6 +142,7 @@ class EvaluationReader:
             self._bad(f"that of step {event['step']} ended and had never begun")
         else:
             self.ended.append((self.begun, dict(event)))
+            self._leave(self.begun)
         self.begun = None
 
     def trains(self, groups: Iterable[int], what: str) -> None:
@@ -141,6 +160,11 @@ class EvaluationReader:
             self._bad(text)
         else:
             self.found.notes.append(f"evaluation: {text}; the service was restarted since")
+        self._leave(self.begun)
+
+    def _leave(self, begun: Begun) -> None:
+        begun.life = self.found.service_starts
+        self.over.append(begun)
         self.begun = None
 
     def _bad(self, text: str) -> None:
