@@ -221,8 +221,8 @@ class EvaluationReader:
             if "/acc/" in name and correct_above is None:
                 continue
             reported = line.get(name)
-            known = isinstance(reported, int | float) and abs(reported) < BEYOND
-            if not known or not math.isclose(reported, value, rel_tol=1e-9, abs_tol=1e-9):
+            told = reported if isinstance(reported, int | float) and abs(reported) < BEYOND else math.nan
+            if not math.isclose(told, value, rel_tol=1e-9, abs_tol=1e-9):
                 self._bad(f"{who} reported {name} = {line.get(name)}, the scores in the log say {value}")
 
 
