@@ -5,7 +5,8 @@ Violations:
           have none
   anchor  a head that the learner kept (in a checkpoint, the archive, the result) is not in the history: the history was
           changed before that, and its chain was computed again
-  sign    a seal has no signature, or another one than the key gives; or a run that signs its history has no seal
+  sign    a seal has another signature than the key gives, or none although one before it has; or a run that signs its
+          history has no seal with one
 A break is reported once: the lines after it are compared with what they name as their beginning.
 """
 
@@ -38,7 +39,8 @@ class ChainReader:
         self._sealed_to = 0  # number of the newest line with a seal
         self._lines = 0
         self._breaks: list[tuple[int, int]] = []  # first and last line of a drain that does not follow
-        self._unsigned: list[int] = []
+        self._unsigned: list[int] = []  # numbers of lines
+        self._plain = 0  # of them, those before the first signature, and without any
 
     def take(self, line: bytes) -> None:
         """The next line with its end; a line without one was cut and is left out."""
@@ -55,6 +57,7 @@ class ChainReader:
         self._signed += bool(seal.sign)
         if self._key and not self._chain.is_signed(seal):
             self._unsigned.append(self._lines)
+            self._plain += not self._signed
         self._missing.discard(seal.head)
         self._sealed_to = self._lines
 
@@ -87,7 +90,8 @@ class ChainReader:
 
     def _judge_signatures(self, found: Audit, *, expected: bool) -> None:
         if self._key and (expected or self._signed):
-            for line in self._unsigned:
+            # The first signature covers the lines before it: the run did not sign from its beginning.
+            for line in self._unsigned[self._plain if self._signed else 0 :]:
                 found.violation("sign", f"the seal in line {line} is not signed with the key of the run")
         elif expected or self._signed:
             found.notes.append("signatures are not checked: network.key_file cannot be read here")

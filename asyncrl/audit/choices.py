@@ -35,12 +35,12 @@ class ChoiceReader:
         number, row = int(event["g"]), int(event["row"])
         self.rows[number] = row
         expected = self.choice.choose(number) if len(self.choice) else -1
-        if row != expected:
+        if row != expected or row < 0:  # -1: there is no table
             self.found.violation("choice", f"group {number} got row {row}, the outcomes before it choose {expected}")
 
     def on_outcome(self, event: dict[str, Any]) -> None:
         number, row, mixed = int(event["g"]), int(event["row"]), bool(event["mixed"])
-        if self.rows.get(number) != row or row >= len(self.choice):
+        if self.rows.get(number) != row or not 0 <= row < len(self.choice):
             self.found.violation("choice", f"the outcome of group {number} is of row {row}, which it did not get")
             return
         rewards = {origin.reward for origin in self.work.find(event).origins.values()}

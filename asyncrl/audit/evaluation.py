@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.audit.findings import Audit
+from asyncrl.audit.records import to_count
 from asyncrl.evaluation.ids import MARK, is_evaluation, split_group
 from asyncrl.evaluation.statistics import Outcome, figures, metric_names
 
@@ -29,6 +30,7 @@ Scores = dict[int, dict[int, tuple[float, str, str]]]  # group -> sample -> rewa
 
 KNOWN = frozenset({"begin", "version", "restart", "lease", "lost", "sample", "score", "failed", "skip", "end"})
 VERSIONS = ("evaluation_version", "evaluation_version_min", "evaluation_version_max")
+BEYOND = 1e100  # no reward is that large: squares of such numbers overflow
 COUNTS = ("prompts", "scored", "failed", "missing")  # reported about its prompts at the end of an evaluation
 
 
@@ -38,7 +40,7 @@ class Begun(msgspec.Struct):
     number: int
     step: int
     samples: int
-    life: int  # of the service
+    life: int  # of the service, in which it began; of one that is over, in which that was
     version: int = -1  # that it measures; -1: the log names none
     scores: Scores = {}
     failed: set[int] = set()
@@ -54,12 +56,17 @@ class EvaluationReader:
         self.tokens: dict[int, int] = {}  # token of a lease -> prompt
         self.spans: list[tuple[int, int, int, str]] = []  # prompt, sample, version, digest
         self.begun: Begun | None = None
+        self.over: list[Begun] = []  # that ended, or were left when the next one began
         self.ended: list[tuple[Begun, dict[str, Any]]] = []
 
     def take(self, name: str, event: Mapping[str, Any]) -> None:
         what = name.removeprefix(MARK)
         if what not in KNOWN:
             self.found.violation("log", f"no event is of the kind {name[:200]!r}")
+        if what in ("lease", "sample", "score", "failed"):
+            self._reopen(step=split_group(int(event["g"]))[0])
+        elif what in ("version", "restart", "end"):
+            self._reopen(number=int(event.get("round", -1)))
         if what == "begin":
             self._no_ending()
             self.begun = Begun(
@@ -72,21 +79,24 @@ class EvaluationReader:
         elif what == "sample":
             self._sample(event)
         elif what == "score" and self.begun is not None:
-            if (int(event["g"]), int(event["i"])) not in self.begun.came:
-                self._bad(f"sample {event['i']} of prompt {split_group(int(event['g']))[1]} was scored and never came")
-            mine = self.begun.scores.setdefault(int(event["g"]), {})
-            mine[int(event["i"])] = (float(event["reward"]), str(event["answer"]), str(event["source"]))
-            self.found.evaluation_samples += 1
+            self._score(self.begun, event)
         elif what == "failed" and self.begun is not None:
             self.begun.failed.add(int(event["g"]))
         elif what == "end":
-            for field in ("step", *(f"evaluation_{count}" for count in COUNTS)):
-                int(event[field])  # raises if one is missing: the line is damaged
-            if self.begun is None or self.begun.number != int(event["round"]):
-                self._bad(f"that of step {event['step']} ended and had never begun")
-            else:
-                self.ended.append((self.begun, dict(event)))
-            self.begun = None
+            self._end(event)
+
+    def _reopen(self, *, step: int = -1, number: int = -1) -> None:
+        """A store may come back in its state before the end of an evaluation: then that end does not count."""
+        begun = self.begun
+        if begun is not None and (begun.step == step or begun.number == number):
+            return
+        found = next((one for one in reversed(self.over) if one.step == step or one.number == number), None)
+        if found is None or found.life == self.found.service_starts:
+            return
+        self._no_ending()  # of one that began later
+        self.begun = found
+        self.over = [one for one in self.over if one is not found]
+        self.ended = [(one, line) for one, line in self.ended if one is not found]
 
     def _fix_version(self, what: str, event: Mapping[str, Any]) -> None:
         """The version that is measured from here on; with a restart the samples so far do not count."""
@@ -114,6 +124,27 @@ class EvaluationReader:
         if begun is not None:
             begun.came.add((number, index))
 
+    def _score(self, begun: Begun, event: Mapping[str, Any]) -> None:
+        number, index, reward = int(event["g"]), int(event["i"]), float(event["reward"])
+        if not abs(reward) < BEYOND:
+            raise ValueError(f"reward {reward}")
+        if (number, index) not in begun.came:
+            self._bad(f"sample {index} of prompt {split_group(number)[1]} was scored and never came")
+        begun.scores.setdefault(number, {})[index] = (reward, str(event["answer"]), str(event["source"]))
+        self.found.evaluation_samples += 1
+
+    def _end(self, event: Mapping[str, Any]) -> None:
+        for field in ("step", *(f"evaluation_{count}" for count in COUNTS)):
+            to_count(event[field])  # raises if one is missing: the line is damaged
+        for field in VERSIONS:
+            to_count(event.get(field, 0))  # an evaluation without samples has not all of them
+        if self.begun is None or self.begun.number != int(event["round"]):
+            self._bad(f"that of step {event['step']} ended and had never begun")
+        else:
+            self.ended.append((self.begun, dict(event)))
+            self._leave(self.begun)
+        self.begun = None
+
     def trains(self, groups: Iterable[int], what: str) -> None:
         """None of the groups of a batch may be a prompt of an evaluation."""
         for number in groups:
@@ -129,6 +160,11 @@ class EvaluationReader:
             self._bad(text)
         else:
             self.found.notes.append(f"evaluation: {text}; the service was restarted since")
+        self._leave(self.begun)
+
+    def _leave(self, begun: Begun) -> None:
+        begun.life = self.found.service_starts
+        self.over.append(begun)
         self.begun = None
 
     def _bad(self, text: str) -> None:
@@ -185,7 +221,8 @@ class EvaluationReader:
             if "/acc/" in name and correct_above is None:
                 continue
             reported = line.get(name)
-            if not isinstance(reported, int | float) or not math.isclose(reported, value, rel_tol=1e-9, abs_tol=1e-9):
+            told = reported if isinstance(reported, int | float) and abs(reported) < BEYOND else math.nan
+            if not math.isclose(told, value, rel_tol=1e-9, abs_tol=1e-9):
                 self._bad(f"{who} reported {name} = {line.get(name)}, the scores in the log say {value}")
 
 

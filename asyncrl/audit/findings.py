@@ -125,10 +125,9 @@ def _tuning_lines(found: Audit) -> list[str]:
         return []
     lines = [f"  before tuning: groups by lag: {counts_text(found.lag_before_tuning)}"]
     for change in found.tuned:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(change.t))
         what = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in change.changed.items())
         lines.append(
-            f"  tune {change.n}{' (undo)' if change.undo else ''} after step {change.step}, {when} by "
+            f"  tune {change.n}{' (undo)' if change.undo else ''} after step {change.step}, {moment_text(change.t)} by "
             f"{change.author}: {what}; {change.steps} steps since, groups by lag: "
             f"{counts_text(change.lag_counts)}"
         )
@@ -158,6 +157,18 @@ def _length_lines(found: Lengths) -> list[str]:
         f"{found.ks_limit:.3f}); {verdict}"
     ]
     return lines + ([f"  early steps: {found.early}"] if found.early else [])
+
+
+def moment_text(t: float) -> str:
+    """Local date and time; a number that is no time stays one.
+
+    >>> moment_text(1e300)
+    '1e+300'
+    """
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
+    except (OverflowError, ValueError, OSError):  # of a damaged line
+        return str(t)
 
 
 def counts_text(counts: dict[int, int]) -> str:

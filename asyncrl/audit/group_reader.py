@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl.audit.findings import Audit
-from asyncrl.audit.records import TOKEN_SHIFT, Group, Origin
+from asyncrl.audit.records import TOKEN_SHIFT, Group, Origin, to_count
+from asyncrl.metrics.length_bias import DISCARDS
 
-#: Reasons of a lost lease that also discard the group's samples.
-FORGETFUL = frozenset({"late", "payload_lost", "store_lost", "abandoned"})
+FORGETFUL = DISCARDS
 
 
 class GroupReader:
@@ -23,6 +23,7 @@ class GroupReader:
     def __init__(self, found: Audit, *, keeps_origins: bool = False) -> None:
         self.found = found
         self.groups: dict[int, Group] = {}
+        self.discarded: list[tuple[int, ...]] = []  # lengths of samples whose group is made again
         self.forgotten: set[int] = set()  # issued in a lost life of the store, and not again since
         self.services: set[int] = set()  # epochs
         self.newest = 0  # version that was ever committed or registered
@@ -57,8 +58,8 @@ class GroupReader:
         self.forgotten.discard(number)
 
     def on_lease(self, event: dict[str, Any]) -> None:
-        group, token, bound = self.find(event), int(event["token"]), int(event["bound"])
-        life, version = self.found.service_starts, int(event["w"])
+        group, token, bound = self.find(event), int(event["token"]), to_count(event["bound"])
+        life, version = self.found.service_starts, to_count(event["w"])
         if group.holder and group.life == life:
             self._bad("lease", f"group {event['g']} was leased under token {token} while {group.holder} held it")
         elif life in (group.unscored, group.ready):
@@ -100,6 +101,8 @@ class GroupReader:
             if group.steps:  # a store restored to an older state does not know the step that trained it
                 group.given_up = True
             else:
+                if event["why"] != "store_lost":  # a store loses samples of every length
+                    self.discarded.append(tuple(group.lengths.values()))
                 group.forget(self.found.service_starts)
         if event["why"] == "store_lost":  # including its end, unless a checkpoint knows it: it is issued again
             group.dropped, group.dead, group.ended = "", "", 0
@@ -134,9 +137,9 @@ class GroupReader:
             self._bad("sample", f"{name} came after its group was {'ready' if group.ready else 'complete'}")
         elif group.life == life and group.holder != token:
             self._bad("lease", f"{name} came under token {token}, which does not hold the group")
-        runs = [(int(version), int(count)) for version, count in event["runs"]]
+        runs = [(to_count(version), to_count(count)) for version, count in event["runs"]]
         digests = {int(version): str(digest) for version, digest in event["digests"].items()}
-        length, covered = int(event["length"]), sum(count for _, count in runs)
+        length, covered = to_count(event["length"]), sum(count for _, count in runs)
         if length < 0 or index < 0:
             raise ValueError(f"{name} has {length} tokens")
         if covered != length:

@@ -26,13 +26,13 @@ What it checks, and the name of each violation:
              after its group was ready, or twice
   ready      a group was handed out for a step, or trained, before it was ready, or was ready before it was complete
   claim      a step that was handed out again is not the recorded batch, less what was quarantined since
-  lag        a token of a trained group is older than the bound of its lease (on_late = train, by the configuration or
-             a change before that step, allows it: then a note)
+  lag        a token of a trained group is older than the bound of its lease (on_late = train, as its service began with
+             or by a change before that step, allows it: then a note)
   bound      a group was leased under a bound that max_staleness never was, or again under another one
   digest     a span's digest is not that of the committed version, or is missing; a version that generators used was
              committed without one (a learner that came back may not know it: then a note)
-  steps      a step was left out, or did not train as many groups as a batch has (less its quarantined groups), or the
-             run is done without a durable checkpoint of its last step
+  steps      a step was left out, or did not train as many groups as a batch of its service has (less its quarantined
+             groups; not if batch_groups was tuned), or the run is done without a durable checkpoint of its last step
   version    versions do not rise by one from step to step, or tokens are of a version that did not exist yet
   time       the time of a service runs backwards (that of a later service may: then a note)
   chain, anchor, sign, archive   see asyncrl.audit.chain and asyncrl.audit.witnesses
@@ -180,12 +180,19 @@ def _signing_key(config: Config) -> bytes:
 
 def _known_of_parent(root: Path, parent: str, step: int, witnesses: Witnesses) -> Expected:
     """What is known of the parent of a fork: its surviving steps up to the fork, and those heads of its chain that the
-    copied checkpoint names. A parent whose folder is not on this host is believed.
+    copied checkpoint names. A parent that only inherited that checkpoint has them from its own one. A parent whose
+    folder is not on this host is believed.
     """
     if not parent:
         return Expected()
     copied = {anchor.head for anchor in witnesses.anchors if anchor.step and anchor.step <= step}
-    history = (root / parent).resolve() / "history.jsonl"
+    origin, seen = (root / parent).resolve(), set[Path]()
+    while origin not in seen:
+        seen.add(origin)
+        above, begin = fork_origin(origin)
+        if above and begin >= step:
+            origin = (origin / above).resolve()
+    history = origin / "history.jsonl"
     chain, reader = ChainReader(anchors=witnesses.anchors), Reader()
     for event in Log(history, chain=chain):
         reader.take(event)

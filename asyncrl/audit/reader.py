@@ -19,7 +19,7 @@ from asyncrl.audit.choices import ChoiceReader
 from asyncrl.audit.evaluation import EvaluationReader
 from asyncrl.audit.findings import Audit, Tuned
 from asyncrl.audit.group_reader import GroupReader
-from asyncrl.audit.records import Claim, Commit, Group, Origin
+from asyncrl.audit.records import Claim, Commit, Group, Life, Origin, to_count
 from asyncrl.evaluation.ids import MARK
 
 #: Events that nothing is concluded from.
@@ -41,12 +41,14 @@ class Reader:
         self.groups, self.forgotten = self.work.groups, self.work.forgotten
         self.commits: dict[int, Commit] = {}  # the surviving history, by step
         self.claims: dict[int, Claim] = {}
+        self.lives: dict[int, Life] = {}  # number of a service -> its settings
         self.taken_back: dict[int, Commit] = {}  # commits undone by a restart, until they are repeated
         self.digests: dict[int, set[str]] = {}  # version -> digests it was committed with
         self.retired = 0
         self.started_at: int | None = None  # step of the first registration
         self._epoch = 0
         self._life = 0  # life of the service at the last registration
+        self._tuned_before = 0  # changes in earlier lives of the service
         self._events = 0
         self._suspects: list[tuple[int, int]] = []  # commits by another epoch than the registered one
         self._keeps_batches = keeps_batches
@@ -60,7 +62,6 @@ class Reader:
         self._events += 1
         if self._events == 1 and name != "service":
             self._bad("log", f"it begins with {name!r}, not with the start of a service: lines are missing")
-        self._follow_time(name, event)
         if self._suspects and name not in RECONCILES:
             self.settle(believed=name == "register")
         held_out = name.startswith(MARK)
@@ -68,11 +69,12 @@ class Reader:
         handler = partial(self.held_out.take, name) if held_out else getattr(owner, f"on_{name}", None)
         if handler is None and name not in SKIPPED:
             self._bad("log", f"no event is of the kind {name[:200]!r}")
-        if handler is not None:
-            try:
+        try:
+            self._follow_time(name, event)
+            if handler is not None:
                 handler(event)
-            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                self._bad("log", f"event {name!r} lacks or garbles a field: {error!r}")
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            self._bad("log", f"event {name!r} lacks or garbles a field: {error!r}")
 
     def _follow_time(self, name: str, event: dict[str, Any]) -> None:
         """The time of a service never runs backwards; that of a later one may."""
@@ -81,6 +83,7 @@ class Reader:
             if self._time is not None:
                 self._bad("log", f"event {name!r} has no time")
             return
+        time = float(time)
         if self._time is not None and time < self._time:
             text = f"event {name!r} is {self._time - time:.6f} s earlier than the one before it"
             if name == "service":
@@ -98,10 +101,14 @@ class Reader:
         self.work.start_life(epoch)
         self.work.note_bound(event.get("max_staleness"))
         self.found.service_starts += 1
+        self._tuned_before = len(self.found.tuned)  # a store that lost its state counts changes from 1 again
+        self.lives[self.found.service_starts] = Life(
+            to_count(event.get("batch_groups", 0)), str(event.get("on_late", ""))
+        )
         self.found.ended = self.found.done = False
 
     def on_register(self, event: dict[str, Any]) -> None:
-        epoch, start = int(event["epoch"]), int(event["step"])
+        epoch, start = int(event["epoch"]), to_count(event["step"])
         lost_all = not start and self._life != self.found.service_starts  # no process knows the old epochs any more
         if epoch <= self._epoch and not lost_all:
             self._bad("epoch", f"a learner registered with epoch {epoch} after epoch {self._epoch}")
@@ -128,7 +135,7 @@ class Reader:
         change = (event["old"], event["new"])
         if event["key"] == "buffer.max_staleness":
             self.work.note_bound(event["new"])
-        last = self.found.tuned[-1] if self.found.tuned else None
+        last = self.found.tuned[-1] if len(self.found.tuned) > self._tuned_before else None
         if last is not None and last.n == number:  # one change of several settings
             last.changed[str(event["key"])] = change
             return
@@ -149,8 +156,10 @@ class Reader:
     # ------------------------------------------------------------ steps
 
     def on_claim(self, event: dict[str, Any]) -> None:
-        step, epoch = int(event["step"]), int(event["epoch"])
-        claim = Claim(int(event["version"]), epoch, tuple(map(int, event["groups"])))
+        step, epoch = to_count(event["step"]), int(event["epoch"])
+        claim = Claim(
+            to_count(event["version"]), epoch, tuple(map(int, event["groups"])), life=self.found.service_starts
+        )
         self._current(f"claim of step {step}", epoch)
         if claim.version != step - 1:
             self._bad("version", f"step {step} was claimed to start from version {claim.version}")
@@ -194,12 +203,13 @@ class Reader:
                 "claim",
                 f"step {step} was handed out again with other groups: {list(claim.groups)[:8]} after {left[:8]}",
             )
-        return msgspec.structs.replace(claim, gone=earlier.gone.union(gone).difference(claim.groups))
+        gone_so_far = earlier.gone.union(gone).difference(claim.groups)
+        return msgspec.structs.replace(claim, gone=gone_so_far, life=earlier.life)
 
     def on_commit(self, event: dict[str, Any]) -> None:
-        step = int(event["step"])
+        step = to_count(event["step"])
         commit = Commit(
-            int(event["version"]),
+            to_count(event["version"]),
             int(event["epoch"]),
             str(event["digest"]),
             tuple(map(int, event["groups"])),
@@ -229,7 +239,7 @@ class Reader:
             self.groups.setdefault(number, Group()).steps.add(step)
 
     def on_retire(self, event: dict[str, Any]) -> None:
-        before, self.retired = self.retired, int(event["step"])
+        before, self.retired = self.retired, to_count(event["step"])
         if self.retired < before:
             self._bad("version", f"step {self.retired} was retired after step {before}")
         if self.retired > max(self.commits, default=0):

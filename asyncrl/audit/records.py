@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from asyncrl.versions import Runs
 
 TOKEN_SHIFT = 24  # a token is a service epoch, shifted, and a count
+BEYOND = 1 << 53  # no version, step or length is that large: means of such numbers overflow
+
+
+def to_count(value: Any) -> int:
+    """A version, step or length. Raises ValueError if it is none: its line is damaged."""
+    number = int(value)
+    if abs(number) >= BEYOND:
+        raise ValueError("a number is too large")
+    return number
 
 
 class Origin(NamedTuple):
@@ -68,13 +77,23 @@ class Group:
         self.accepted, self.scored, self.origins, self.unscored, self.ready, self.holder = {}, {}, {}, 0, 0, 0
 
 
+class Life(msgspec.Struct, frozen=True):
+    """Settings that a service started with; 0 and "": an older log does not name them."""
+
+    batch_groups: int = 0
+    on_late: str = ""
+
+
 class Claim(msgspec.Struct, frozen=True):
-    """The batch of a step, as handed out last. `gone`: groups that it lost between two times."""
+    """The batch of a step, as handed out last. `gone`: groups that it lost between two times; `life`: that of the
+    service that recorded it.
+    """
 
     version: int
     epoch: int
     groups: tuple[int, ...]
     gone: frozenset[int] = frozenset()
+    life: int = 0
 
 
 class Commit(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.audit.findings import Audit
 from asyncrl.audit.reader import Reader
-from asyncrl.audit.records import Commit, Group
+from asyncrl.audit.records import Claim, Commit, Group, Life
 from asyncrl.config.mode import DATA_PREFIX
 from asyncrl.errors import UNREADABLE
 from asyncrl.metrics.length_bias import Story, compare
@@ -27,7 +27,7 @@ class Expected(msgspec.Struct, frozen=True):
 
     group_size: int = 0  # samples of a group; 0: those of the largest one
     batch_groups: int = 0
-    allow_over_bound: bool = False
+    allow_over_bound: bool = False  # where the log does not name the settings of its services
     fork_of: str = ""
     fork_step: int = 0
     parent: dict[int, Commit] = {}
@@ -125,11 +125,18 @@ class _Verdict:
         missing = [n for n in claimed if n not in commit.groups and n not in removed]
         if missing:
             self.found.violation("steps", f"step {step} did not train group {missing[0]} of its batch")
-        if self.found.tuned or claim is None:  # the size of a batch may have been tuned
+        if claim is None or any("buffer.batch_groups" in change.changed for change in self.found.tuned):
             return
-        if len(commit.groups) + len(claim.gone.union(removed)) != self.found.batch_groups:
-            size = self.found.batch_groups
+        largest, size = self.found.batch_groups, self._settings(claim).batch_groups
+        # The checkpoint of a fork may know changes of its parent, which the log of the fork does not name.
+        sizes = {size, largest} if self.expected.fork_of else {size or largest}
+        if len(commit.groups) + len(claim.gone.union(removed)) not in sizes:
+            size = max(sizes)
             self.found.violation("steps", f"step {step} trained {len(commit.groups)} groups of {size}")
+
+    def _settings(self, claim: Claim | None) -> Life:
+        """Settings of the service that recorded a batch: a run may go on with others."""
+        return self.reader.lives.get(claim.life if claim is not None else 0, Life())
 
     def work(self) -> None:
         """Every ready or trained group was leased, complete and scored; no other group was trained."""
@@ -180,11 +187,13 @@ class _Verdict:
             counts[lag] = counts.get(lag, 0) + 1
 
     def _judge_over_bound(self, step: int, commit: Commit, number: int, lag: int) -> None:
-        """A violation, unless the configuration or a change before the commit allows it."""
+        """A violation, unless the settings of its service or a change before the commit allow it."""
         self.found.over_bound += 1
         text = f"group {number} was trained in step {step} with lag {lag}, its bound is {self.groups[number].bound}"
         changes = [change.changed.get("buffer.on_late") for change in self.found.tuned[: commit.tuning]]
-        if self.expected.allow_over_bound or any(change and change[1] == "train" for change in changes):
+        on_late = self._settings(self.reader.claims.get(step)).on_late
+        allowed = on_late == "train" if on_late else self.expected.allow_over_bound
+        if allowed or any(change and change[1] == "train" for change in changes):
             self.found.notes.append(text)
         else:
             self.found.violation("lag", text)
@@ -233,9 +242,10 @@ class _Verdict:
         self.reader.held_out.judge(trained=trained, digests=known, correct_above=above)
 
     def lengths(self) -> None:
-        """Lengths of trained, dropped and quarantined samples."""
+        """Lengths of trained, dropped and quarantined samples; those of a group that was made again were dropped."""
         size = self.expected.group_size or max((len(group.lengths) for group in self.groups.values()), default=0)
-        stories = []
+        discarded = filter(None, self.reader.work.discarded)
+        stories = [Story(lengths, "dropped", unfinished=max(0, size - len(lengths))) for lengths in discarded]
         for number, group in self.groups.items():
             if number in self.reader.forgotten:
                 continue

@@ -86,7 +86,8 @@ def end(child: subprocess.Popen[str]) -> None:
     """Kill the process group: an engine may have children."""
     with contextlib.suppress(ProcessLookupError):  # the group has ended
         os.killpg(child.pid, signal.SIGKILL)
-    child.wait(timeout=10)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a device or a disk: it ends when that answers
+        child.wait(timeout=10)
     for stream in (child.stdout, child.stderr):
         if stream is not None:
             stream.close()

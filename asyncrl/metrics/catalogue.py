@@ -109,7 +109,9 @@ CATALOGUE: dict[str, Metric] = {
     "response_length_max": Metric("tokens", "learner", "longest response"),
     "issued_length_mean": Metric("tokens", "buffer", "mean length of samples since the buffer started"),
     "trained_length_mean": Metric("tokens", "buffer", "mean length of trained samples"),
-    "dropped_length_mean": Metric("tokens", "buffer", "mean length of samples whose group was dropped or quarantined"),
+    "dropped_length_mean": Metric(
+        "tokens", "buffer", "mean length of samples whose group was dropped, quarantined or made again"
+    ),
     "length_bias": Metric("share", "buffer", "trained mean / issued mean - 1; below -0.1 the short ones win"),
     "truncated_share": Metric("share", "learner", "samples cut by max_new_tokens"),
     "router_replay_share": Metric(

@@ -27,6 +27,8 @@ LIMIT = 0.1  # relative shift of the mean
 KS_LIMIT = 0.05  # distance, plus noise; then a quarter of the shift is enough
 ENOUGH = 64  # no verdict below this number of samples
 NOISE = 1.63  # two-sample KS, 1 %
+#: Reasons of a lost lease that also discard the group's samples.
+DISCARDS = frozenset({"late", "payload_lost", "store_lost", "abandoned"})
 
 
 class Bucket(msgspec.Struct):
@@ -191,7 +193,7 @@ class LengthWatch:
             elif event["e"] == "commit":
                 for number in event["groups"]:
                     self._add("trained", live.pop(number, _NONE))
-            elif event["e"] in ("drop", "dead"):
+            elif event["e"] in ("drop", "dead") or (event["e"] == "lost" and event["why"] in DISCARDS):
                 self._add("dropped", live.pop(event["g"], _NONE))
             elif event["e"] == "sample":
                 mine = live.setdefault(event["g"], [0, 0])

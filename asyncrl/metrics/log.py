@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -113,9 +114,14 @@ def iterate_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def line_number(line: Mapping[str, Any], name: str) -> float | None:
-    """A number of a line; None if it is missing."""
+    """A number of a line; None if it is missing, or too large for one."""
     value = line.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def line_time(line: Mapping[str, Any]) -> float:
@@ -141,8 +147,8 @@ def drop_repeated_steps(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def decode_line(text: bytes, *, series: bool = False) -> dict[str, Any] | None:
-    """A line as an object; None if it is not one. In a metrics file, metrics that are not numbers are removed (a
-    damaged file).
+    """A line as an object; None if it is not one. Of a damaged file, numbers of impossible size are removed, and in a
+    metrics file metrics that are not numbers.
     """
     try:
         line = msgspec.json.decode(text)
@@ -150,10 +156,21 @@ def decode_line(text: bytes, *, series: bool = False) -> dict[str, Any] | None:
         return None
     if not isinstance(line, dict):
         return None
-    wrong = [name for name in line if name in NUMBERS and not isinstance(line[name], int | float)] if series else ()
+    wrong = [name for name in line if name in NUMBERS and not isinstance(line[name], int | float)] if series else []
+    if LARGE.search(text):
+        wrong += [name for name, value in line.items() if _is_too_large(name, value) and name not in wrong]
     for name in wrong:
         del line[name]
     return line
+
+
+#: What a line with a number of impossible size has: a number of that many digits, or an exponent.
+LARGE = re.compile(rb"\d{11}|\d[eE]\+?\d\d")
+MOST, LAST_TIME = 3.4e38, 1e11  # the largest of float32; seconds since the epoch
+
+
+def _is_too_large(name: str, value: Any) -> bool:
+    return isinstance(value, int | float) and not abs(value) <= (LAST_TIME if name == "t" else MOST)
 
 
 TAIL_BYTES = 1 << 20  # most that one poll reads
@@ -179,6 +196,7 @@ class JsonTail:
         self.path = path
         self._series = is_series(path)
         self.damaged = 0  # complete lines that are not JSON objects
+        self.has_more = False  # the last poll read as much as it may
         self._descriptor = -1
         self._position = position or Position()
         self._partial = b""
@@ -202,14 +220,25 @@ class JsonTail:
 
     def poll(self) -> list[dict[str, Any]]:
         """The lines completed since the last call (at most 1 MB)."""
+        return [line for _, line in self.poll_placed()]
+
+    def poll_placed(self) -> list[tuple[Position, dict[str, Any]]]:
+        """The same, each with its begin."""
         try:
             data = self._read()
         except OSError:  # the folder is missing; it may come back on another file system
             self.close()
-            return []
-        self._position = msgspec.structs.replace(self._position, offset=self._position.offset + len(data))
+            data = b""
+        self.has_more = len(data) == TAIL_BYTES
+        inode, start = self.position.inode, self.position.offset
+        self._position = Position(inode, self._position.offset + len(data))
         *whole, self._partial = (self._partial + data).split(b"\n")
-        return [line for text in whole if (line := self._decode(text)) is not None]
+        lines = []
+        for text in whole:
+            if (line := self._decode(text)) is not None:
+                lines.append((Position(inode, start), line))
+            start += len(text) + 1
+        return lines
 
     def _read(self) -> bytes:
         if self._descriptor < 0 and not self._open():

@@ -7,12 +7,13 @@ Guarantees:
    (`Authorization: Bearer KEY`, else 401). On loopback another Host is refused (a web page that resolves its name to
    127.0.0.1), and no page of another origin may read the answer;
 3. it only reads files of the run, so no role notices a scrape. Workers without a line for `STALE_S` are left out;
-   `asyncrl_line_age_s` is the age of each newest line.
+   `asyncrl_line_age_s` is the age of each newest line, until the buffer forgets its worker.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import socket
@@ -27,7 +28,6 @@ from asyncrl.config import Config, load
 from asyncrl.config.sections.tracker import read_prometheus_access
 from asyncrl.errors import ConfigError, error_for
 from asyncrl.metrics import CATALOGUE, OPEN, Metric
-from asyncrl.metrics.log import TAIL_BYTES
 from asyncrl.net.http_access import LOCAL, Access, read_access
 from asyncrl.net.http_server import LimitedHandler, LimitedHTTPServer
 from asyncrl.runtime import role
@@ -37,6 +37,7 @@ from asyncrl.runtime.run_dir import RunDir
 
 HOSTS = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
 STALE_S = 60.0
+FORGET_S = 3600.0  # as the buffer forgets silent workers (`buffers.groups.workers`): they may have been ended for good
 LOOK_S = 0.5
 CONTENT = "text/plain; version=0.0.4; charset=utf-8"
 HEADERS = {401: ("WWW-Authenticate", "Bearer"), 405: ("Allow", "GET")}  # headers that a refusal must have
@@ -57,12 +58,14 @@ Labels = tuple[tuple[str, str], ...]
 # ---------------------------------------------------------------- the text
 
 
-def text_of(newest: Mapping[tuple[str, str], Heard], *, run: str, now: float) -> str:
-    """The exposition of the newest numbers of all processes of a run."""
+def text_of(newest: Mapping[tuple[str, str], Heard], *, run: str, now: float, forget_s: float = FORGET_S) -> str:
+    """The exposition of the newest numbers of all processes of a run, without workers silent for `forget_s`."""
     series: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
     about: dict[str, Metric] = {"asyncrl_line_age_s": AGE}
     for (kind, who), heard in sorted(newest.items()):
         age = max(0.0, now - heard.t)
+        if kind in WORKERS and age > forget_s:
+            continue
         own = (("run", run), ("role", kind), ("name", who))
         series["asyncrl_line_age_s"].append((own, age))
         if kind in WORKERS and age > STALE_S:
@@ -137,7 +140,9 @@ class Newest:
 
     def __init__(self, run: RunDir, *, clock: Callable[[], float] = time.time) -> None:
         self._following = Following(run)
-        self._name = load(run.config).run.name
+        config = load(run.config)
+        self._name = config.run.name
+        self._forget_s = max(FORGET_S, 10 * config.buffer.lease_timeout_s)
         self._lock = threading.Lock()
         self._clock = clock
         self._looked = -LOOK_S
@@ -148,9 +153,11 @@ class Newest:
             if not 0 <= now - self._looked < LOOK_S:
                 self._looked = now
                 self._following.poll()
-                while self._following.behind_bytes > TAIL_BYTES:  # one poll reads at most this much of each file
+                left = math.inf
+                while 0 < (behind := self._following.behind_bytes) < left:  # a poll reads a part of a long file
+                    left = behind
                     self._following.poll()
-            return text_of(self._following.newest, run=self._name, now=now)
+            return text_of(self._following.newest, run=self._name, now=now, forget_s=self._forget_s)
 
 
 class Handler(LimitedHandler):

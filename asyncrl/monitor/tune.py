@@ -12,7 +12,6 @@ from __future__ import annotations
 import getpass
 import os
 import socket
-import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -21,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.audit.findings import moment_text
 from asyncrl.audit.prove import Log
 from asyncrl.config import load
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
@@ -130,13 +130,13 @@ def changes_text(run: RunDir) -> str:
         if event.get("e") != "tune":
             continue
         try:
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(event["t"])))
+            when = moment_text(float(event["t"]))
             undo = " (undo)" if event.get("undo") else ""
             lines.append(
                 f"{event['n']:>4}  {when}  {event['author']}  {event['key']}: {format_value(event['old'])} -> "
                 f"{format_value(event['new'])}{undo}"
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             what = f"a tune event cannot be read: {error!r}"
             raise AsyncRLError("store.corrupt", what, where=str(run.history)) from None
     return "\n".join(lines) or "nothing was tuned: the settings are those of config.toml"

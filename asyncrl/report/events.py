@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.audit.records import to_count
 from asyncrl.metrics import iterate_lines, line_time
 
 Line = dict[str, Any]
@@ -138,12 +139,12 @@ class Lags:
     def take(self, event: Line) -> None:
         kind = event.get("e")
         if kind == "sample" and event.get("runs"):
-            oldest = min(int(run[0]) for run in event["runs"])
+            oldest = min(to_count(run[0]) for run in event["runs"])
             self._oldest.setdefault(int(event["g"]), {})[int(event.get("i", 0))] = oldest
         elif kind == "lease":
-            self._bounds[int(event["g"])] = int(event.get("bound", 0))
+            self._bounds[int(event["g"])] = to_count(event.get("bound", 0))
         elif kind == "claim":
-            self._claims[int(event["step"])] = (int(event["version"]), [int(one) for one in event["groups"]])
+            self._claims[int(event["step"])] = (to_count(event["version"]), [int(one) for one in event["groups"]])
         elif kind == "register":
             self.steps = {step: one for step, one in self.steps.items() if step <= int(event.get("step", 0))}
         elif kind == "commit":

@@ -42,7 +42,10 @@ def duration(seconds: float) -> str:
 
 def clock(t: Any) -> str:
     """`14:03:59` of a wall time."""
-    return time.strftime("%H:%M:%S", time.localtime(float(t))) if isinstance(t, int | float) else "-"
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(float(t))) if isinstance(t, int | float) else "-"
+    except (OverflowError, ValueError, OSError):  # of a damaged line
+        return "-"
 
 
 def seconds(value: float | None) -> str:

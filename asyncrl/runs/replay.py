@@ -30,6 +30,7 @@ from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.metrics import read_lines
 from asyncrl.process_plan.plan import MODULES, plan
 from asyncrl.runs.child_process import run_child
+from asyncrl.runs.exported import exported_step
 from asyncrl.runs.fork import checkpoints_in
 from asyncrl.runs.replay_report import END, LINES, PLAN, Done, End, Plan, Step, judge, render
 from asyncrl.runs.score_file import read_scores
@@ -231,7 +232,7 @@ def _final(run: RunDir, end: int, last: int) -> str:
     if end in kept:
         return str(kept[end])
     weights = next((run.export / name for name in WEIGHTS if (run.export / name).exists()), None)
-    return str(weights) if end == last and weights is not None and run.result.exists() else ""
+    return str(weights) if weights is not None and end == last == exported_step(run) else ""
 
 
 # ---------------------------------------------------------------- the process

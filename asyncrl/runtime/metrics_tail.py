@@ -2,12 +2,14 @@
 
 Guarantees:
 1. it only reads files of the run folder, so it cannot disturb a role;
-2. new lines are taken in the order of their time, so a point holds the numbers known at the end of its step;
+2. new lines are taken in the order of their time, so a point holds the numbers known at the end of its step: a reader
+   that is behind does not run ahead in a shorter file;
 3. a reader that starts from `positions` repeats at most the unfinished part.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
@@ -37,6 +39,14 @@ class Heard(NamedTuple):
     waiting_for: str
 
 
+class _Line(NamedTuple):
+    """A line that was read, and its begin in its file."""
+
+    t: float
+    start: Position
+    values: dict[str, Any]
+
+
 class Following:
     """The newest lines of all processes (`newest`, by role and name) and, from `poll`, a point for every step."""
 
@@ -45,17 +55,24 @@ class Following:
         self._tails = {
             name: JsonTail(run.metrics / f"{name}.jsonl", from_end=False, position=known.get(name)) for name in FILES
         }
+        self._held: dict[str, list[_Line]] = {name: [] for name in FILES}  # read, and newer than another file so far
+        self._read_to = dict.fromkeys(FILES, -math.inf)  # newest time of the lines that were read last
         self.newest: dict[tuple[str, str], Heard] = {}
 
     @property
     def positions(self) -> dict[str, Position]:
-        """How far each file was read."""
-        return {name: tail.position for name, tail in self._tails.items()}
+        """How far the lines of each file were taken."""
+        return {
+            name: held[0].start if (held := self._held[name]) else tail.position for name, tail in self._tails.items()
+        }
 
     @property
     def behind_bytes(self) -> int:
-        """Bytes not read yet."""
-        return sum(tail.behind_bytes for tail in self._tails.values())
+        """Bytes not taken yet."""
+        held = sum(
+            self._tails[name].position.offset - lines[0].start.offset for name, lines in self._held.items() if lines
+        )
+        return held + sum(tail.behind_bytes for tail in self._tails.values())
 
     @property
     def damaged(self) -> int:
@@ -64,10 +81,8 @@ class Following:
 
     def poll(self) -> list[Point]:
         """Read new lines; return the points of the steps and evaluations that ended."""
-        new = [(line_time(line), name, line) for name, tail in self._tails.items() for line in tail.poll()]
-        new.sort(key=lambda item: item[0])
         points: list[Point] = []
-        for t, name, line in new:
+        for t, name, line in self._take():
             values = numbers(line)
             role, who = (str(line.get("role", "?")), str(line.get("name", "?"))) if name == "roles" else (name, name)
             if role in ("buffer", "learner") and (role, who) in self.newest:
@@ -81,6 +96,18 @@ class Following:
                 found = {metric_tag(key): value for key, value in values.items() if key != "step"}
                 points.append(Point(measured_version(line), found))
         return points
+
+    def _take(self) -> list[tuple[float, str, dict[str, Any]]]:
+        """New lines of all files in the order of their time, with the names of their files."""
+        for name, tail in self._tails.items():
+            if not self._held[name]:
+                self._held[name] = [_Line(line_time(line), start, line) for start, line in tail.poll_placed()]
+                self._read_to[name] = max((line.t for line in self._held[name]), default=self._read_to[name])
+        # The file that ends first holds nothing back, so it is read on.
+        until = min((self._read_to[name] for name, tail in self._tails.items() if tail.has_more), default=math.inf)
+        new = [(line.t, name, line.values) for name, lines in self._held.items() for line in lines if line.t <= until]
+        self._held = {name: [line for line in lines if line.t > until] for name, lines in self._held.items()}
+        return sorted(new, key=lambda item: item[0])
 
     def _point(self, t: float, learner: dict[str, float]) -> dict[str, float]:
         """The learner's numbers, together with the newest ones of the other processes."""

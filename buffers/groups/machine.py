@@ -215,7 +215,13 @@ class GroupMachine:
 
     def note_start(self, now: float) -> None:
         """The service starts: a registered learner gets its full time to be heard from."""
-        self.begin(now).event("service", service_epoch=self.service_epoch, max_staleness=self.settings.max_staleness)
+        self.begin(now).event(
+            "service",
+            service_epoch=self.service_epoch,
+            max_staleness=self.settings.max_staleness,
+            batch_groups=self.settings.batch_groups,
+            on_late=self.settings.on_late,
+        )
         self.scoring.settle_judges()
         if self.table.meta.learner[0]:
             self.batches.see_learner()

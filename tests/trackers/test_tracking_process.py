@@ -18,6 +18,7 @@ from tracker_rigs import RIGS, STANDINS, standin_lines, standin_told
 from asyncrl.config import dump, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launcher.supervisor import Grace, Supervisor
+from asyncrl.metrics import log
 from asyncrl.plugins import Tracker
 from asyncrl.process_plan.plan import onlookers
 from asyncrl.runtime.metrics_tail import Following
@@ -145,6 +146,31 @@ def test_a_next_process_goes_on_and_repeats_at_most_what_was_not_finished(lab: L
     lab.server.refused = set()
     assert lab.start().look()
     assert lab.server.told == [1, 2, 3, 4, 5, 4, 5, 6]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_every_step_has_the_numbers_of_the_workers_also_when_catching_up(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """The file of the workers is ten times as long: it is not left behind, also by a process that takes over."""
+    monkeypatch.setattr(log, "TAIL_BYTES", 4000)
+    write(lab.run, range(1, 101))
+    with (lab.run.metrics / "roles.jsonl").open("ab") as out:
+        for beat in range(1000):
+            line = {"t": 1000.0 + beat / 10, "role": "producer", "name": "producer-0", "busy_share": beat / 1000}
+            out.write(msgspec.json.encode(line) + b"\n")
+    tracking = lab.tracking
+    for _ in range(1000):
+        if tracking.look():
+            break
+        tracking = lab.start() if killed else tracking
+    assert lab.server.told == list(range(1, 101)) and not tracking.following.behind_bytes
+    shares = [values.get("speed/producer/busy_share") for values in lab.server.values]
+    wanted = [(10 * step - 1) / 1000 for step in range(1, 101)]  # the last beat before its line
+    if killed:  # the newest numbers of the process before are not known: there may be none since
+        assert shares.count(None) < 5
+        shares = [share or wanted[place] for place, share in enumerate(shares)]
+    assert shares == wanted
 
 
 def test_numbers_that_a_working_server_refuses_are_left_out_after_a_while(lab: Lab) -> None:

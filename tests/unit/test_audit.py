@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from synthetic_run import Event, digest_of, good_history, issue, register, train, write_history
 
-from asyncrl.audit.prove import Audit, audit, audit_file, audit_run, render
+from asyncrl.audit.prove import Audit, Expected, audit, audit_file, audit_run, render
 
 
 def kinds(found: Audit) -> set[str]:
@@ -118,6 +118,76 @@ def test_step_left_out_and_short_step() -> None:
     events = good_history()
     find(events, "commit", step=2)["groups"] = [2]
     assert "steps" in kinds(audit(events))
+
+
+@pytest.mark.parametrize(("key", "seen"), [("buffer.pipeline_depth", True), ("buffer.batch_groups", False)])
+def test_short_step_of_a_run_that_was_tuned(key: str, seen: bool) -> None:
+    """Changes of the depth, such as those of `pipeline_depth = "auto"`, say nothing about the size of a batch."""
+    events = good_history()
+    for name in ("claim", "commit"):
+        find(events, name, step=2)["groups"] = [2]
+    events[-2:-2] = [
+        {"e": "drop", "g": 3, "reason": "late"},
+        {"e": "tune", "n": 1, "author": "auto", "key": key, "old": 1, "new": 2},
+    ]
+    assert (audit(events).violations == ["steps: step 2 trained 1 groups of 2"]) == seen
+
+
+def resumed(sizes: dict[int, int], *, on_late: tuple[str, str] = ("wait", "wait")) -> list[Event]:
+    """Two services, each for two steps of as many groups as `sizes` has for the step; group 0 has lag 3 in step 4."""
+    events: list[Event] = []
+    number = 1
+    for life in (1, 2):
+        events.append({"e": "service", "service_epoch": life, "batch_groups": 2 * life, "on_late": on_late[life - 1]})
+        events.append(register(life, 2 * life - 2))
+        for step in (2 * life - 1, 2 * life):
+            groups = list(range(number, number + sizes[step]))
+            number += sizes[step]
+            for group in groups:
+                events += issue(group, version=step - 1)
+            events += train(step, groups, epoch=life)
+    return events
+
+
+def test_steps_are_judged_by_the_batch_of_their_own_service() -> None:
+    assert audit(resumed({1: 2, 2: 2, 3: 4, 4: 4})).ok
+    assert audit(resumed({1: 2, 2: 2, 3: 3, 4: 3})).violations == [
+        f"steps: step {n} trained 3 groups of 4" for n in (3, 4)
+    ]
+    again = resumed({1: 2, 2: 2, 3: 4, 4: 4})
+    place = again.index(find(again, "commit", step=2))
+    service, learner = again[place + 1], register(2, 1)
+    claim = {**again[place - 1], "replayed": True, "epoch": 2}  # the batch that the service before had recorded
+    events = [*again[:place], service, learner, claim, {**again[place], "epoch": 2}, *again[place + 3 :]]
+    assert audit(events).ok, audit(events).violations
+
+
+def test_fork_may_have_batches_that_its_parent_was_tuned_to() -> None:
+    whole = resumed({1: 2, 2: 2, 3: 8, 4: 8})
+    events = whole[whole.index(find(whole, "service", service_epoch=2)) :]
+    assert kinds(audit(events, expected=Expected(fork_step=2))) == {"steps"}
+    assert audit(events, expected=Expected(fork_of="parent", fork_step=2)).ok
+
+
+@pytest.mark.parametrize(("on_late", "ok"), [("train", True), ("wait", False), ("", False)])
+def test_training_over_the_bound_is_judged_by_the_setting_of_its_own_service(on_late: str, ok: bool) -> None:
+    events = good_history(steps=5)
+    find(events, "service").update({"on_late": on_late, "batch_groups": 2})
+    find(events, "sample", g=6).update({"runs": [[0, 5]], "digests": {"0": digest_of(0)}})  # lag 3 in step 4
+    place = events.index(find(events, "issue", g=8))
+    later: list[Event] = [{"e": "service", "service_epoch": 2, "on_late": "wait", "batch_groups": 2}]
+    assert audit([*events[:place], *later, *events[place:]]).ok == ok
+    if on_late == "wait":
+        assert not audit(events, allow_over_bound=True).ok, "the configuration is of a later service"
+
+
+def test_store_that_was_lost_counts_changes_again() -> None:
+    tune: Event = {"e": "tune", "n": 3, "author": "me@here", "key": "buffer.late_timeout_s", "old": 1, "new": 2}
+    head = [event for event in good_history(steps=3) if event["e"] not in ("retire", "end", "drop")]
+    service: Event = {"e": "service", "service_epoch": 2}
+    found = audit([*head, tune, service, register(2, 3), {**tune, "n": 1}, {**tune, "n": 3}])
+    assert found.ok and [change.n for change in found.tuned] == [3, 1, 3], found.violations
+    assert kinds(audit([*head, service, register(2, 3), tune, {**tune, "n": 1}])) == {"tune"}
 
 
 def test_quarantined_group_leaves_its_step() -> None:

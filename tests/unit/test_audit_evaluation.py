@@ -159,6 +159,23 @@ def test_after_a_restart_of_the_service_a_missing_end_is_a_note() -> None:
     assert any("has no ending; the service was restarted" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("later", [0, 3], ids=["nothing since", "the next one had begun"])
+def test_store_that_comes_back_from_before_an_end_goes_on_with_that_evaluation(later: int) -> None:
+    whole = measured()
+    following = evaluation(3, number=950)
+    lease = next(event for event in reversed(whole) if event["e"] == "eval_lease")
+    again = [{"e": "service", "service_epoch": 2}, {**lease, "token": 990}]
+    again += [{**event, "token": 990} if "token" in event else event for event in whole[-3:]]
+    events = [*whole, *following[:later], *again, *following]
+    found = judged(events, correct_above=0.5)
+    assert found.ok, found.violations
+    assert found.evaluations == [2, 3] and found.evaluation_prompts["prompts"] == 4
+    same = [event for event in events if event["e"] != "service"]
+    assert "evaluation: that of step 2 ended and had never begun" in violations(same)
+    again[-1] = {**again[-1], "evaluation_scored": 1}
+    assert any("scored" in text for text in violations([*whole, *following[:later], *again, *following]))
+
+
 def test_pass_at_k_needs_the_threshold() -> None:
     assert judged(changed(-1, **{"val-core/a/acc/pass@2/mean": 0.5})).ok, "not known from the log alone"
 
@@ -170,11 +187,20 @@ def test_scored_sample_that_never_came() -> None:
     assert any("sample 0 of prompt 0 was scored and never came" in text for text in found.violations)
 
 
-@pytest.mark.parametrize("kind", ["begin", "lease", "sample", "score", "end"])
+@pytest.mark.parametrize("kind", ["begin", "version", "lease", "sample", "score", "end"])
 def test_no_garbled_event_ends_the_audit_of_evaluations(kind: str) -> None:
-    events = [*good_history(), *evaluation()]
+    events = [*good_history(), *measured()]
     place = next(place for place, event in enumerate(events) if event["e"] == f"eval_{kind}")
     for key in set(events[place]) - {"e"}:
-        for value in (None, "x", -99, 1e300, [], [None], {"a": None}, 1 << 70):
-            audit([*events[:place], {**events[place], key: value}, *events[place + 1 :]])
+        for value in (None, "x", -99, 1e300, [], [None], {"a": None}, 1 << 70, 10**400, "inf"):
+            assert render(audit([*events[:place], {**events[place], key: value}, *events[place + 1 :]]))
         audit([*events[:place], {k: v for k, v in events[place].items() if k != key}, *events[place + 1 :]])
+
+
+@pytest.mark.parametrize("rewards", [("inf", "-inf"), ("nan", 0.0), (1e308, 1e308)])
+def test_scores_that_have_no_mean(rewards: tuple[Any, Any]) -> None:
+    events = [*good_history(), *measured()]
+    scores = [event for event in events if event["e"] == "eval_score"]
+    for event, reward in zip(scores, rewards, strict=False):
+        event["reward"] = reward
+    assert not audit(events).ok

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from synthetic_run import Event, good_history, issue, register, train, write_history, write_run
 
-from asyncrl.audit.prove import Audit, Log, audit, audit_file, audit_run
+from asyncrl.audit.prove import Audit, Log, audit, audit_file, audit_run, render
 from asyncrl.config import parse
+from asyncrl.runtime.run_dir import format_json
 from buffers.groups.machine import GroupMachine
 from buffers.main import settings_of
 
@@ -92,6 +93,7 @@ def test_the_service_says_its_setting(tmp_path: Path) -> None:
     groups.note_start(0.0)
     [event] = groups.take().events
     assert isinstance(event, dict) and event["e"] == "service" and event["max_staleness"] == 3
+    assert (event["batch_groups"], event["on_late"]) == (config.buffer.batch_groups, "wait")
 
 
 @pytest.mark.parametrize("when", [0, 2, 5])
@@ -155,6 +157,9 @@ def test_end_of_the_log_is_missing(tmp_path: Path) -> None:
         "dead",
         "end",
         "fenced",
+        "prompts",
+        "choose",
+        "outcome",
     ],
 )
 def test_no_garbled_event_ends_the_audit(event: str) -> None:
@@ -163,12 +168,44 @@ def test_no_garbled_event_ends_the_audit(event: str) -> None:
     lost = {"e": "lost", "g": 4, "token": 5, "producer": "producer-0", "why": "silent"}
     dead = {"e": "dead", "g": 4, "reason": "late"}
     events[-2:-2] = [tune, lost, dead, dict(lost, e="cancel"), {"e": "fenced"}]
+    events[2:2] = [
+        {"e": "prompts", "rows": 3, "seed": 1, "fresh": True},
+        {"e": "choose", "g": 0, "row": 0},
+        {"e": "outcome", "g": 0, "row": 0, "mixed": True},
+    ]
     place = events.index(find(events, event))
-    for key in events[place]:
-        for value in (None, "x", -99, 1e300, [], [None], {"a": None}, 1 << 70):
+    for key in {"t": 0, **events[place]}:
+        for value in (None, "x", -99, 1e300, [], [None], {"a": None}, 1 << 70, 10**400):
             if key != "e":
-                audit([*events[:place], {**events[place], key: value}, *events[place + 1 :]])
-        audit([*events[:place], {k: v for k, v in events[place].items() if k != key}, *events[place + 1 :]])
+                told([*events[:place], {**events[place], key: value}, *events[place + 1 :]])
+        told([*events[:place], {k: v for k, v in events[place].items() if k != key}, *events[place + 1 :]])
+
+
+def told(events: list[Event]) -> Audit:
+    """The audit, printed in both forms."""
+    found = audit(events)
+    assert render(found) and format_json(found)
+    return found
+
+
+@pytest.mark.parametrize("key", ["length", "runs"])
+def test_no_sample_of_impossible_size_is_in_a_mean(key: str) -> None:
+    events = good_history(steps=2)
+    find(events, "sample", g=1)[key] = {"length": 10**400, "runs": [[10**400, 5]]}[key]
+    assert "log" in kinds(told(events))
+
+
+def test_time_of_an_impossible_size() -> None:
+    for t in (10**400, -(10**400)):
+        assert "log" in kinds(told([dict(event, t=t if event["e"] == "claim" else 1.0) for event in good_history()]))
+
+
+def test_rows_that_no_table_has() -> None:
+    events = good_history(steps=2)
+    wrong: list[Event] = [{"e": "choose", "g": 0, "row": -1}, {"e": "outcome", "g": 0, "row": -1, "mixed": True}]
+    assert kinds(audit([*events[:2], wrong[0], *events[2:]])) == {"choice"}
+    found = audit([*events[:2], *wrong, *events[2:]])
+    assert kinds(found) == {"choice"} and len(found.violations) == 2
 
 
 def test_log_is_read_line_by_line(tmp_path: Path) -> None:

@@ -72,12 +72,24 @@ def odd_values(data: bytes) -> bytes:
     return "\n".join(lines).encode() + b"\n"
 
 
+def huge_values(data: bytes) -> bytes:
+    """A number of impossible size in every third line."""
+    rng, lines = random.Random(4), []
+    for line in map(json.loads, data.splitlines()):
+        names = [name for name, value in line.items() if isinstance(value, int | float)]
+        if names and rng.random() < 0.3:
+            line[rng.choice(["t", *names])] = rng.choice([10**400, -(10**400), 1e300, 2**70])
+        lines.append(json.dumps(line))
+    return "\n".join(lines).encode() + b"\n"
+
+
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda data: b"",
     "cut": lambda data: data[: len(data) * 2 // 3],
     "binary": lambda data: random.Random(3).randbytes(4000),
     "no objects": lambda data: b'null\n5\n"x"\n[1,2]\n{}\n\xff\n' + b"[" * 100_000 + b"\n",
     "keys": without_keys,
+    "huge": huge_values,
 }
 
 

@@ -130,6 +130,22 @@ def test_a_probe_that_hangs_is_killed_with_its_children(made: Path) -> None:
         assert not alive(pid)
 
 
+def test_a_probe_that_cannot_be_killed_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck:
+        pid, stdout, stderr = -1, None, None
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def wait(self, timeout: float) -> None:
+            raise subprocess.TimeoutExpired("probe", timeout)
+
+        communicate = wait
+
+    monkeypatch.setattr(run.subprocess, "Popen", Stuck)
+    monkeypatch.setattr(run.os, "killpg", lambda _pid, _signal: None)
+    assert "no answer within 4 s" in run.probe("disk", limit_s=4.0).says
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

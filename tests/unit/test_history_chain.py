@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
-from synthetic_run import digest_of, good_history, write_history, write_run
+from synthetic_run import digest_of, good_history, issue, register, train, write_history, write_run
 
 from asyncrl import wire
 from asyncrl.audit.chain import Anchor, ChainReader
@@ -144,6 +145,31 @@ def test_result_and_checkpoints_keep_heads(tmp_path: Path) -> None:
     assert kinds(audit_run(run.root)) == {"anchor"}
 
 
+def test_fork_from_a_checkpoint_that_its_parent_inherited(tmp_path: Path) -> None:
+    """Neither the parent's log nor its chain has the steps of that checkpoint: they are those of the first run."""
+    heads = write(RunDir(tmp_path / "first").create().history, drains(4))
+    state = {"step": 2, "ledger": msgspec.json.encode({"history": heads[1]}).decode(), "digests": {"2": digest_of(2)}}
+    for epoch, name, parent in ((2, "second", "first"), (3, "third", "second")):
+        run = RunDir(tmp_path / name).create()
+        folder = run.checkpoints / "step_000002"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_bytes(msgspec.json.encode(state))
+        (run.root / "fork.json").write_text(f'{{"parent": "../{parent}", "step": 2}}')
+        events = [{"e": "service", "service_epoch": epoch}, register(epoch, 2)]
+        events += [*issue(4, version=2), *issue(5, version=2), *train(3, [4, 5], epoch=epoch)]
+        lines = [msgspec.json.encode({"t": 1.0, **event}) + b"\n" for event in events]
+        write(run.history, [b"".join(lines)])
+        found = audit_run(run.root)
+        assert found.ok and found.anchors == 1 and found.fork_of == f"../{parent}", found.violations
+    run.history.unlink()
+    write(run.history, [b"".join(lines).replace(digest_of(2).encode(), b"f" * 32)])
+    assert kinds(audit_run(run.root)) == {"digest"}
+    (tmp_path / "first" / "fork.json").write_text('{"parent": "../third", "step": 2}')  # damaged: a circle
+    assert not audit_run(run.root).ok
+    shutil.rmtree(tmp_path / "first")
+    assert "anchor" not in kinds(audit_run(run.root)), "it is on another host"
+
+
 # ---------------------------------------------------------------- the archive
 
 
@@ -218,6 +244,22 @@ def test_a_run_that_signs_has_seals(tmp_path: Path) -> None:
         assert kinds(audit_file(path, expected=Expected(signed=True, key=known))) == {"sign"}
     path.write_bytes(drains(20)[0])
     assert audit_file(path, expected=Expected(signed=True, key=key)).ok, "killed before its first seal"
+
+
+def test_a_run_may_begin_to_sign_later(tmp_path: Path) -> None:
+    """The first signature covers what was written before it; after it none may be missing."""
+    path, key = tmp_path / "history.jsonl", signing_key(write_keys(tmp_path / "server.key"))
+    write(path, drains(6)[:2])
+    write(path, drains(6)[2:], key=key)
+    found = audit_file(path, expected=Expected(signed=True, key=key))
+    assert found.ok and (found.drains, found.signed) == (6, 4), found.violations
+    forged = path.read_bytes().replace(b'"reward":0.5', b'"reward":0.9', 1)
+    path.write_bytes(forged)
+    assert kinds(audit_file(path, expected=Expected(signed=True, key=key))) == {"chain"}
+    path.unlink()
+    write(path, drains(6)[:2], key=key)
+    write(path, drains(6)[2:])
+    assert kinds(audit_file(path, expected=Expected(signed=True, key=key))) == {"sign"}
 
 
 def test_a_run_is_checked_with_its_key_file(tmp_path: Path) -> None:

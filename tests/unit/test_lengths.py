@@ -123,6 +123,35 @@ def test_the_audit_and_the_report_tell_it(tmp_path: Path) -> None:
     assert "length bias</b>" not in section(load_run(run))
 
 
+def made_again(long: int) -> list[Event]:
+    """The long groups are late: their samples are discarded and their prompts issued again (`on_late = "drop"`)."""
+    events: list[Event] = []
+    for event in biased(long):
+        if event["e"] != "drop":
+            events.append(event)
+            continue
+        token = event["g"] + 1
+        events.append({"e": "lost", "g": event["g"], "token": 0, "producer": "", "why": "late"})
+        for again in issue(event["g"], version=event["g"] // 3)[1:]:
+            renamed = {"token": token + 1000} if "token" in again else {}
+            short = {"length": 20, "runs": [[event["g"] // 3, 20]]} if again["e"] == "sample" else {}
+            events.append({**again, **renamed, **short})
+        events.append(event)  # at last
+    return events
+
+
+def test_samples_that_are_discarded_for_their_lateness_were_dropped() -> None:
+    watch = LengthWatch()
+    lost: Event = {"e": "lost", "g": 0, "token": 1, "producer": "p", "why": "late"}
+    watch.take([{"e": "sample", "g": 0, "length": 200}, lost, {"e": "sample", "g": 0, "length": 20}])
+    watch.take([{**lost, "why": "silent"}, {"e": "commit", "groups": [0]}])  # a silent producer's samples are kept
+    values = watch.values()
+    assert values["trained_length_mean"] == 20.0 and values["dropped_length_mean"] == 200.0
+    found = audit(made_again(200))
+    assert found.ok and found.lengths.dropped_mean == pytest.approx(110.0), found.violations
+    assert "trained samples are" in found.lengths.alarm
+
+
 def test_live_means_follow_the_events() -> None:
     watch = LengthWatch()
     assert watch.values() == {}

@@ -22,6 +22,7 @@ from synthetic_run import START, write_run
 
 from asyncrl.errors import ConfigError
 from asyncrl.metrics import CATALOGUE
+from asyncrl.metrics.log import TAIL_BYTES
 from asyncrl.monitor.prometheus import CONTENT, Newest, Server, metrics_command, series_of, shown_names, text_of
 from asyncrl.net.http_access import LOCAL, Access, read_access
 from asyncrl.process_plan.plan import TARGETS, plan
@@ -105,6 +106,25 @@ def test_a_worker_that_is_silent_is_left_out_and_its_silence_is_shown() -> None:
     found = parsed(text_of(newest, run="r", now=200.0))
     assert "asyncrl_busy_share" not in found and "asyncrl_lag_mean" in found  # a step may take longer than that
     assert {labels["name"]: age for labels, age in found["asyncrl_line_age_s"]} == {"p": 100.0, "learner": 100.0}
+
+
+def test_a_worker_that_left_the_run_is_forgotten() -> None:
+    newest = {("producer", "p"): heard(busy_share=0.5), ("learner", "learner"): heard(lag_mean=1.0)}
+    for now, names in ((3600.0, {"p", "learner"}), (3800.0, {"learner"})):
+        found = parsed(text_of(newest, run="r", now=now))
+        assert {labels["name"] for labels, _ in found["asyncrl_line_age_s"]} == names
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"t":'])
+def test_a_long_file_is_read_to_its_end_at_once(torn: bytes, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=3)
+    beat = {"t": START, "role": "producer", "name": "p", "busy_share": 0.25}
+    lines = [msgspec.json.encode({**beat, "t": START + second}) + b"\n" for second in range(20_000)]
+    assert TAIL_BYTES < sum(map(len, lines)) < 2 * TAIL_BYTES
+    (run.metrics / "roles.jsonl").write_bytes(b"".join(lines) + torn)
+    found = parsed(Newest(run, clock=lambda: START + 20_000).text())
+    assert found["asyncrl_busy_share"][0][1] == 0.25
+    assert ({"run": "synthetic <run>", "role": "producer", "name": "p"}, 1.0) in found["asyncrl_line_age_s"]
 
 
 def test_a_run_as_it_was_written(tmp_path: Path) -> None:

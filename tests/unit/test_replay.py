@@ -10,6 +10,7 @@ import pytest
 from synthetic_run import digest_of, write_run
 
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.runs.exported import record_step
 from asyncrl.runs.fork import fork
 from asyncrl.runs.replay import plan_replay, replay_command, replay_command_line
 from asyncrl.runs.replay_report import Done, End, Plan, Step, judge, render
@@ -93,10 +94,17 @@ def test_the_final_weights_are_those_of_a_checkpoint_or_of_the_export(run: RunDi
     assert plan_of(run, 0, 4).final == str(run.checkpoints / "step_000004")
     assert plan_of(run, 0, 5).final == plan_of(run).final == ""
     run.export.mkdir()
-    (run.export / "model.safetensors").touch()
+    for name in ("model.safetensors", "config.json"):
+        (run.export / name).touch()
+    assert plan_of(run).final == "", "of which step they are is not known"
+    with record_step(run, LAST, lead=True):
+        assert plan_of(run).final == ""
     assert plan_of(run).final == str(run.export / "model.safetensors") and plan_of(run, 0, 5).final == ""
     (run.export / "model.safetensors").rename(run.export / "model.safetensors.index.json")  # several files
     assert plan_of(run).final == str(run.export / "model.safetensors.index.json")
+    with record_step(run, LAST - 1, lead=True):
+        pass
+    assert plan_of(run).final == "", "the run went on since"
 
 
 def test_what_is_missing_is_named(run: RunDir) -> None:

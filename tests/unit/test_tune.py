@@ -141,3 +141,22 @@ def test_the_list_of_changes(run: RunDir, capsys: pytest.CaptureFixture[str]) ->
     one, two = capsys.readouterr().out.splitlines()
     assert one.split()[0] == "1" and one.endswith("me@here  buffer.max_staleness: 4 -> 1")
     assert two.split()[0] == "2" and two.endswith("1 -> 4 (undo)")
+
+
+def test_changes_at_no_time(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    change = {
+        "t": 1e300,
+        "e": "tune",
+        "n": 1,
+        "author": "me@here",
+        "key": "buffer.on_late",
+        "old": "wait",
+        "new": "drop",
+    }
+    write_history(run.history, [*good_history(), change])
+    assert main(["tune", str(run.root), "--list"]) == 0
+    assert "   1  1e+300  me@here" in capsys.readouterr().out
+    change["t"] = 10**400
+    write_history(run.history, [*good_history(), change])
+    assert main(["tune", str(run.root), "--list"]) == 70
+    assert "error[store.corrupt]" in capsys.readouterr().err
