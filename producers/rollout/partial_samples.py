@@ -122,7 +122,7 @@ class Trail:
 
     def digests(self, runs: Sequence[Runs], own: Mapping[int, str]) -> dict[int, str]:
         """The digests of the versions in these runs: this engine's, else those of the other producers."""
-        known = self._since.of({**self._foreign, **own})
+        known = self._since.resolve({**self._foreign, **own})
         return {version: known[version] for part in runs for version, _ in part if version in known}
 
     def count_saved(self, samples: Sequence[GenDelta]) -> tuple[int, int]:

@@ -29,5 +29,5 @@ class DigestsSince:
         self._replaced: Sequence[tuple[int, str]] = getattr(digests, "replaced", ())
         self._begin = len(self._replaced)
 
-    def of(self, known: Mapping[int, str]) -> dict[int, str]:
+    def resolve(self, known: Mapping[int, str]) -> dict[int, str]:
         return {**known, **dict(reversed(self._replaced[self._begin :]))}
