@@ -20,6 +20,7 @@ Guarantees:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -53,16 +54,15 @@ from learners.step.update import StepResult
 if TYPE_CHECKING:
     from asyncrl.wire.batch_arrays import ClaimedBatch
 
-MAX_SKIPPED = 3
+MAX_SKIPPED, MAX_EMPTY = 3, 50  # steps in a row: of failed updates, and without anything to train
 
 
 class Order(msgspec.Struct, frozen=True):
     """An order of rank 0 about `step`.
 
     train: a share of the batch follows; with `publish` the weights are published afterwards. stage: copy the published
-    weights out, for engines that missed them (transport `direct`). save: write a checkpoint, because the buffer lost
-    its state. end: stop, because all is done or for `reason`. leave: the buffer is gone
-    (`reason`); write a checkpoint and exit with code 69.
+    weights out, for engines that missed them (transport `direct`). save: write a checkpoint, as the buffer lost its
+    state. end: stop, because all is done or for `reason`. leave: the buffer is gone; write a checkpoint, exit code 69.
     """
 
     step: int
@@ -114,7 +114,7 @@ class Learner:
         self._rows = RowWeights(config, gang=gang, backend=backend, services=services)
         self._direct = DirectWeights(config, gang=gang, backend=backend, services=services, rows=self._rows)
         self._based = False  # this process has staged the base weights of the adapters
-        self._skipped = 0
+        self._skipped: Counter[bool] = Counter()  # updates in a row: of empty batches, and failed ones
         self._gap = EngineGap(config, say=_say if gang.lead else None)
 
     def run(self) -> str:
@@ -261,15 +261,15 @@ class Learner:
 
     def _check(self, result: StepResult, step: int) -> None:
         """Stop before the commit if the update failed in several steps in a row."""
-        if not result.is_empty:
-            self._skipped = self._skipped + 1 if result.skipped else 0
+        self._skipped = self._skipped + Counter([result.is_empty]) if result.skipped else Counter()
+        count, most = self._skipped[result.is_empty], MAX_EMPTY if result.is_empty else MAX_SKIPPED
         if result.skipped and self._gang.lead:
-            _say(f"error: step {step}: {result.trouble}; the update was skipped ({self._skipped} in a row)")
+            _say(f"error: step {step}: {result.trouble}; the update was skipped ({count} in a row)")
         if (overflows := result.metrics.get("grad_overflows")) and self._gang.lead:
             scale = result.metrics["loss_scale"]
             _say(f"step {step}: gradients overflowed float16; {overflows:.0f} passes repeated, loss scale {scale:g}")
-        if self._skipped >= MAX_SKIPPED:
-            raise AsyncRLError("learner.nonfinite", f"{self._skipped} steps in a row up to step {step}")
+        if count >= most:
+            raise AsyncRLError("learner.nonfinite", f"{count} steps in a row up to step {step}: {result.trouble}")
 
     def _publish(self, version: int) -> None:
         """With adapters the base goes out first: as version 0, or after a restart without becoming the target."""

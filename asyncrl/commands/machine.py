@@ -14,7 +14,7 @@ KEYS_EXAMPLES = """writes:
   DIR/server.key     for the buffer, weight sync and the learner: network.key_file = "DIR/server.key"
   DIR/producer.key   for producers: --key DIR/producer.key
   DIR/reward.key     for reward workers
-  DIR/observer.key   for status, top and metrics
+  DIR/observer.key   for status and top
 
 examples:
   asyncrl keys keys
@@ -73,7 +73,7 @@ def _change_keys(args: argparse.Namespace, server: Path) -> None:
         args.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_keys(server)
         print(f"{server}   for the buffer, weight sync and the learner (network.key_file)")
-        for role, users in zip(GUESTS, ("producers", "reward workers", "status, top and metrics"), strict=True):
+        for role, users in zip(GUESTS, ("producers", "reward workers", "status and top"), strict=True):
             print(f"{key_path(server, role)}   for {users} (--key)")
 
 

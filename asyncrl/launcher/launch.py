@@ -33,6 +33,7 @@ from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.liveness_watch import SilenceWatch
 from asyncrl.launcher.progress import Progress, print_line
 from asyncrl.launcher.resume import changes, refuse_changes, resume_note
+from asyncrl.launcher.stop_signals import ignore_stop
 from asyncrl.launcher.supervisor import Grace, Supervisor
 from asyncrl.monitor.flat_reward import flat_reward
 from asyncrl.monitor.text import shown_mode
@@ -170,7 +171,8 @@ def _launch_roles(run: RunDir, config: Config, checked: checks.Checked, options:
         for lock in locks:
             lock.close()
     if leads:
-        _conclude(run, config, outcome, options)
+        with ignore_stop():
+            _conclude(run, config, outcome, options)
     if outcome.code and outcome.failed:
         _print_failure(outcome, run)
     return outcome

@@ -247,7 +247,7 @@ def stop_command(folder: Path, *, timeout_s: float) -> int:
     """
     several = policy_runs(folder)
     run = RunDir(folder) if several else RunDir(folder).require()
-    deadline = time.monotonic() + timeout_s
+    deadline, asked_at = time.monotonic() + timeout_s, time.time()
     here = launchers(run)
     for learner in (True, False):  # the others serve the learner while it writes its checkpoint
         asked = [(target, pid) for target, pid in here if (target in ("all", "learner")) is learner]
@@ -257,13 +257,13 @@ def stop_command(folder: Path, *, timeout_s: float) -> int:
         _await_end(run, asked, deadline, timeout_s)
     if here:
         led = any(target in ("all", "learner") for target, _ in here)
-        return _print_ends([RunDir(one) for one in several or [run.root]] if led else [])
+        return _print_ends([RunDir(one) for one in several or [run.root]] if led else [], since=asked_at)
     return max(map(_stop_services, map(RunDir, several))) if several else _stop_services(run)
 
 
-def _print_ends(runs: Sequence[RunDir]) -> int:
-    """Say how runs ended, from what their launchers wrote; the highest exit code."""
-    ends = [read_object(run.result) for run in runs]
+def _print_ends(runs: Sequence[RunDir], *, since: float) -> int:
+    """Say how runs ended, from what their launchers wrote since then; the highest exit code."""
+    ends = [end for run in runs if line_time(end := read_object(run.result)) >= since]
     failed = [(int(end["code"]), end) for end in ends if end.get("code")]
     for code, end in failed:
         print(f"stopped, with exit code {code}: {clean(str(end.get('reason', '')))}")

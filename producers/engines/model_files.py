@@ -76,17 +76,19 @@ def read_facts(path: str | Path) -> ModelFacts:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers loads: those of the index, else `model.safetensors`, else all. Folders of
+    """The safetensors files that transformers loads: `model.safetensors`, else those of the index, else all. Folders of
     some models also have the same weights by other names (`consolidated.safetensors`).
 
     Raises:
         OSError, ValueError: the index cannot be read.
     """
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if whole.exists():
+        return [whole]
     if index.exists():
         named = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
         return [folder / name for name in sorted({*named})]
-    return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+    return sorted(folder.glob("*.safetensors"))
 
 
 def is_trained(name: str, layers: int) -> bool:

@@ -54,6 +54,20 @@ def test_an_older_version_is_never_announced_again() -> None:
     assert offers.next_ready() is old
 
 
+def test_versions_sent_direct_follow_one_that_was_staged() -> None:
+    """An engine missed the first, which is then in a slot; the next ones have none, and no order."""
+    offers: Any = Offers(staging=None)  # type: ignore[arg-type]
+    first, second = Marked(0, ready=True), Marked(0, ready=True)
+    first.slot = second.slot = None  # type: ignore[assignment]
+    offers.add(first)
+    offers.announced = offers.next_ready()
+    offers.fill(first, object(), 1)
+    offers.announced = offers.next_ready()
+    assert offers.announced is first
+    offers.add(second)
+    assert offers.next_ready() is second
+
+
 def test_no_hop_is_encoded_while_all_are_local_and_the_first_remote_one_gets_them(world: World) -> None:
     publisher = world.publisher()
     data = np.random.default_rng(1).integers(0, 256, PLAN.nbytes, dtype=np.uint8)

@@ -48,6 +48,8 @@ GSM8K = [
     (r"\boxed{20 miles per hour}", "20", 1.0), (r"\boxed{20 (twenty)}", "20", 1.0), (r"\boxed{-$5}", "-5", 1.0),
     (r"\boxed{\text{20 days}}", "20", 1.0), (r"\boxed{1,200.50 dollars}", "1200.5", 1.0),
     ("\\boxed{\u20ac20}", "20", 1.0), (r"\boxed{}", "20", 0.0), (r"\boxed{20%}", "20", 1.0),
+    (r"\boxed{\text{Total: }18}", "18", 1.0), (r"\boxed{\text{John has }18\text{ apples}}", "18", 1.0),
+    (r"\boxed{\text{\$}18}", "18", 1.0), (r"\boxed{\sqrt{4}}", "4", 0.0), (r"\boxed{\sqrt{4}}", "2", 1.0),
     (r"\boxed{$20$}", "20", 1.0), (r"\boxed{5 \text{ or } 6}", "6", 0.0),
 ]  # fmt: skip
 

@@ -83,9 +83,12 @@ class Offers:
 
     def _newest_ready(self) -> Staged | None:
         """Never one before the announced version, which may have lost its slot."""
-        ready = [version for version in self.versions if version.ready]
-        newer = ready and (self.announced is None or ready[-1].order >= self.announced.order)
-        return ready[-1] if newer else self.announced
+        last = next((version for version in reversed(self.versions) if version.ready), None)
+        if last is None:
+            return self.announced
+        # Only versions in slots have an order; one that was sent `direct` alone is the newest.
+        older = self.announced is not None and last.slot is not None and last.order < self.announced.order
+        return self.announced if older else last
 
     def find(self, round_: int, digest: str) -> Staged | None:
         """The version of a round: the base, or the newest that was announced no later."""

@@ -212,8 +212,7 @@ class Sharded:
     def forget(self) -> None:
         """Drop all gradients, also those that FSDP still holds of a pass that broke off."""
         self.optimizer.forget()
-        states = [part._get_fsdp_state() for parts in self._parts for part in parts]
-        for one in (one for state in states for group in state._fsdp_param_groups for one in group.fsdp_params):
+        for one in (one for parts in self._parts for part in parts for one in _parameters_of(part)):
             one.unsharded_accumulated_grad = None
             if hasattr(one, "_unsharded_param"):  # after the first forward pass
                 one._unsharded_param.grad = None
@@ -274,6 +273,14 @@ class Sharded:
             for key, value in self.optimizer.states(parameter).items():
                 state[f"{prefix}{key}/{name}"] = value
         return state
+
+
+def _parameters_of(part: Any) -> Iterator[Any]:
+    """Yield FSDP's own parameters of a module; before torch 2.12 a module has one group of them."""
+    state = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        yield from group.fsdp_params if group is not None else ()
 
 
 def unit_names(root: nn.Module, units: Sequence[nn.Module]) -> list[list[str]]:

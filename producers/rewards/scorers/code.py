@@ -10,7 +10,7 @@ Guarantees:
 1. expected outputs never enter the sandbox: they are compared here. Asserts do enter it, and a program can find them:
    prefer inputs and outputs;
 2. a program that fails, hangs or exceeds a limit has not passed; a failure of the sandbox is a failure of the sample,
-   and so is a sandbox that lets the tests of a program wait for more than `WAIT_S`;
+   and so is a sandbox that lets the tests of a program wait for more than `WAIT_S`, and a second each;
 3. malformed tests are an error.
 """
 
@@ -121,7 +121,9 @@ class Code:
         limit_s = left = self._sandbox.limits.timeout_s if self._timeout_s is None else self._timeout_s
         passed, began = [False] * len(inputs), time.monotonic()
         for place, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
-            if (took_s := time.monotonic() - began) > limit_s + WAIT_S:  # `left` counts the program's own time alone
+            if (took_s := time.monotonic() - began) > limit_s + max(
+                WAIT_S, place
+            ):  # `left` counts the program's own time alone
                 where = getattr(self._sandbox, "url", "the sandbox")
                 what = f"{place} of {len(inputs)} tests took {took_s:.0f} s, {limit_s - left:.1f} s of them the program"
                 raise Unavailable("sandbox.failed", f"{where} is too slow: {what}")

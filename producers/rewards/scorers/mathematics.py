@@ -18,8 +18,7 @@ from producers.rewards.scorers.ground_truth import require_truth
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?P<bare>[-.0-9\\][^\s${}]*?)(?=[.,;]?(?:[\s$]|$)))")
 NUMBER = re.compile(r"-?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
-#: The content of a box that is one number, before words at most: of `24\text{ cm}^2` the last number is not the answer.
-ONE_NUMBER = re.compile(rf"\s*(?:\\text\w*\{{)?\s*[€£¥]?(?:{NUMBER.pattern})[\sA-Za-z().%}}]*")
+FORMULA = re.compile(r"\\(?:[dt]?frac|sqrt|pi|log|ln)")  # a single number in it is not its value
 DOLLAR = re.compile(r"(?<!\\)\$")  # the mark of LaTeX; `\$` is money
 INTEGER = re.compile(r"0*[0-9]{1,3}")  # the range of AIME
 ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
@@ -120,9 +119,9 @@ class GSM8K(Math):
         if self._strict:
             return []
         boxes = find_boxes(text)
-        if boxes and not ONE_NUMBER.fullmatch(boxes[-1]):
-            return super().answer(text)
         numbers = self.numbers(boxes[-1] if boxes else text)
+        if boxes and (len(numbers) > 1 or FORMULA.search(boxes[-1])):  # of `24\text{ cm}^2` the last is not the answer
+            return super().answer(text)
         return self.parse(numbers[-1]) if numbers else []
 
     @staticmethod
