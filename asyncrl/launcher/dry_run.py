@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config import redact
 from asyncrl.launcher.launch import LaunchOptions, absolute, checked_files, roles_here, worker_keys
 from asyncrl.launcher.resume import changes
 from asyncrl.preflight.threads import choose_threads
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan.interpreters import python_path, settle_interpreter
-from asyncrl.process_plan.plan import ENGINES, Joining, ProcessPlan, plan
+from asyncrl.process_plan.plan import ENGINES, Joining, ProcessPlan, only_judges, plan
 from asyncrl.runtime.run_dir import RunDir
 
 
@@ -38,6 +39,9 @@ def dry_run(paths: Sequence[Path], options: LaunchOptions, *, as_json: bool = Fa
         worker_keys=worker_keys(config, roles),
         takeover=options.takeover,
         standby=options.standby,
+        judges=only_judges(config, options.target, options.judge),
+        node_rank=options.node_rank,
+        head=options.head,
     )
     plans = plan(
         homed, roles, config_path=run.config, joining=joining, python_path=python_path(), devices=devices.find_devices()
@@ -46,7 +50,7 @@ def dry_run(paths: Sequence[Path], options: LaunchOptions, *, as_json: bool = Fa
         "run": str(run.root),
         "resumes": run.config.exists(),
         "writes": list_outputs(run, roles),
-        "changed": changes(run.config, config) if run.config.exists() else [],
+        "changed": changes(run.config, redact(config)) if run.config.exists() else [],
         "processes": [describe_process(one) for one in plans],
         "notes": [*checked.missing, *checked.notes],
     }

@@ -138,7 +138,7 @@ def _weight_notes(config: Config) -> Iterator[str]:
     """What the weights take by the speeds of common links, which a forecast from logs does not know."""
     sent = config.weightsync.dtype
     if nbytes := weight_bytes(model_json(config.model.path), config.model.dtype if sent == "auto" else sent):
-        workers = devices_each(config.producers.engine, config.producers.engine_args)
+        workers = max(1, devices_each(config.producers.engine, config.producers.engine_args))
         one = sync_seconds(nbytes, workers=workers)
         yield (
             f"weights of {nbytes / 1e9:.3g} GB, computed for PCIe 5.0 and one port of 400 Gbit/s: the learner copies "

@@ -217,10 +217,6 @@ def check_files(
         service = settle_hub(config, fetch=fetch)
         errors += [locate_error(one, loaded.places) for one in (*service.errors, *check_service(service))]
         return service.config, Checked(errors, [], list(service.notes))
-    try:
-        config = settle_steps(config)
-    except ConfigErrors as error:
-        errors += [locate_error(one, loaded.places) for one in error.errors]
     roles = present_roles(TARGETS[target], config) if target == "all" else TARGETS[target]
 
     others = load_others(paths, overrides, config)
@@ -236,10 +232,18 @@ def check_files(
             found, errors=[*errors, *more], notes=[*loaded.notes, *found.notes, *settled.notes]
         )
 
-    settled = settle_hub(config, fetch=False)
+    def settle(*, fetch: bool) -> Settled:
+        """With the rows at hand, which the number of steps may follow from."""
+        found = settle_hub(config, fetch=fetch)
+        try:
+            return found._replace(config=settle_steps(found.config))
+        except ConfigErrors as error:
+            return found._replace(errors=[*found.errors, *error.errors])
+
+    settled = settle(fetch=False)
     checked = check_settled(settled)
     if fetch and settled.pending and not checked.errors:
-        settled = settle_hub(config, fetch=True)
+        settled = settle(fetch=True)
         checked = check_settled(settled)
     return settled.config, checked
 

@@ -126,7 +126,7 @@ def find_missing(config: Config, roles: Sequence[str], machine: Machine, memory:
     if needs["host"] > machine.memory_bytes:
         need, there = format_bytes(needs["host"]), format_bytes(machine.memory_bytes)
         yield f"about {need} of host memory: this machine has {there}"
-    staged = sum(part.bytes for one in memory for part in one.parts if part.name == "staged versions")
+    staged = sum(one.count * part.bytes for one in memory for part in one.parts if part.name == "staged versions")
     if staged > machine.shm_free_bytes:
         yield (
             f"about {format_bytes(staged)} of /dev/shm for staged weights: {format_bytes(machine.shm_free_bytes)} free "

@@ -53,11 +53,16 @@ class Shape(msgspec.Struct, frozen=True):
         return max(self.attention + max(self.feed_forward), self.embedding)
 
 
+def _ties(model: Mapping[str, Any]) -> bool:
+    """Whether a model without the field shares embeddings and head: transformers' default of its family."""
+    return str(model.get("model_type", "")).startswith("gemma")
+
+
 def model_shape(model: Mapping[str, Any]) -> Shape | None:
     """The sizes in a config.json; None for an unknown architecture."""
     vision, kind = model.get("vision_config"), model.get("model_type", "")
     if text := model.get("text_config"):
-        model = {"tie_word_embeddings": model.get("tie_word_embeddings", False)} | text
+        model = {"tie_word_embeddings": model.get("tie_word_embeddings", _ties(model))} | text
     try:
         shape = _shape(model)
         if vision is None:
@@ -95,7 +100,7 @@ def _shape(model: Mapping[str, Any]) -> Shape:
         feed_forward,
         active,
         linear,
-        bool(model.get("tie_word_embeddings", False)),
+        bool(model.get("tie_word_embeddings", _ties(model))),
         _expert_parameters(model),
         math.gcd(heads, values),
     )

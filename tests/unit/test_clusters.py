@@ -57,6 +57,15 @@ def made(backend: str, **settings: Any) -> dict[str, str]:
 BACKENDS = ("slurm", "k8s", "ray")
 
 
+def test_keys_may_be_made_after_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other mistakes are reported."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text(TEXT + '[network]\nkey_file = "keys/server.key"\n')
+    with pytest.raises(ConfigErrors) as caught:
+        render_command([tmp_path / "a.toml"], (), backend="slurm", folder=tmp_path / "jobs")
+    assert caught.value.errors and not [one for one in caught.value.errors if "key" in one.where]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_same_configuration_gives_the_same_files_without_a_secret(backend: str, tmp_path: Path) -> None:
     files = made(backend)

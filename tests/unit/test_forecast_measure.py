@@ -15,7 +15,7 @@ from synthetic_run import write_run
 
 from asyncrl.config import dump, parse
 from asyncrl.errors import ConfigError
-from asyncrl.planner.forecast import Options, plan_for, play
+from asyncrl.planner.forecast import Options, _weight_notes, plan_for, play
 from asyncrl.planner.measure import Curve, decoded_samples, fit_line, measure, measure_rates, unique_steps
 from asyncrl.planner.model import Plant, Scenario
 from asyncrl.planner.search import buffers_for, build_scenario, devices_per_producer, levels, splits
@@ -244,6 +244,18 @@ def test_mistakes_are_said(tmp_path: Path, words: list[str], what: str) -> None:
     command = [sys.executable, "-m", "asyncrl", "plan", str(config_file(tmp_path)), *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and what in done.stderr
+
+
+@pytest.mark.parametrize("engine", ["vllm_http", "sglang"])
+def test_weights_of_servers_have_a_time(engine: str, tmp_path: Path) -> None:
+    shape = {"model_type": "qwen2", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = parse(TEXT.format(root=tmp_path))
+    served = msgspec.structs.replace(config.producers, engine=engine, url=("http://a",))
+    model = msgspec.structs.replace(config.model, path=str(tmp_path))
+    (note,) = _weight_notes(msgspec.structs.replace(config, producers=served, model=model))
+    assert "an engine commits in" in note
 
 
 # ---------------------------------------------------------------- many devices

@@ -16,7 +16,7 @@ from quick_checks import no_parts_are_tried  # noqa: F401
 
 from asyncrl import metrics
 from asyncrl.cli import main
-from asyncrl.config import Config, all_keys, load, parse, schema
+from asyncrl.config import Config, all_keys, dump, load, parse, redact, schema
 from asyncrl.config.json_schema import meanings
 from asyncrl.config.suggestions import list_sections
 from asyncrl.configure.diff import differences
@@ -26,6 +26,8 @@ from asyncrl.configure.wizard import QUESTIONS, complete, format_toml
 from asyncrl.errors import CATALOGUE, ConfigError
 from asyncrl.launcher.dry_run import mask_passwords
 from asyncrl.metrics import CATALOGUE as METRICS
+from asyncrl.preflight import check as check_module
+from asyncrl.preflight.hub import Settled
 from asyncrl.preflight.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,6 +219,22 @@ def test_init_fits_the_machine_and_comments_every_setting(devices: Mapping[str, 
     assert set(proposed_settings(answers, machine)) <= set(all_keys())
 
 
+# ---------------------------------------------------------------- rows of a hub
+
+
+def test_epochs_count_the_rows_that_come_from_a_hub(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "rows.jsonl").write_text('{"prompt": "a"}\n' * 64)
+    (place / "a.toml").write_text(GOOD.replace("rows.jsonl", "somebody/rows"))
+
+    def settle(config: Config, *, fetch: bool) -> Settled:
+        data = msgspec.structs.replace(config.data, path=str(place / "rows.jsonl"))
+        return Settled(msgspec.structs.replace(config, data=data), [], [], frozenset())
+
+    monkeypatch.setattr(check_module, "settle_hub", settle)
+    config, _ = check_module.check_files([Path("a.toml")], ["data.epochs=2", "buffer.batch_groups=16"])
+    assert config is not None and config.learner.steps == 8
+
+
 # ---------------------------------------------------------------- dry run
 
 
@@ -254,6 +272,17 @@ def test_a_dry_run_says_what_changed_since(place: Path, capsys: pytest.CaptureFi
     assert main(["launch", "all", "a.toml", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "goes on with what is there" in said and "buffer.max_staleness: 2 -> 4" in said
+
+
+def test_a_dry_run_shows_no_password_and_the_asked_judges(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "rows.jsonl").write_text(json.dumps({"prompt": "1"}) + "\n")
+    text = GOOD + '[run]\ndir = "out"\n[buffer]\nredis_url = "redis://:topsecret@h:1"\n'
+    (place / "a.toml").write_text(text)
+    (place / "out").mkdir()
+    (place / "out" / "config.toml").write_text(dump(redact(parse(text))))
+    assert main(["launch", "all", "a.toml", "--dry-run", "--set", "learner.steps=7"]) == 0
+    said = capsys.readouterr().out
+    assert "topsecret" not in said and "learner.steps: 100 -> 7" in said and "redis_url:" not in said
 
 
 def test_passwords_do_not_stand_in_a_plan() -> None:

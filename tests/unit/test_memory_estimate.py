@@ -157,6 +157,13 @@ def test_what_settings_change() -> None:
     assert "optimizer" in parts(made(), "learner", "host", QWEN_05B, accelerator=False)
 
 
+def test_embeddings_are_shared_as_the_family_does() -> None:
+    sizes = {key: value for key, value in QWEN_05B.items() if key not in ("tie_word_embeddings", "model_type")}
+    gemma, llama = (model_shape({**sizes, "model_type": kind}) for kind in ("gemma", "llama"))
+    assert gemma is not None and llama is not None
+    assert llama.parameters - gemma.parameters == QWEN_05B["vocab_size"] * QWEN_05B["hidden_size"]
+
+
 def test_an_unknown_model_is_not_guessed() -> None:
     assert model_shape({"model_type": "mamba", "hidden_size": 8}) is None
     assert estimate(made(), {}, TARGETS["all"], accelerator=False) == []
@@ -168,6 +175,11 @@ def test_what_the_machine_lacks() -> None:
     said = " | ".join(find_missing(made(**{"learner.ranks": 2}), TARGETS["all"], small, memory))
     assert "2 ranks and 1 producer share 1 cuda device" in said
     assert "of host memory: this machine has 1.0 GiB" in said and "/dev/shm" in said and "for checkpoints" in said
+    staged = 2 * 2 * 494_032_768  # two versions in half precision, whatever the number of ranks
+    for ranks in (1, 2):
+        found = estimate(made(**{"learner.ranks": ranks}), QWEN_05B, TARGETS["all"], accelerator=True)
+        tight = Machine(64, 512 * GIB, {"cuda": 8, "npu": 0}, 900 * GIB, int(0.9 * staged))
+        assert any("of /dev/shm" in text for text in find_missing(made(), TARGETS["all"], tight, found)), ranks
     large = Machine(64, 512 * GIB, {"cuda": 8, "npu": 0}, 900 * GIB, 256 * GIB)
     assert list(find_missing(made(), TARGETS["all"], large, memory)) == []
     wanted = made(**{"learner.device": '"npu"'})

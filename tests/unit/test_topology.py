@@ -124,6 +124,10 @@ function = "a:b"
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
+        (
+            ["learner.ranks=4", "cluster.learner_hosts=2", "learner.parallel.replicate=3"],
+            "learner.ranks * cluster.learner_hosts / (tensor * sequence * pipeline) = 8 does not divide",
+        ),
         (["learner.ranks=4", "learner.parallel.replicate=3"], "= 4 does not divide by learner.parallel.replicate = 3"),
         (["learner.ranks=2", "learner.parallel.pipeline=2"], "backend 'fsdp2' cannot split so"),
         (["learner.ranks=4", "learner.parallel.tensor=2", "learner.parallel.expert=2"], "by one plan of transformers"),

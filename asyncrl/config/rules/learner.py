@@ -52,22 +52,21 @@ def _layout_problems(config: Config) -> Iterator[Conflict]:
             f"learner.device = {learner.device!r} with learner.ranks = {learner.ranks}: "
             "every rank would take that one device; use auto, or the type alone",
         )
-    each = sizes["tensor"] * sizes["sequence"] * sizes["pipeline"]
-    if learner.ranks % each:
-        yield conflict(
-            "learner.parallel",
-            f"learner.ranks = {learner.ranks} does not divide by tensor * sequence * pipeline = {each}",
-        )
+    each, every = sizes["tensor"] * sizes["sequence"] * sizes["pipeline"], learner.ranks * config.cluster.learner_hosts
+    named = "learner.ranks" + " * cluster.learner_hosts" * (config.cluster.learner_hosts > 1)
+    if every % each:
+        what = f"{named} = {every} does not divide by tensor * sequence * pipeline = {each}"
+        yield conflict("learner.parallel", what)
         return
     copies = sizes["pipeline"] * sizes["replicate"]
     for name, words, ranks in (
-        ("replicate", "(tensor * sequence * pipeline)", learner.ranks // each),
-        ("expert", "(pipeline * replicate)", learner.ranks // copies),
+        ("replicate", "(tensor * sequence * pipeline)", every // each),
+        ("expert", "(pipeline * replicate)", every // copies),
     ):
         if ranks % sizes[name]:
             yield conflict(
                 f"learner.parallel.{name}",
-                f"learner.ranks / {words} = {ranks} does not divide by learner.parallel.{name} = {sizes[name]}",
+                f"{named} / {words} = {ranks} does not divide by learner.parallel.{name} = {sizes[name]}",
             )
 
 

@@ -65,7 +65,8 @@ def render_command(paths: Sequence[Path], overrides: Sequence[str], *, backend: 
     given = given if backend == "k8s" else absolute(given)  # pods start in a folder of the volume
     # ports and stores belong to other hosts: only the rest can be checked here
     checked = checks.check(given, ("producer", "reward", "learner"), joining=True)
-    errors = [error for error in checked.errors if error.where != given.network.key_file]  # keys may be created later
+    # Keys may be created later.
+    errors = [error for error in checked.errors if error.where.partition(" ")[0] != "network.key_file"]
     if backend == "k8s":
         errors = [*(error for error in errors if error.code not in OF_THE_VOLUME), *not_on_volume(given)]
     if errors:
