@@ -58,7 +58,7 @@ SWAPPED = "swapped"
 GIVE_BACK_S = 5.0  # at the end of the process
 ATTESTED_S = 5.0  # for the digest of what was committed
 #: First words of the reasons of a lost lease, as opposed to a bad sample.
-LOST = ("token", "gone", "unknown", "poison", "lease", "cancel")
+LOST = ("token", "gone", "unknown", "poison", "lease", "cancel", "not published")
 
 
 class Producer:

@@ -45,9 +45,10 @@ class Conduct(msgspec.Struct):
 
     faults: int = 0  # since the last good samples
     paused_until: float = 0.0
+    last: float = 0.0  # time of the last fault
 
     def add_fault(self, now: float, forgiven: int = 0) -> None:
-        self.faults += 1
+        self.faults, self.last = self.faults + 1, now
         if self.faults > forgiven:
             self.paused_until = now + min(LONGEST_PAUSE_S, 2.0 ** min(self.faults - forgiven - 1, 16))
 
@@ -116,8 +117,9 @@ class Peers:
         """Free the names of processes that are silent for too long."""
         for role, name in [place for place, peer in self._peers.items() if now - peer.seen > self.silent_s]:
             self._remove(role, name)
-        for place in [place for place, conduct in self._conduct.items() if now - conduct.paused_until > self.silent_s]:
-            del self._conduct[place]
+        for place, conduct in list(self._conduct.items()):
+            if now - max(conduct.paused_until, conduct.last) > self.silent_s:
+                del self._conduct[place]
 
     def _name_error(self, role: str, name: str, peer: Peer) -> HandshakeError:
         pid, host = peer.process or (0, "")

@@ -121,7 +121,7 @@ class Evaluations:
         if rows == self.table.meta.rows:
             return
         if self.table.meta.round is not None:
-            self._close("the data changed")
+            self._close("the data changed", begin=False)  # the next one begins with the new rows
         self.table.meta.rows = rows
         self.table.put("vmeta")
         self._begin()

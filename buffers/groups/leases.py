@@ -161,13 +161,14 @@ class Leases:
                 self.lose_all(name, "silent")
 
     def give_back(self, message: LeaseReturn, *, guest: bool = False) -> None:
-        """A producer returns leases; with `dead` the prompt itself is at fault. Old tokens are ignored. A `guest` alone
-        cannot end a prompt: it is tried again, maybe elsewhere, while attempts are left.
+        """A producer returns leases; with `dead` the prompt itself is at fault. Old tokens are ignored, and so are the
+        leases of other producers, whose tokens can be guessed. A `guest` alone cannot end a prompt: it is tried again,
+        maybe elsewhere, while attempts are left.
         """
         reason = message.reason[:REASON_CHARS]
         for number, token in message.groups:
             item = self.table.get(number)
-            if item is None or not item.holder or item.token != token or not token:
+            if item is None or item.token != token or not token or item.holder != message.producer:
                 continue
             if message.dead and not (guest and item.attempt < self.live.current.max_reissue):
                 self.outcome.returned_dead(item, message.reason)

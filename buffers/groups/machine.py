@@ -292,7 +292,7 @@ class GroupMachine:
         if message.reason in GRACEFUL:
             worker.capacity = 0  # it ends, so nothing is reserved for it
         if message.reason.startswith(ENVIRONMENT):
-            self.partial.discard_failed(message.groups)
+            self.partial.discard_failed(message.groups, message.producer)
         self.leases.give_back(message, guest=guest)
 
     def samples(

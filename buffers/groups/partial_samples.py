@@ -111,11 +111,11 @@ class PartialSamples:
         self.discarded[why] += 1
         self.tx.event("discard", g=group.id, i=index, why=why, tokens=tokens)
 
-    def discard_failed(self, leases: Sequence[tuple[int, int]]) -> None:
+    def discard_failed(self, leases: Sequence[tuple[int, int]], holder: str) -> None:
         """The environments of these leases (group, token) failed: another attempt must not repeat what led there."""
         for number, token in leases:
             group = self.table.groups.get(number)
-            if group is not None and group.token == token:
+            if group is not None and token and group.token == token and group.holder == holder:
                 for index in sorted(group.partial):
                     self._discard(group, index, "failed")
 

@@ -124,7 +124,7 @@ class SampleIntake:
 
     def sort(self, item: Any, head: Samples, checksum: int) -> tuple[list[int], list[int], dict[int, str]]:
         """Which samples are new, which are duplicates, which are refused and why."""
-        current = bool(item.holder) and head.token == item.token
+        current = bool(item.holder) and head.token == item.token and head.producer == item.holder
         room = self.target.size - len(item.samples)
         if current and not item.samples and len(head.samples) <= room:  # the usual case: all samples are new
             return [sample.index for sample in head.samples], [], {}
@@ -141,7 +141,7 @@ class SampleIntake:
                 else:
                     refused[sample.index] = "already there with other content"
             elif not current:
-                was_complete = head.token == item.token != 0
+                was_complete = head.token == item.token != 0 and not item.holder
                 refused[sample.index] = COMPLETE if was_complete else LOST_LEASE  # COMPLETE: asked for beyond the size
             elif len(accepted) == room:
                 refused[sample.index] = COMPLETE
@@ -204,6 +204,8 @@ class SampleIntake:
             why = self.target.gone_reason(head.group)
         elif not group.holder or head.token != group.token:
             why = COMPLETE if head.token == group.token else LOST_LEASE
+        elif head.producer != group.holder:  # a guess of its token
+            why = LOST_LEASE
         else:
             why = invalid() or self.wrong_digest(head)
             why = f"not kept: {why}" if why else ""

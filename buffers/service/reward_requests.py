@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import ChainMap
 from typing import Any
 
@@ -94,16 +95,23 @@ class RewardRequests:
         self._check_judge(message)
         groups = [*[one.group for one in message.scores], *[one.group for one in message.failures]]
         mixed = any(map(is_evaluation, groups))
-        trained = _select(message, held_out=False) if mixed else message
+        trained, before = _select(message, held_out=False) if mixed else message, self._counts(message.judge)
         reply = self.context.machine.scores(trained, now=self.context.now)
         if mixed:
             accepted, refused = self.context.evaluations.scoring.take(_select(message, held_out=True))
             reply = wire.ScoresReply(reply.accepted + accepted, {**reply.refused, **refused})
-        if len(message.scores) >= len(message.failures):
+        scored, failed = map(operator.sub, self._counts(message.judge), before)
+        if scored >= failed:  # as they were taken: a score that is no number is a failure
             self.context.peers.note_good("reward", message.worker)
         elif is_guest(call.holder):
             self.context.peers.pause("reward", message.worker, self.context.now)
         self.context.answer(call, reply)
+
+    def _counts(self, judge: str) -> tuple[int, int]:
+        """How many scores and failures of a judge were taken so far."""
+        counts = [one.counts for one in (self.context.machine.scoring, self.context.evaluations.scoring)]
+        scored, failed = (sum(one[judge, what] for one in counts) for what in ("scored", "failures"))
+        return scored, failed
 
     def teaching(self, call: Call) -> None:
         """A `TeacherLogprobs`: header and payload are stored as they came."""

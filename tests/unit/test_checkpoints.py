@@ -178,6 +178,17 @@ def test_another_attempt_does_not_repeat_what_an_environment_failed_on() -> None
     assert new.group == old.group and "continue" not in book.take() and new.attempt == old.attempt + 1
 
 
+def test_what_waits_is_not_discarded_by_a_word() -> None:
+    """A group that waits has no holder and token 0."""
+    book = Book()
+    (lease,) = book.lease()
+    book.piece(lease, 0, ((0, 4),))
+    book.groups.give_back(wire.LeaseReturn("p", ((lease.group, lease.token),), "stop"), now=0.0)
+    assert book.groups.table.groups[lease.group].token == 0
+    book.groups.give_back(wire.LeaseReturn("evil", ((lease.group, 0),), "environment.raised"), now=0.0)
+    assert book.groups.partial.discarded == {} and book.begun(lease)
+
+
 def test_what_was_begun_outlives_the_service() -> None:
     book = Book()
     (lease,) = book.lease()

@@ -681,6 +681,8 @@ def test_it_begins_when_a_producer_says_how_many_prompts_there_are() -> None:
 
 def test_producers_that_read_other_files_are_refused() -> None:
     lab = Lab(rows=2)
+    lab.due(0)
+    lab.due(2)
     lab.groups.hello("producer", "p", pid=1, host="h", now=0.0)
     with pytest.raises(HandshakeError, match="q reads 3 prompts"):
         lab.groups.begin(1.0)
@@ -688,6 +690,8 @@ def test_producers_that_read_other_files_are_refused() -> None:
     lab.groups.begin(99.0)
     lab.e.greet("q", 3)  # the other one is silent: the data changed
     assert lab.e.table.meta.rows == 3
+    assert lab.e.table.meta.round is not None
+    assert (lab.e.table.meta.round.step, lab.e.table.meta.round.rows) == (2, 3), "the next one has the new rows"
 
 
 def test_a_restarted_producer_loses_what_its_name_held_and_an_unnamed_lease_too() -> None:

@@ -476,6 +476,20 @@ def test_a_reward_that_is_not_finite_is_a_failure() -> None:
     assert run.g.table.ended[0].reason == "reward_failed" and "not_finite" in run.g.table.ended[0].detail
 
 
+def test_a_producer_cannot_touch_the_lease_of_another() -> None:
+    """Tokens are numbered, so that they can be guessed."""
+    run = Run()
+    assert run.lease(name="honest") == [0]
+    group = run.g.table.groups[0]
+    for reason in ("stop", "environment.raised: no"):
+        run.g.give_back(LeaseReturn("evil", ((0, group.token),), reason), now=run.now)
+    assert (group.holder, group.attempt) == ("honest", 0)
+    refused = run.send(0, 0, 1, name="evil").refused
+    assert set(refused.values()) == {"token: the lease was lost"} or all("token" in why for why in refused.values())
+    assert not group.samples and not run.send(0, 0, 1, name="honest").refused
+    assert run.state(0) == "READY"
+
+
 def test_a_guest_cannot_end_a_prompt_by_a_word() -> None:
     run = Run(max_reissue=2)
     for attempt in range(3):

@@ -121,6 +121,19 @@ def test_other_names_of_the_key_pause_too_unless_one_of_them_is_good() -> None:
     assert not peers.paused_s("producer", f"p{names.KEY_FAULTS}", 0.0)
 
 
+def test_a_key_that_takes_a_new_name_for_each_fault_is_paused() -> None:
+    """Once a second, with the removal of what is old as often, on a host that is up for long."""
+    peers, start = Peers(silent_s=10), 1e6
+    for number in range(names.KEY_FAULTS):
+        peers.admit(hello(f"p{number}", key="lab-a"), start + number)
+        peers.pause("producer", f"p{number}", start + number)
+        peers.expire(start + number)
+    peers.admit(hello("new", key="lab-a"), start + number)
+    assert peers.paused_s("producer", "new", start + number) > 0
+    peers.expire(start + 100)
+    assert not peers.paused_s("producer", "new", start + 100)
+
+
 def test_returning_leases_without_end_makes_a_pause() -> None:
     peers = Peers(silent_s=10)
     peers.admit(hello("p", key="lab-a"), 0.0)

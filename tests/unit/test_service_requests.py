@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -311,3 +312,23 @@ def test_reward_requests_that_wait_are_looked_at_when_a_sample_waits(
     submit(lab, given)
     assert [len(asked.answer.items) for asked in waiting if asked.answers] == [1, 1]
     assert looks == ["r0", "r1"]
+
+
+def test_scores_that_are_no_numbers_pause_a_guest_like_failures(
+    lab: ServiceLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffers.service.reward_requests.is_guest", lambda _: True)
+    lab.hello("producer", "p")
+    lab.hello("reward", "r")
+    [given] = lab.lease("p", 1).answer.leases
+    submit(lab, given)
+    first, second = lab.ask(wire.RewardRequest("r", 2, 0.0), request=1).answer.items
+    paused = lab.service.context.peers.paused_s
+
+    def score(item: Any, reward: float) -> None:
+        lab.ask(wire.Scores("r", (wire.Score(item.group, item.index, item.token, reward),)), request=2)
+
+    score(first, 0.5)
+    assert not paused("reward", "r", lab.now)
+    score(second, float("nan"))
+    assert paused("reward", "r", lab.now) > 0
