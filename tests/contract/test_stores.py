@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -178,7 +179,10 @@ def test_passwords_of_the_private_server_stand_nowhere(server: PrivateServer, tm
 def test_private_server_is_private(server: PrivateServer, tmp_path: Path) -> None:
     path = socket_of(server)
     assert Path(path).stat().st_mode & 0o177 == 0
-    inodes = {os.readlink(f"/proc/{server.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{server.pid}/fd")}
+    inodes = set()
+    for fd in os.listdir(f"/proc/{server.pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            inodes.add(os.readlink(f"/proc/{server.pid}/fd/{fd}"))
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     assert not [line for line in listening if f"socket:[{line[9]}]" in inodes]
 
