@@ -31,5 +31,6 @@ def refuse_other_layout(old: Config, new: Config) -> None:
     before, after = weight_layout(old), weight_layout(new)
     for key, value in before.items():
         if key in after and after[key] != value:
+            by_model = key == "weightsync.dtype" and old.weightsync.dtype == new.weightsync.dtype
             what = "the version of the checkpoint would have another digest, and no sample of it would be accepted"
-            raise ConfigError("config.conflict", what, where=key, remedy=BACK)
+            raise ConfigError("config.conflict", what, where="model.dtype" if by_model else key, remedy=BACK)

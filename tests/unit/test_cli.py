@@ -222,7 +222,7 @@ def test_a_run_that_has_begun_says_where_it_goes_on_and_keeps_the_size_of_its_gr
         ("weightsync.bucket_bytes=1048576", "weightsync.bucket_bytes"),
         ("weightsync.transport=direct weightsync.in_place=true", "weightsync.transport"),
         ("weightsync.dtype=float32", "weightsync.dtype"),
-        ("model.dtype=float32", "weightsync.dtype"),
+        ("model.dtype=float32", "model.dtype"),
     ],
 )
 def test_a_checkpoint_keeps_the_layout_of_its_version(tmp_path: Path, setting: str, key: str) -> None:
