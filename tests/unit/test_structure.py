@@ -307,6 +307,16 @@ def test_folders_are_clear() -> None:
     assert not crowded, crowded
 
 
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """Test folders are no packages, so pytest collects one file of each name and fails at the second."""
+    folders: dict[str, list[str]] = defaultdict(list)
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if path.name not in ("conftest.py", "__init__.py"):
+            folders[path.name].append(str(path.parent.relative_to(ROOT)))
+    twice = {name: found for name, found in folders.items() if len(found) > 1}
+    assert not twice, twice
+
+
 def test_the_formatter_is_switched_off_for_tables_alone() -> None:
     """`# fmt: skip` stands at the end of a dictionary, list, tuple, set or call over several lines."""
     wrong = []
