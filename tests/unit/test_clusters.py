@@ -5,6 +5,7 @@ import functools
 import json
 import operator
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator
@@ -347,6 +348,20 @@ def test_names_are_of_dns_and_strange_settings_are_refused() -> None:
         with pytest.raises(ConfigErrors):
             config(**{f"cluster__{setting}": value, "learner__ranks": 2})
     assert {field.name for field in msgspec.structs.fields(ClusterConfig)} >= {"devices", "producers", "learner_hosts"}
+
+
+@pytest.mark.parametrize("settings", [{"run__name": "2024 math"}, {"cluster__name": "7b" + "-x" * 19}])
+def test_objects_of_kubernetes_begin_with_a_letter(settings: dict[str, str]) -> None:
+    """Services need it (RFC 1035), and the others have the same name."""
+    name = "run-" + config(**settings).cluster_name
+    files = made("k8s", **settings)
+    found = [one for file in files if file.endswith(".yaml") for one in yaml.safe_load_all(files[file])]
+    assert len(found) > 5
+    for one in found:
+        written = one["metadata"]["name"]
+        assert written.startswith(f"{name}-") and re.fullmatch("[a-z]([-a-z0-9]{0,61}[a-z0-9])?", written), written
+    assert f"tcp://{name}-services:5555" in files["producers.yaml"] and f"job {name}-learner " in files["end.sh"]
+    assert f"job {name}-learner " in files["apply.sh"] and f"generic {name}-$key-key" in files["apply.sh"]
 
 
 def test_the_command_writes_files_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,13 +87,19 @@ def render(config: Config, site: Site) -> Files:
 _CONFINED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
+def _object_name(config: Config) -> str:
+    """`cluster_name` as names of Services allow it (RFC 1035): they begin with a letter."""
+    name = config.cluster_name
+    return f"run-{name}" if name[0].isdigit() else name
+
+
 class _Pods:
     """The objects of one run."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.cluster = config.cluster
-        self.name = config.cluster_name
+        self.name = _object_name(config)
         self.connect = f"tcp://{self.name}-services:{self.cluster.port}"
 
     def _meta(self, role: str) -> dict[str, Any]:
@@ -315,7 +321,7 @@ def _quantity(memory: str) -> str:
 
 
 def _apply(config: Config, site: Site) -> str:
-    name, space, keys = config.cluster_name, config.cluster.namespace, shlex.quote(site.keys)
+    name, space, keys = _object_name(config), config.cluster.namespace, shlex.quote(site.keys)
     lines = [
         "#!/bin/bash", f"# {summary(config)}", "set -euo pipefail", 'cd "$(dirname "$0")"',
         f"kubectl get persistentvolumeclaim {config.cluster.claim} --namespace {space} >/dev/null",
@@ -337,7 +343,7 @@ def _apply(config: Config, site: Site) -> str:
 
 
 def _end(config: Config) -> str:
-    name, cluster = config.cluster_name, config.cluster
+    name, cluster = _object_name(config), config.cluster
     delete = f"kubectl delete --namespace {cluster.namespace} --ignore-not-found"
     # in the foreground: also wait until the pods are gone
     wait = f"--cascade=foreground --timeout={cluster.grace_s + 60}s"
