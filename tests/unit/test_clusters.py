@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,49 @@ def test_the_driver_of_ray_is_python_and_asyncrl_needs_no_ray() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             assert not [name for name in names if name.split(".")[0] == "ray"], path
+
+
+RAY = '''
+"""Stands in for ray: actors are objects of this process; those of producers, which have a GPU, die at their end."""
+class Call:
+    def __init__(self, work): self.work = work
+class Method:
+    def __init__(self, work): self.work = work
+    def remote(self, *given): return Call(lambda: self.work(*given))
+class Actor:
+    def __init__(self, gpus): self.gpus = gpus
+    def __getattr__(self, name): return Method(getattr(self, "do_" + name))
+    def do_address(self): return "10.0.0.1"
+    def do_start(self, command, words): self.name = command.split("launch ")[1].split()[0]
+    def do_wait(self, timeout_s): return 0
+    def do_stop(self):
+        if self.gpus:
+            raise RuntimeError("the actor died")
+        print("stopped", self.name)
+        return 0
+class Class:
+    def options(self, num_cpus, num_gpus): self.gpus = num_gpus; return self
+    def remote(self): return Actor(self.gpus)
+def init(address): pass
+def remote(kind): return Class()
+def get(call, timeout): return call.work()
+'''
+
+
+def test_an_actor_that_died_leaves_no_other_role_running(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text(RAY)
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "server.key").touch()
+    site = Site(str(tmp_path), str(tmp_path), str(tmp_path / "keys"), "/bin")
+    rendered = cluster_config(parse(TEXT, overrides=["cluster.producers=2", "cluster.producer_gpus=1"]), site)
+    (tmp_path / "driver.py").write_text(render(rendered, site, backend="ray")["driver.py"])
+    done = subprocess.run(
+        [sys.executable, "driver.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert [line for line in done.stdout.splitlines() if line.startswith("stopped")] == [
+        "stopped learner", "stopped rewards", "stopped services",
+    ], done.stdout + done.stderr  # fmt: skip
+    assert done.returncode == 0 and done.stdout.count("not stopped: RuntimeError: the actor died") == 2, done.stdout
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,17 @@ def place(gpus):
     return ray.remote(Role).options(num_cpus=CPUS, num_gpus=gpus).remote()
 
 
+def stop_each(roles):
+    """What each role ended with. One that cannot be asked, since its actor died, leaves none of the others running."""
+    ended = []
+    for role in roles:
+        try:
+            ended.append(ray.get(role.stop.remote(), timeout=GRACE_S + 60))
+        except Exception as error:
+            ended.append("not stopped: %s: %s" % (type(error).__name__, error))
+    return ended
+
+
 def main():
     ray.init(address=os.environ.get("RAY_ADDRESS", "auto"))
     if not os.path.exists(os.path.join(KEYS, "server.key")):
@@ -92,8 +103,7 @@ def main():
             codes = [ray.get(learner.wait.remote(1.0), timeout=60) for learner in learners]
             code = next((one for one in codes if one), 0 if None not in codes else None)
     finally:
-        ended = [ray.get(role.stop.remote(), timeout=GRACE_S + 60) for role in (*learners, *workers, rewards, services)]
-        print("ended", ended, flush=True)
+        print("ended", stop_each([*learners, *workers, rewards, services]), flush=True)
     return code
 
 
