@@ -21,7 +21,7 @@ from quick_checks import no_parts_are_tried  # noqa: F401
 from asyncrl.config import Config, parse
 from asyncrl.config.sections.cluster import ClusterConfig
 from asyncrl.errors import ConfigError, ConfigErrors
-from asyncrl.launcher.clusters import memory_notes, render, render_command
+from asyncrl.launcher.clusters import memory_notes, render, render_command, unmet_addresses
 from asyncrl.launcher.clusters.commands import Shell, Site, cluster_config, shell
 from asyncrl.launcher.clusters.kubernetes import documents
 from asyncrl.net.keys import write_keys
@@ -431,8 +431,33 @@ def test_the_command_writes_files_and_no_more(tmp_path: Path, monkeypatch: pytes
     write_keys_before.mkdir()
     write_keys(write_keys_before / "server.key")
     assert render_command(Path("my.toml"), [], backend="slurm", folder=target) == 0
+    with pytest.raises(ConfigErrors, match="would not meet"):
+        words = ["network.buffer=tcp://0.0.0.0:7777", "network.key_file=a.key"]
+        render_command(Path("my.toml"), words, backend="slurm", folder=target)
     with pytest.raises(ConfigErrors, match="nowhere"):
         render_command(Path("my.toml"), ["model.path=nowhere"], backend="slurm", folder=target)
+
+
+@pytest.mark.parametrize(
+    ("settings", "backends"),
+    [
+        (["network.buffer=tcp://0.0.0.0:7777"], BACKENDS),
+        (["network.buffer=tcp://0.0.0.0:5555", "cluster.port=6000"], BACKENDS),
+        (["network.buffer=tcp://127.0.0.1:5555"], BACKENDS),
+        (["network.weightsync=ipc:///tmp/w.sock"], BACKENDS),
+        (["network.weightsync=tcp://0.0.0.0:5555"], BACKENDS),
+        (["network.weightsync=tcp://0.0.0.0:7777"], ("k8s",)),
+        (["network.buffer=tcp://0.0.0.0:7777", "network.weightsync=tcp://0.0.0.0:7778", "cluster.port=7777"], ()),
+    ],
+)
+def test_services_that_the_jobs_would_not_meet_are_refused(settings: list[str], backends: tuple[str, ...]) -> None:
+    given = parse(TEXT, overrides=["network.key_file=server.key", *settings])
+    for backend in BACKENDS:
+        errors = list(unmet_addresses(given, backend=backend))
+        assert len(errors) == (backend in backends), backend
+        for error in errors:
+            assert error.code == "config.conflict" and error.where.startswith("network.") and error.remedy
+            assert f"cluster.port = {given.cluster.port}" in error.message
 
 
 def test_pods_find_their_files_on_the_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

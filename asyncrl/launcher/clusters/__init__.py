@@ -20,6 +20,7 @@ from typing import Any
 from asyncrl.config import Config, dump, load
 from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.launcher.clusters.commands import Files, Site
+from asyncrl.net.addresses import is_exposed
 from asyncrl.preflight.memory import estimate, format_bytes
 from asyncrl.runtime.model_folder import model_json
 
@@ -67,6 +68,7 @@ def render_command(paths: Sequence[Path], overrides: Sequence[str], *, backend: 
     checked = checks.check(given, ("producer", "reward", "learner"), joining=True)
     # Keys may be created later.
     errors = [error for error in checked.errors if error.where.partition(" ")[0] != "network.key_file"]
+    errors += unmet_addresses(given, backend=backend)
     if backend == "k8s":
         errors = [*(error for error in errors if error.code not in OF_THE_VOLUME), *not_on_volume(given)]
     if errors:
@@ -108,6 +110,27 @@ def memory_notes(config: Config, model: Mapping[str, Any]) -> Iterator[str]:
         need = sum(one.count * one.total_bytes for one in found if one.place == "host")
         if need > limit:
             yield f"{job} needs about {format_bytes(need)} of host memory; cluster.memory = {cluster.memory!r}"
+
+
+def unmet_addresses(config: Config, *, backend: str) -> Iterator[ConfigError]:
+    """Addresses of services that the jobs on other hosts do not connect to.
+
+    All jobs get the buffer's address with `cluster.port`. They take the port of weight sync from its own setting, and a
+    Service of Kubernetes forwards the port after the buffer's alone.
+    """
+    for key, port in (("buffer", config.cluster.port), ("weightsync", config.cluster.port + 1)):
+        address, given = getattr(config.network, key), f"cluster.port = {config.cluster.port}"
+        if address == "auto":
+            continue
+        own = address.rpartition(":")[2]
+        fits = own == str(port) if key == "buffer" or backend == "k8s" else own not in ("0", str(port - 1))
+        if not (fits and is_exposed(address)):
+            yield ConfigError(
+                "config.conflict",
+                f"with {given} the jobs would not meet there: they look for it at port {port} of another host",
+                where=f"network.{key} = {address!r}",
+                remedy=f'network.{key} = "auto" takes its port from cluster.port; else set tcp://0.0.0.0:{port}',
+            )
 
 
 def not_on_volume(config: Config) -> list[ConfigError]:
