@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config, load
+from asyncrl.config.sections.producers import devices_each
 from asyncrl.errors import EXIT_CONFIG, UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.planner.measure import Observed, measure, shared_cores
 from asyncrl.planner.model import Forecast, Plant, Request, Scenario, tokens_per_s
@@ -38,7 +39,6 @@ from asyncrl.planner.search import (
     suggestion,
 )
 from asyncrl.planner.weight_seconds import sync_seconds, weight_bytes
-from asyncrl.process_plan.device_assignment import devices_each
 from asyncrl.process_plan.interpreters import python_path
 from asyncrl.runtime.model_folder import model_json
 from asyncrl.runtime.run_dir import RunDir, format_json

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asyncrl.config import Config
+from asyncrl.config.sections.producers import devices_each
 from asyncrl.errors import ConfigError
 from asyncrl.planner.weight_seconds import MODELS, PORTS, sync_seconds
 from asyncrl.preflight.layouts import (
@@ -23,7 +24,6 @@ from asyncrl.preflight.layouts import (
     find_fullest,
 )
 from asyncrl.preflight.model_shape import Shape, model_shape
-from asyncrl.process_plan.device_assignment import devices_each
 
 GB = 10**9
 USABLE = 0.9  # of a device: fragmentation, kernels' work space, groups

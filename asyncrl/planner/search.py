@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from asyncrl.config import Config
+from asyncrl.config.sections.producers import devices_each
 from asyncrl.planner.model import Forecast, Plant, Scenario
-from asyncrl.process_plan.device_assignment import devices_each
 
 ENOUGH = 0.97
 MOST_SAMPLES = 5_000  # of one forecast; larger ones are reduced

@@ -23,9 +23,9 @@ from asyncrl.config import Config, mode
 from asyncrl.config.capabilities import MOST_SENDERS
 from asyncrl.config.judges import list_judges
 from asyncrl.config.sections import algorithm_catalogue as algorithms
+from asyncrl.config.sections.producers import devices_each
 from asyncrl.preflight.layouts import Layout, find_fullest
 from asyncrl.preflight.model_shape import Shape, model_shape
-from asyncrl.process_plan.device_assignment import devices_each
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Bytes of optimizer state per trained parameter; Muon keeps one moment of matrices.

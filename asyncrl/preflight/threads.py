@@ -17,9 +17,9 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.mode import present_roles
+from asyncrl.config.sections.producers import SERVED
 from asyncrl.preflight.machine import look_at_machine
 from asyncrl.preflight.model_shape import model_shape
-from asyncrl.process_plan.interpreters import SERVED
 from asyncrl.process_plan.plan import ENGINES, TARGETS, process_names
 from asyncrl.runtime.model_folder import model_json
 

@@ -19,10 +19,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncrl.config.judges import list_judges
-from asyncrl.process_plan.interpreters import SERVED
+from asyncrl.config.sections.producers import devices_each
 from asyncrl.runtime.device import TABLE, device_nodes, rocm_devices
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 Conflict = tuple[str, str, tuple[str, ...]]
 Numbers = tuple[int, ...]  # of the devices of one process
-PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
 ROCM = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # the first one that is set counts
 
 
@@ -98,19 +97,6 @@ def _visible(kind: str, count: int, variable: str, env: Mapping[str, str]) -> De
             break
         ids.append(word)
     return Devices(kind, tuple(ids), variable)
-
-
-def devices_each(engine: str, engine_args: Mapping[str, Any]) -> int:
-    """Devices of one process with this engine; 0: it uses none."""
-    if engine in (*SERVED, "dataset"):
-        return 0
-    if engine != "vllm":
-        return 1
-    found = 1
-    for name in PARALLEL:
-        given = engine_args.get(name, engine_args.get(name.replace("_", "-"), 1))
-        found *= given if isinstance(given, int) and given > 0 else 1
-    return found
 
 
 def assign_devices(

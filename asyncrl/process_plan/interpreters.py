@@ -25,12 +25,11 @@ import msgspec
 
 from asyncrl.config import Config, dump
 from asyncrl.config.sections.environment import engine_parser
+from asyncrl.config.sections.producers import SERVED
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
 
 #: Engines whose package pins its own torch, and that package.
 PACKAGES = {"vllm": "vllm"}
-#: Engines behind HTTP.
-SERVED = ("vllm_http", "sglang")
 ENGINE_TOKEN = "ASYNCRL_ENGINE_TOKEN"  # variable with the API key of such a server
 LOOK_S = 120.0
 _LOOK = """

@@ -23,6 +23,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.judges import Judge, find_judge, list_judges, parse_display_name
+from asyncrl.config.sections.producers import SERVED
 from asyncrl.config.sections.reward import DEFAULT
 from asyncrl.config.sections.tracker import tracker_label
 from asyncrl.errors import ConfigError
@@ -35,7 +36,7 @@ from asyncrl.process_plan.device_assignment import (
     keeps_number,
 )
 from asyncrl.process_plan.heavy_imports import heavy_imports
-from asyncrl.process_plan.interpreters import ENGINE_TOKEN, SERVED
+from asyncrl.process_plan.interpreters import ENGINE_TOKEN
 from asyncrl.runtime.role import MAY_RENAME
 from asyncrl.runtime.run_dir import endpoint
 

@@ -394,6 +394,27 @@ def test_names_are_of_dns_and_strange_settings_are_refused() -> None:
     assert {field.name for field in msgspec.structs.fields(ClusterConfig)} >= {"devices", "producers", "learner_hosts"}
 
 
+@pytest.mark.parametrize(
+    ("engine", "size", "gpus", "says"),
+    [
+        ("hf", 1, 1, "is below producers.count = 2: every producer has one"),
+        ("hf", 1, 2, ""),
+        ("vllm", 2, 3, "is below 2 * producers.count = 4: every producer has 2 (producers.engine_args)"),
+        ("vllm", 2, 4, ""),
+        ("vllm_http", 2, 1, ""),
+    ],
+)
+def test_accelerators_of_a_producer_job_are_those_of_its_engines(engine: str, size: int, gpus: int, says: str) -> None:
+    words = [f"producers.engine={engine}", f"producers.engine_args.tensor_parallel_size={size}", "producers.count=2"]
+    words += ["producers.url=['http://h:1', 'http://h:2']"] * (engine == "vllm_http")
+    messages: list[str] = []
+    try:
+        parse(TEXT, overrides=[*words, f"cluster.producer_gpus={gpus}"])
+    except ConfigErrors as caught:
+        messages = [one.message for one in caught.errors]
+    assert [says in message for message in messages] == [True] * bool(says), messages
+
+
 @pytest.mark.parametrize("settings", [{"run__name": "2024 math"}, {"cluster__name": "7b" + "-x" * 19}])
 def test_objects_of_kubernetes_begin_with_a_letter(settings: dict[str, str]) -> None:
     """Services need it (RFC 1035), and the others have the same name."""

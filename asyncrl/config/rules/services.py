@@ -11,6 +11,7 @@ from asyncrl.config.locations import parse_dotted
 from asyncrl.config.mode import sends_adapters, streams
 from asyncrl.config.rules import Conflict, conflict
 from asyncrl.config.sections.environment import AGENT, NEMO_GYM, REQUESTS, engine_parser
+from asyncrl.config.sections.producers import devices_each
 from asyncrl.config.sections.tracker import ONLINE, tracker_label
 from asyncrl.config.tree import Config
 from asyncrl.plugins import is_place
@@ -199,11 +200,13 @@ def _cluster_problems(config: Config) -> Iterator[Conflict]:
             f"cluster.learner_gpus = {cluster.learner_gpus} is below learner.ranks = {config.learner.ranks}: every "
             "rank has one",
         )
-    if cluster.producer_gpus and cluster.producer_gpus < config.producers.count:
+    count, each = config.producers.count, devices_each(config.producers.engine, config.producers.engine_args)
+    if cluster.producer_gpus and cluster.producer_gpus < count * each:
+        every = "one" if each == 1 else f"{each} (producers.engine_args)"
         yield conflict(
             "cluster.producer_gpus",
-            f"cluster.producer_gpus = {cluster.producer_gpus} is below producers.count = {config.producers.count}: "
-            "every producer has one",
+            f"cluster.producer_gpus = {cluster.producer_gpus} is below {f'{each} * ' * (each > 1)}producers.count = "
+            f"{count * each}: every producer has {every}",
         )
 
 

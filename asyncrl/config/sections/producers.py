@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from msgspec import field
 
 from asyncrl.config.sections.base import Count, Positive, Section
+
+#: Engines behind HTTP.
+SERVED = ("vllm_http", "sglang")
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
+
+
+def devices_each(engine: str, engine_args: Mapping[str, Any]) -> int:
+    """Devices of one process with this engine; 0: it uses none."""
+    if engine in (*SERVED, "dataset"):
+        return 0
+    if engine != "vllm":
+        return 1
+    found = 1
+    for name in PARALLEL:
+        given = engine_args.get(name, engine_args.get(name.replace("_", "-"), 1))
+        found *= given if isinstance(given, int) and given > 0 else 1
+    return found
 
 
 class ProducersConfig(Section, frozen=True):
