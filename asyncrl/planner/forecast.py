@@ -72,6 +72,7 @@ class Planned(msgspec.Struct):
     found: list[Choice]
     devices: list[tuple[Split, Forecast]]
     notes: list[str]
+    each: int = 0  # producers of a job, where several jobs are rendered
 
 
 def play(plant: Plant, scenarios: Sequence[Scenario]) -> list[Forecast]:
@@ -113,13 +114,14 @@ def plan_for(options: Options) -> Planned:
     config = load(options.config, options.overrides)
     plant, checked, notes = _plant(config, options)
     scenario = build_scenario(config, steps=options.steps, name="config")
-    around = choices(scenario)
+    each = config.producers.count if config.cluster.producers > 1 else 0
+    around = choices(scenario, each=each or 1)
     ways: list[Split] = []
     for number in options.devices:
         some = splits(config, plant, devices=number, scale_batch=options.scale_batch)
         if not some:
-            each = devices_per_producer(config)
-            notes.append(f"{number} devices: too few for an engine of {each} (producers.engine_args) and a learner")
+            of = devices_per_producer(config)
+            notes.append(f"{number} devices: too few for an engine of {of} (producers.engine_args) and a learner")
         ways += some
     [forecast, *rest] = play_all(plant, [scenario, *around], play)
     found = [
@@ -131,7 +133,7 @@ def plan_for(options: Options) -> Planned:
     if config.evaluation.enabled:
         notes.append("evaluations are not played: they cost generation beyond this")
     notes += _weight_notes(config)
-    return Planned(plant, scenario, forecast, checked, found, devices, notes)
+    return Planned(plant, scenario, forecast, checked, found, devices, notes, each)
 
 
 def _weight_notes(config: Config) -> Iterator[str]:
@@ -316,7 +318,10 @@ def format_plan(planned: Planned) -> Iterator[str]:
         f"({top}) at a mean lag of {cheap.forecast.lag_mean:.2f}"
     )
     quota = f" --set producers.max_groups_in_flight={cheap.quota}" if cheap.quota else ""
-    yield f"          --set producers.count={cheap.producers} --set buffer.pipeline_depth={cheap.depth}{quota}"
+    size = (
+        f"cluster.producers={cheap.producers // planned.each}" if planned.each else f"producers.count={cheap.producers}"
+    )
+    yield f"          --set {size} --set buffer.pipeline_depth={cheap.depth}{quota}"
     yield from _device_lines(planned)
     yield from (f"note: {note}" for note in planned.notes)
 

@@ -39,7 +39,7 @@ def build_scenario(config: Config, *, steps: int = 0, name: str = "") -> Scenari
     return Scenario(
         name=name,
         steps=steps or min(config.learner.steps, MOST_STEPS),
-        producers=config.producers.count,
+        producers=config.producers.count * config.cluster.producers,
         slots=config.producers.slots,
         group_size=sampling.group_samples,
         asked_samples=sampling.asked_samples,
@@ -109,12 +109,14 @@ class Choice(NamedTuple):
     forecast: Forecast
 
 
-def choices(scenario: Scenario) -> list[Scenario]:
+def choices(scenario: Scenario, *, each: int = 1) -> list[Scenario]:
     """Numbers of producers around the configured one, depths within the bound, and evenly spread quotas: without one
-    each producer may hold its share of the work in flight, more than its engine decodes at once.
+    each producer may hold its share of the work in flight, more than its engine decodes at once. `each`: producers of
+    one job; jobs are whole.
     """
-    some = {1, 2, 3, 4, scenario.producers, *(round(scenario.producers * by) for by in (0.5, 1.5, 2))}
-    producers = sorted(number for number in some if number > 0)
+    jobs = scenario.producers // each
+    some = {1, 2, 3, 4, jobs, *(round(jobs * by) for by in (0.5, 1.5, 2))}
+    producers = sorted(number * each for number in some if number > 0)
     depths = sorted({0, 1, 2, scenario.max_staleness // 2, scenario.max_staleness})
     found = []
     for number in producers:

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from synthetic_run import write_run
 
 from asyncrl.config import dump, parse
 from asyncrl.errors import ConfigError
-from asyncrl.planner.forecast import Options, _weight_notes, plan_for, play
+from asyncrl.planner.forecast import Options, _weight_notes, format_plan, plan_for, play
 from asyncrl.planner.measure import Curve, decoded_samples, fit_line, measure, measure_rates, unique_steps
-from asyncrl.planner.model import Plant, Scenario
+from asyncrl.planner.model import Forecast, Plant, Scenario
 from asyncrl.planner.search import buffers_for, build_scenario, devices_per_producer, levels, splits
 from asyncrl.runtime.run_dir import RunDir
 from buffers.groups.machine import Parts
@@ -224,8 +225,6 @@ def test_the_command_from_a_run(tmp_path: Path) -> None:
     assert got.steps_s == pytest.approx(did.steps_s, rel=0.05)
     assert max(length for row in planned.plant.lengths for length in row) == 150
     assert [note for note in planned.notes if "cut at sampling.max_new_tokens = 150" in note]
-    from asyncrl.planner.forecast import format_plan
-
     text = "\n".join(format_plan(planned))
     assert "suggested" in text and "check     the run itself" in text and "one buffer is enough" in text
 
@@ -282,3 +281,20 @@ def test_devices_are_divided_and_the_batch_grows_with_them(tmp_path: Path) -> No
     assert levels(500, 2) == 8 and levels(500, 0) == 500
     assert buffers_for(1000.0, 0.0) == 1 and buffers_for(1e5, 1e3) == 96
     assert settings_for(Scenario(asked_samples=10, group_size=8)).over_issue == 2
+
+
+def test_jobs_of_a_cluster_multiply_their_producers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cluster.producers` jobs of `producers.count` each: that many generate, and whole jobs are suggested."""
+
+    def give_one_each(_: Plant, scenarios: Sequence[Scenario]) -> list[Forecast]:
+        return [Forecast(one.name, 8, 1.0, min(one.producers, 7.9), 1.0, 1.0, 0.0, {}, 0.0, 0.0) for one in scenarios]
+
+    monkeypatch.setattr("asyncrl.planner.forecast.play", give_one_each)
+    assume = ("engine_tokens_s=4000", "train_token_s=1e-4", "length_mean=60")
+    options = Options(config_file(tmp_path), ("cluster.producers=4",), None, assume, steps=4, cores=0.0)
+    planned = plan_for(options)
+    assert planned.scenario.producers == 8 and {one.producers for one in planned.found} == {2, 4, 6, 8, 12, 16}
+    assert "--set cluster.producers=4 --set" in "\n".join(format_plan(planned))
+    config = parse(TEXT.format(root=tmp_path), overrides=["cluster.producers=4"])
+    ways = splits(config, planned.plant, devices=90, scale_batch=True)
+    assert {way.scenario.batch_groups for way in ways} == {80}  # 8 groups with 1 + 4 * 2 devices
