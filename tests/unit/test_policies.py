@@ -18,6 +18,7 @@ from asyncrl.launcher.policies import Launchers, choose, command
 from asyncrl.preflight.check import check_files
 from asyncrl.preflight.memory import estimate
 from asyncrl.preflight.policies import merge_errors
+from asyncrl.process_plan.device_assignment import Devices
 from asyncrl.runtime.run_dir import RunDir, policy_runs
 from learners.other_policies import OthersWait, describe_unfinished
 
@@ -140,6 +141,24 @@ def test_two_policies_cannot_listen_at_one_address(game: Path) -> None:
     assert found.message.startswith("policies.second.network.buffer = tcp://127.0.0.1:5555")
     own = [*words, 'policies.second.network.buffer="tcp://127.0.0.1:6555"']
     assert not list(find_collisions({name: of(game, name, *own) for name in ("first", "second")}))
+
+
+def test_two_policies_cannot_own_one_device(game: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def messages(*words: str, count: int = 4) -> list[str]:
+        devices = Devices("cuda", tuple(map(str, range(count))))
+        monkeypatch.setattr("asyncrl.preflight.policies.find_devices", lambda: devices)
+        configs = {name: of(game, name, *words) for name in ("first", "second")}
+        return [error.message for error in merge_errors({}, configs) if error.code == "config.conflict"]
+
+    assert messages() == [], "they share"
+    own = 'cluster.devices="own"'
+    [message] = messages(own)
+    assert message.startswith("policies.first.cluster.devices = 'own', and policies first and second would")
+    assert message.endswith("both use cuda 0, 1")
+    assert messages(f"policies.second.{own}")[0].startswith("policies.second.cluster.devices = 'own'")
+    assert messages(own, count=0) == []
+    named = [f'policies.second.{role}.device="cuda:{number}"' for role, number in (("learner", 2), ("producers", 3))]
+    assert messages(own, *named) == []
 
 
 def test_memory_of_a_producer_counts_the_other_policies(game: Path) -> None:
