@@ -230,6 +230,10 @@ function = "a:b"
     [
         (["learner.ranks=2", "learner.parallel.tensor=2", "learner.optim.name=muon"], "needs whole matrices"),
         (["learner.ranks=2", "learner.parallel.expert=2", "learner.critic.name=muon"], "learner.critic.name"),
+        (
+            ["learner.ranks=4", "learner.parallel.sequence=2", "learner.parallel.expert=2", "learner.optim.name=muon"],
+            "not with learner.parallel.expert",
+        ),
         (["learner.ranks=2", "learner.parallel.sequence=2", "learner.compile=true"], "is not supported"),
         (["learner.ranks=2", "learner.parallel.tensor=2", "learner.cpu_offload=true"], "stay on the device"),
         (["learner.ranks=4", "learner.parallel.tensor=2", "learner.parallel.expert=2"], "one plan of transformers"),

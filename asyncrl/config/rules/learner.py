@@ -97,10 +97,11 @@ def _optimizer_problems(config: Config) -> Iterator[Conflict]:
         if getattr(learner, switch) and split:
             yield conflict(f"learner.{switch}", f"learner.{switch} with learner.parallel.{split[0]} is not supported")
     for name in ("optim", "critic", "process_reward"):
-        if getattr(learner, name).name == "muon" and {"tensor", "expert"} & set(split):
+        cut = [one for one in split if one != "sequence"]  # which leaves matrices whole
+        if getattr(learner, name).name == "muon" and cut:
             yield conflict(
                 f"learner.{name}.name",
-                f"learner.{name}.name = 'muon' needs whole matrices: not with learner.parallel.{split[0]}",
+                f"learner.{name}.name = 'muon' needs whole matrices: not with learner.parallel.{cut[0]}",
             )
 
 
