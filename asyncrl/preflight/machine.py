@@ -27,11 +27,13 @@ from asyncrl.net.http_access import read_secret
 from asyncrl.net.probe import bind_problem, redis_problem
 from asyncrl.plugins import is_place, known_plugins
 from asyncrl.preflight.code import import_problem
-from asyncrl.preflight.memory import RoleMemory, format_bytes
+from asyncrl.preflight.memory import IN_SHARED_MEMORY, RoleMemory, format_bytes
 from asyncrl.runtime.device import device_nodes
 from asyncrl.runtime.host_facts import count_cores
 from asyncrl.runtime.run_dir import RunDir
 
+#: Transports by which an engine in another process writes each version into files of its own.
+COPYING = ("collective", "stream", "disk")
 REDIS_SERVERS = ("redis-server", "valkey-server")
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -126,7 +128,10 @@ def find_missing(config: Config, roles: Sequence[str], machine: Machine, memory:
     if needs["host"] > machine.memory_bytes:
         need, there = format_bytes(needs["host"]), format_bytes(machine.memory_bytes)
         yield f"about {need} of host memory: this machine has {there}"
-    staged = sum(one.count * part.bytes for one in memory for part in one.parts if part.name == "staged versions")
+    # By the other transports engines of this host map the learner's versions, and have no files of their own.
+    writers = ("learner", "producer", "evaluator") if config.weightsync.transport in COPYING else ("learner",)
+    parts = [(part, one.count) for one in memory if one.role in writers for part in one.parts]
+    staged = sum(count * part.bytes for part, count in parts if part.arithmetic.endswith(IN_SHARED_MEMORY))
     if staged > machine.shm_free_bytes:
         yield (
             f"about {format_bytes(staged)} of /dev/shm for staged weights: {format_bytes(machine.shm_free_bytes)} free "

@@ -32,6 +32,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.1, "muon": 4.0}
 #: Of an idle process: measured with torch 2.13 and transformers 5.23 on a CPU, and without them.
 PROCESS_BYTES = {True: 350 << 20, False: 50 << 20}
+IN_SHARED_MEMORY = "in /dev/shm"  # end of the arithmetic of parts that are files there
 KEPT_SOFTMAX_BYTES = 128 << 20  # learners.models.logprobs: kept for the backward pass
 
 
@@ -101,7 +102,7 @@ def _learner(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMem
     staged: list[Part] = []
     if not mode.streams(config):
         sent, how = _sent_bytes(config, shape)
-        where = f" / ranks {learner.ranks}, in /dev/shm"
+        where = f" / ranks {learner.ranks}, {IN_SHARED_MEMORY}"
         staged = [Part("staged versions", 2 * sent // learner.ranks, f"2 x {how}{where}")]
     kept = learner.checkpoint_keep + learner.checkpoint_best
     trained, per = _trained_parameters(config, shape), 4 + MOMENTS[learner.optim.name]
@@ -354,7 +355,8 @@ def _engines(config: Config, shape: Shape, role: str, count: int, *, accelerator
         sent, how = _sent_bytes(config, shape)
         host.append(Part("codes", 2 * sent, f"2 x {how}, kept for deltas"))
     if staged:
-        host.append(Part("weights to come", 2 * weights, f"2 x {_count(shape.parameters)} x {width} B, in /dev/shm"))
+        how = f"2 x {_count(shape.parameters)} x {width} B, {IN_SHARED_MEMORY}"
+        host.append(Part("weights to come", 2 * weights, how))
     if accelerator and producers.device != "cpu":
         host += _resting(config, weights)
         return [

@@ -188,6 +188,24 @@ def test_what_the_machine_lacks() -> None:
     ]
 
 
+def test_files_of_engines_count_where_they_copy_the_weights() -> None:
+    """By `auto` and `local` an engine of this host maps the learner's versions."""
+    each = 2 * 2 * 494_032_768  # two versions in half precision
+    room = Machine(64, 512 * GIB, {"cuda": 8, "npu": 0}, 900 * GIB, int(2.5 * each))
+    for transport, engine, lacks in (
+        ("auto", "vllm", False),
+        ("direct", "vllm", False),
+        ("stream", "vllm", True),
+        ("stream", "hf", False),
+    ):
+        words = {"weightsync.transport": f'"{transport}"', "producers.engine": f'"{engine}"', "producers.count": 2}
+        given = made(**words, **{"weightsync.in_place": "true"})
+        memory = estimate(given, QWEN_05B, TARGETS["all"], accelerator=True)
+        said = [text for text in find_missing(given, TARGETS["all"], room, memory) if "of /dev/shm" in text]
+        assert len(said) == lacks, (transport, engine)
+        assert not lacks or format_bytes(3 * each) in said[0]
+
+
 def test_this_machine_is_read_from_files(tmp_path: Any) -> None:
     dev = tmp_path / "dev"
     (dev / "shm").mkdir(parents=True)
