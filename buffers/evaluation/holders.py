@@ -3,6 +3,9 @@
 In memory: the versions are known from requests for work, after a restart of the service from the next ones. Guarantee:
 `all_gone` is true only if the version is lost: every producer that held it asked with another version since, was
 replaced or fell silent; or none asked for `limit_s` since the service started.
+
+A producer that cannot keep the version until an evaluation is over (its hold has expired, or a swap has begun) gives
+the prompts back. It has left then, and gets none of this step until it asks with another version.
 """
 
 from __future__ import annotations
@@ -18,10 +21,20 @@ class Holders:
         self._versions: dict[str, int] = {}
         self._held = -1  # version that had a holder in this life of the service
         self._since: float | None = None  # no holder is known since
+        self._left: dict[str, tuple[int, int]] = {}  # producer -> the step and the version that it cannot keep
 
     def note(self, producer: str, version: int) -> None:
         """The producer asked for work with this version; -1: it is another process."""
         self._versions[producer] = version
+        if self._left.get(producer, (0, version))[1] != version:
+            del self._left[producer]
+
+    def leave(self, producer: str, step: int, version: int) -> None:
+        """The producer cannot keep this version for the evaluation of this step."""
+        self._left[producer] = step, version
+
+    def has_left(self, producer: str, step: int, version: int) -> bool:
+        return self._left.get(producer) == (step, version)
 
     def begin(self, version: int) -> None:
         """A producer got the first lease of this version."""
@@ -31,6 +44,7 @@ class Holders:
         """Whether no producer has the version any more. `limit_s`: longest silence of a living one."""
         alive = self._workers.alive("producer", now=now, limit_s=limit_s)
         self._versions = {name: held for name, held in self._versions.items() if name in alive}
+        self._left = {name: left for name, left in self._left.items() if name in alive}
         if version in self._versions.values():
             self._held, self._since = version, None
             return False

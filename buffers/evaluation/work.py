@@ -19,10 +19,10 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.evaluation.ids import evaluation_group, row_seed, row_source, split_group
-from asyncrl.wire import Lease, SampleHead, Samples
+from asyncrl.wire import Lease, LeaseReturn, SampleHead, Samples
 from buffers.evaluation.holders import Holders
 from buffers.evaluation.records import HeldOut, Prompt, PromptTable, Round
-from buffers.groups.leases import Leases
+from buffers.groups.leases import SWAPPED, Leases
 from buffers.groups.machine import GroupMachine
 from buffers.groups.records import Record
 from buffers.groups.sample_intake import OTHER_VERSION, version_range
@@ -86,6 +86,8 @@ class PromptLeases:
         fits = engine_version == current.version if current.version >= 0 else engine_version >= current.step
         if not (fits and self._is_published(engine_version)) or workers.is_barred(producer, engine_version, now):
             return ()
+        if self.holders.has_left(producer, current.step, engine_version):
+            return ()  # it would give them back at once, again and again
         granted: list[Lease] = []
         while len(self.table.indexes.held.get(producer, ())) < self._room():
             prompt = self._next_prompt(current)
@@ -104,6 +106,13 @@ class PromptLeases:
             )
             granted.append(self._message(prompt))
         return tuple(granted)
+
+    def give_back(self, message: LeaseReturn, *, guest: bool = False) -> None:
+        """A producer returns leases; see `Leases.give_back`."""
+        current, held = self.table.meta.round, self.table.indexes.held.get(message.producer, ())
+        if message.reason == SWAPPED and current is not None and any(number in held for number, _ in message.groups):
+            self.holders.leave(message.producer, current.step, current.version)
+        self.leases.give_back(message, guest=guest)
 
     def hold(self, engine_version: int, *, trains: bool = False) -> int:
         """The version that a producer of `engine_version` is asked to keep; -1: it may take newer weights.

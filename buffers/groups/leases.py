@@ -29,8 +29,9 @@ from buffers.groups.schedule import Schedule
 from buffers.groups.transaction import Edit, Transaction
 from buffers.groups.workers import Worker, Workers
 
+SWAPPED = "swapped"  # reason of a producer that cannot keep the version of held-out prompts
 #: Reasons of a return that are not the prompt's fault: the attempt does not count.
-GRACEFUL = frozenset({"stop", "stopping", "shutdown", "superseded", "swapped"})
+GRACEFUL = frozenset({"stop", "stopping", "shutdown", "superseded", SWAPPED})
 #: Reasons of a loss that the holder may not know of: it is asked to stop if it returns.
 UNKNOWN_TO_HOLDER = frozenset({"silent"})
 LATE_SHARE, LATE_LEAST_S = 1 / 3, 5.0  # of `lease_timeout_s`; some heartbeats of a producer that is busy come late

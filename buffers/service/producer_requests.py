@@ -248,5 +248,5 @@ class ProducerRequests:
         self.context.peers.note_returned(call, len(call.message.groups), self.context.now)
         guest = is_guest(call.holder)
         self.context.machine.give_back(call.message, now=self.context.now, guest=guest)
-        self.context.evaluations.leases.give_back(call.message, guest=guest)
+        self.context.evaluations.prompt_leases.give_back(call.message, guest=guest)
         self.context.answer(call, wire.Ok())

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import service_lab
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from service_lab import Asked, ServiceLab
@@ -53,6 +54,47 @@ def test_a_late_copy_does_not_take_the_version_of_its_producer_back(lab: Service
         lab.ask(wire.LeaseRequest("p", version, 1, 0.0), request=request)
         lab.tick()
     assert not holders.all_gone(1, lab.now, 30.0)
+
+
+def test_held_out_prompts_that_a_producer_cannot_keep_are_not_granted_to_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hold has expired and no newer weights have come: it would give them back without end, until it is paused."""
+    monkeypatch.setattr(service_lab, "TOML", service_lab.TOML + "[evaluation]\npath = 'h.jsonl'\nevery = 1\n")
+    lab = ServiceLab(tmp_path, monkeypatch)
+    evaluations, request = lab.service.evaluations, 0
+
+    def ask(name: str, version: int = 0) -> list[wire.Lease]:
+        nonlocal request
+        request += 1
+        asked = lab.ask(wire.LeaseRequest(name, version, 0, 0.0), request=request)
+        lab.tick()
+        return list(asked.answer.leases)
+
+    def give_back(name: str, leases: list[wire.Lease]) -> None:
+        named = tuple((lease.group, lease.token) for lease in leases)
+        lab.ask(wire.LeaseReturn(name, named, "swapped"), request=0)
+
+    for name in ("p", "q"):
+        lab.hello("producer", name)
+    evaluations.greet("p", 3)
+    evaluations.due(0, "d0")
+    leases = ask("p")
+    assert leases
+    give_back("p", [])
+    give_back("p", leases)
+    assert ask("p") == []
+    again = ask("q")
+    assert [lease.group for lease in again] == [lease.group for lease in leases], "no prompt is lost"
+    assert not any(lease.attempt for lease in again)
+    give_back("q", again)
+    lab.hello("producer", "p", pid=8)
+    assert ask("p"), "another process has another hold"
+    evaluations.finish()
+    evaluations.due(1, "d1")
+    lab.groups.table.meta.newest = 1
+    assert ask("q", 1), "another step"
+    lab.close()
 
 
 def test_a_full_disk_of_metrics_ends_no_service(lab: ServiceLab) -> None:
