@@ -80,7 +80,7 @@ from buffers.groups.failure_budget import FailureBudget, Filter
 from buffers.groups.fair_share import FairShare
 from buffers.groups.group_table import GroupTable, check_table
 from buffers.groups.judgements import Judges, ScoreQueue
-from buffers.groups.leases import ENVIRONMENT, GRACEFUL, GroupLeases, GroupOutcome, Leases
+from buffers.groups.leases import ENVIRONMENT, GRACEFUL, SWAPPED, GroupLeases, GroupOutcome, Leases
 from buffers.groups.live_settings import Changed, LiveSettings
 from buffers.groups.partial_samples import PartialSamples
 from buffers.groups.prompt_table import PromptTable
@@ -289,7 +289,7 @@ class GroupMachine:
         """A producer returns leases; with `dead` the prompt itself is at fault."""
         self.begin(now)
         worker = self.workers.see("producer", message.producer, now)
-        if message.reason in GRACEFUL:
+        if message.reason in GRACEFUL and message.reason != SWAPPED:
             worker.capacity = 0  # it ends, so nothing is reserved for it
         if message.reason.startswith(ENVIRONMENT):
             self.partial.discard_failed(message.groups, message.producer)

@@ -96,6 +96,14 @@ def test_those_that_are_gone_or_wrong_are_kept_nothing() -> None:
     assert len(run.lease(0, 64, "p0")) == 8
 
 
+def test_one_that_gives_held_out_prompts_back_keeps_its_share() -> None:
+    """It goes on with newer weights: only those that end are reserved nothing."""
+    run = Shared(2)
+    run.g.give_back(LeaseReturn("p1", (), "swapped"), now=run.now)
+    run.now += 0.1
+    assert len(run.lease(0, 64, "p0")) == 4 and len(run.lease(0, 64, "p1")) == 4
+
+
 def test_a_fleet_shares_as_few_do_and_is_looked_at_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     many = FEW + 8
     run = Shared(many, batch_groups=4 * many, total_groups=40 * many)
