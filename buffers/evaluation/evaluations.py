@@ -130,8 +130,8 @@ class Evaluations:
         """Evaluate the weights of a step, unless that was done, runs or waits already. Without a digest they are those
         that the step had before.
         """
-        current, waiting, known = self.table.meta.round, self.table.meta.waiting, self.table.meta.known
-        had = [known[step]] if step in known else []
+        current, waiting, known = self.table.meta.round, self.table.meta.waiting, self.table.known_digest(step)
+        had = [known] if known is not None else []
         had += [waiting[1]] if waiting is not None and waiting[0] == step else []
         had += [current.digest] if current is not None and current.step == step else []
         if had and (not digest or digest in had):
@@ -244,14 +244,11 @@ class Evaluations:
         current = meta.round
         assert current is not None
         line = self._line(current, why)
-        self.table.ended.append(line)
         self.table.event("end", **line)
         for prompt in list(self.table.prompts.values()):
             self.table.remove(prompt)
-        meta.known[current.step] = current.digest
-        meta.round, meta.ended, self._until = None, len(self.table.ended), math.inf
-        self.table.put("vmeta")
-        self.table.put(f"w{len(self.table.ended) - 1}")
+        meta.round, self._until = None, math.inf
+        self.table.end(line)
         if begin:
             self._begin()
 

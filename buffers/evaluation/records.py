@@ -73,7 +73,7 @@ class EvaluationMeta(msgspec.Struct, array_like=True):
     """State of the evaluations as a whole."""
 
     rows: int = 0  # prompts of an evaluation; 0: no producer has reported it
-    known: dict[int, str] = {}  # step -> digest of its weights, of all evaluations that ended or were skipped
+    known: dict[int, str] = {}  # step -> digest of its weights, of skipped evaluations; ended ones have their rows
     waiting: tuple[int, str] | None = None  # step and digest of the next one
     round: Round | None = None
     ended: int = 0  # number of evaluations that ended
@@ -141,6 +141,7 @@ class PromptTable:
         self.meta = EvaluationMeta()
         self.prompts: dict[int, Prompt] = {}
         self.ended: list[dict[str, Any]] = []  # a line of metrics per evaluation that ended
+        self._ended_digests: dict[int, str] = {}  # step -> digest of its weights, by the last of these lines
 
     # ------------------------------------------------------------ rows
 
@@ -156,7 +157,12 @@ class PromptTable:
                 self.indexes.add(prompt)
             elif key[0] == "w" and key[1:].isdigit():
                 lines[int(key[1:])] = _decode_line(value)
-        self.ended = [line for _, line in sorted(lines.items())]
+        self.ended = []
+        for _, line in sorted(lines.items()):
+            self._note_ended(line)
+        for step, digest in self._ended_digests.items():
+            if self.meta.known.get(step) == digest:  # rows of older services repeat it
+                del self.meta.known[step]
 
     def rows(self) -> list[Change]:
         """All rows, for a store that lost its own."""
@@ -179,6 +185,23 @@ class PromptTable:
         self.tx.put(key, self)
 
     # ------------------------------------------------------------ edits
+
+    def known_digest(self, step: int) -> str | None:
+        """Digest of the weights of the step's last evaluation that ended or was skipped; None: there was none."""
+        return self.meta.known.get(step, self._ended_digests.get(step))
+
+    def end(self, line: dict[str, Any]) -> None:
+        """Add the line of an evaluation that ended. `vmeta`, which is written for every prompt, does not repeat it."""
+        self._note_ended(line)
+        self.meta.known.pop(line["step"], None)
+        self.meta.ended = len(self.ended)
+        self.put("vmeta")
+        self.put(f"w{len(self.ended) - 1}")
+
+    def _note_ended(self, line: dict[str, Any]) -> None:
+        self.ended.append(line)
+        if "step" in line:
+            self._ended_digests[line["step"]] = line["digest"]
 
     def get(self, number: int) -> Prompt | None:
         """The prompt, while it can still be scored."""

@@ -659,6 +659,27 @@ def test_the_same_weights_are_evaluated_once_and_others_again() -> None:
     assert lab.e.table.meta.round is None
 
 
+def test_the_row_that_every_prompt_writes_does_not_grow_with_the_evaluations() -> None:
+    lab = Lab("evaluation.timeout_s=1")
+    sizes = []
+    for step in range(10):
+        lab.due(step)
+        lab.tick(2.0)
+        sizes.append(len(lab.store["vmeta"]))
+    assert len(lab.e.table.ended) == 10 and max(sizes) == min(sizes)
+    again = Evaluations(lab.config, lab.groups)
+    older = msgspec.msgpack.decode(lab.store["vmeta"], strict=False)
+    older[1] = {step: f"d{step}" for step in range(9)} | {9: "other"}  # with all of them; that of step 9 was skipped
+    again.load([*lab.store.items(), ("vmeta", msgspec.msgpack.encode(older))])
+    for one, digests in ((lab.e, {9: "d9"}), (again, {9: "other"})):
+        assert [one.table.known_digest(step) for step in (0, 8, 9, 10)] == ["d0", "d8", digests[9], None]
+    lab.due(3)
+    assert lab.e.table.meta.round is None, "of the same weights"
+    lab.due(3, "new")
+    lab.tick(2.0)
+    assert lab.e.table.known_digest(3) == "new"
+
+
 def test_the_end_of_the_run_ends_it() -> None:
     lab = Lab()
     lab.due(0)
