@@ -92,8 +92,7 @@ class Learner:
         self._progress = progress  # called after every step, for the watchdog
         self._gang = gang
         self._run = RunDir(config.run_dir)
-        lead_says: Callable[[str], None] = _say if gang.lead else (lambda _: None)
-        self._meter = Meter(config, gang, say=lead_says)
+        self._meter = Meter(config, gang, say=_say if gang.lead else lambda _: None)
         self._backend = backend = self._meter.wrap(backend)
         self._times = StepTimes()
         self._profiler = Profiler(
@@ -109,6 +108,7 @@ class Learner:
             say=_say,
             seed=config.run.seed,
             group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
+            rewards=[one.label for one in config.reward],
         )
         self._turns = turns or DeviceTurns(config, gang)
         self._rows = RowWeights(config, gang=gang, backend=backend, services=services)

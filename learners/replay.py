@@ -153,6 +153,7 @@ class Replay:
                 say=_say,
                 seed=config.run.seed,
                 group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
+                rewards=[one.label for one in config.reward],
             )
             if before is not None:
                 self._runner.coefficients, self._runner.critic_warm = before.coefficients, before.critic_warm

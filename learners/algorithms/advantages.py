@@ -199,8 +199,8 @@ def gdpo(
 ) -> Estimate:
     """GDPO (arXiv 2601.05242): weighted sum of the GRPO advantages of each reward component, whitened over the batch.
 
-    Needs `Rollouts.parts` `[D, S]`, in a run the rewards in the order of their names. `weights` has one value per
-    component, in the same order; None: all are 1.
+    Needs `Rollouts.parts` `[D, S]`, in a run the rewards in the order of their names; a reward that a sample does not
+    have is 0. `weights` has one value per component, in the same order; None: all are 1.
     """
     parts = required(rollouts, "parts", "gdpo")
     shares = [1.0] * len(parts) if weights is None else list(weights)

@@ -138,12 +138,14 @@ def assemble(
     packing: bool = True,
     baselines: Mapping[int, float] | None = None,
     seed: int = 0,
+    rewards: Sequence[str] = (),
 ) -> StepBatch:
     """Return advantages, statistics, mini-batches (whole groups, in batch order) and rows for every rank.
 
-    `baselines`: score of the greedy response by group. `seed`: of PF-PPO's draws.
+    `baselines`: score of the greedy response by group. `seed`: of PF-PPO's draws. `rewards`: names of the components
+    that a sample may have, as no sample of a batch may have one of them.
     """
-    whole = estimates.describe_batch(batch, algorithm, baselines)
+    whole = estimates.describe_batch(batch, algorithm, baselines, rewards)
     found = estimates.estimate_early(whole, algorithm, seed=seed)
     prompts = [group.prompt_ids for group in batch.groups for _ in group.samples]
     shown = [images_in(batch, group) for group in batch.groups for _ in group.samples]

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.reward import reward_components
 
 if TYPE_CHECKING:
     import torch
@@ -104,9 +105,12 @@ def needs_model(algorithm: AlgorithmConfig) -> bool:
 
 
 def describe_batch(
-    batch: ClaimedBatch, algorithm: AlgorithmConfig, baselines: Mapping[int, float] | None = None
+    batch: ClaimedBatch,
+    algorithm: AlgorithmConfig,
+    baselines: Mapping[int, float] | None = None,
+    rewards: Sequence[str] = (),
 ) -> Whole:
-    """Return masks, shaped rewards and groups of the batch."""
+    """Return masks, shaped rewards and groups of the batch. `rewards`: names of those that a sample may have."""
     import torch
 
     from learners.algorithms.tensors import place_outcomes
@@ -117,11 +121,12 @@ def describe_batch(
     numbers = {group.group: number for number, group in enumerate(batch.groups)}
     owners = torch.tensor([numbers[group.group] for group, _ in pairs], dtype=torch.int64)
     mask = torch.from_numpy(pad_rows([_loss_mask(sample).astype(bool) for sample in samples])).bool()
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    outcomes = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     lengths = torch.tensor([response_length(sample) for sample in samples], dtype=torch.int64)
-    scores = _shape_rewards(rewards, owners, lengths, algorithm)
+    scores = _shape_rewards(outcomes, owners, lengths, algorithm)
     parts = None
-    if names := _find_components(samples):
+    if found := {name for sample in samples for name in sample.parts}:
+        names = reward_components({*found, *rewards})  # one that a sample, or every sample, lacks is 0 there
         parts = torch.tensor([[sample.parts.get(name, 0.0) for sample in samples] for name in names]).double()
     greedy = None
     if baselines is not None:
@@ -132,14 +137,8 @@ def describe_batch(
     behaviour = _behaviour(samples, mask)
     rollouts = Rollouts(placed, mask, owners, baselines=greedy, parts=parts, lengths=lengths, behaviour=behaviour)
     lags = tuple(_lags(sample, batch.version) for sample in samples)
-    right = rewards > algorithm.shaping.correct_above
+    right = outcomes > algorithm.shaping.correct_above
     return Whole(samples, rollouts, scores, right, lags, batch.step, tuple(iter_cuts(samples)))
-
-
-def _find_components(samples: Sequence[Any]) -> list[str]:
-    """Return the names of the rewards, sorted; numbers that one reports besides (`exact/length`) are logged alone."""
-    names = {name for sample in samples for name in sample.parts}
-    return sorted(name for name in names if not any(name.startswith(f"{other}/") for other in names))
 
 
 def rows_in(sample: Any) -> tuple[tuple[int, int], ...]:

@@ -56,9 +56,10 @@ class StepRunner:
         say: Callable[[str], None],
         group_size: int = 0,
         seed: int = 0,
+        rewards: Sequence[str] = (),
     ) -> None:
         """`group_size`: samples with a higher index are greedy baselines (0: there are none). `seed`: of PF-PPO's
-        draws.
+        draws. `rewards`: names of the configured rewards.
         """
         self.stats: dict[str, float] = {}
         self.coefficients = start_coefficients(config.algorithm)  # of the next step
@@ -66,6 +67,7 @@ class StepRunner:
         self._now = 0  # the current step
         self._group_size = group_size
         self._seed = seed
+        self._rewards = tuple(rewards)
         self._baselines: dict[int, float] = {}  # score of the greedy response by group
         self._whole: Whole | None = None  # rank 0: the current batch
         self._config = config
@@ -162,6 +164,7 @@ class StepRunner:
                     max_tokens=self._config.micro_batch_tokens,
                     seed=self._seed,
                     baselines=self._baselines or None,
+                    rewards=self._rewards,
                 )
             )
             if self._config.router_replay and not self._given:

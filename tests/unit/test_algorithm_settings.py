@@ -118,6 +118,20 @@ def test_a_combination_that_cannot_work_is_explained(overrides: tuple[str, ...],
     assert "config.conflict" in refused(*map(key, overrides)) and said in refused(*map(key, overrides))
 
 
+def test_gdpo_has_a_weight_for_each_reward() -> None:
+    gdpo, one, two = (
+        key("advantage=gdpo"),
+        key("advantage_options.weights=[1.0]"),
+        key("advantage_options.weights=[1.0, 2]"),
+    )
+    both = LEAST + '[[reward]]\nfunction = "a:another"\n'
+    with pytest.raises(ConfigErrors, match=r"1 weights for 2 rewards.*\(another, b\)"):
+        parse(both, overrides=[gdpo, one])
+    assert parse(both, overrides=[gdpo, two]) and made(gdpo, one)
+    assert "config.conflict 2 weights for 1 rewards" in refused(gdpo, two)
+    assert made(gdpo, two, "environment.name=gymnasium"), "it may name parts of its reward"
+
+
 def test_an_early_end_needs_a_warm_up() -> None:
     said = refused("learner.critic.critic_warmup_until=0.3", key("advantage=gae"))
     assert "config.conflict" in said and "set learner.critic.critic_warmup" in said

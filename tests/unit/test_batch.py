@@ -197,6 +197,22 @@ def test_components_of_a_reward_are_the_rewards_alone() -> None:
     assert rows_of(with_length) == rows_of(without)
 
 
+def test_a_reward_that_no_sample_of_a_batch_has_keeps_its_place_among_the_weights() -> None:
+    """Rewards of some data sources: a batch may have rows of the others alone."""
+    found = [group(0, [1.0, 0.0]), group(1, [0.5, 1.0])]
+    given = {"ranks": 1, "max_tokens": 64, "rewards": ("style", "exact", "brief")}
+    weighted = AlgorithmConfig(advantage="gdpo", advantage_options={"weights": [9.0, 2.0, 9.0]})
+    alone = AlgorithmConfig(advantage="gdpo", advantage_options={"weights": [2.0]})
+    assert rows_of(assemble(claimed(found), algorithm=weighted, **given)) == rows_of(
+        assemble(claimed(found), algorithm=alone, ranks=1, max_tokens=64)
+    )
+    parts = describe_batch(claimed(found), AlgorithmConfig(), rewards=("exact", "exact/length")).rollouts.parts
+    assert parts is not None and len(parts) == 1
+    for sample in (*found[0].samples, *found[1].samples):
+        sample.parts = {}
+    assert describe_batch(claimed(found), AlgorithmConfig(), rewards=("exact",)).rollouts.parts is None
+
+
 def test_a_masked_token_is_fed_but_not_counted() -> None:
     one = group(0, [1.0, 0.0])
     length = one.samples[0].response.size

@@ -23,6 +23,7 @@ from asyncrl.config.sections.algorithm_catalogue import (
     option_types,
     weight_level,
 )
+from asyncrl.config.sections.reward import reward_components
 from asyncrl.config.tree import Config
 from asyncrl.errors import near_miss
 from asyncrl.plugins import is_place
@@ -43,6 +44,7 @@ def problems(config: Config) -> Iterator[Conflict]:
     yield from option_problems(algorithm)
     yield from combination_problems(algorithm)
     yield from _unmet(config)
+    yield from _component_problems(config)
 
 
 def _unknown_names(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
@@ -281,6 +283,21 @@ def _unmet(config: Config) -> Iterator[Conflict]:
         yield conflict(
             "learner.algorithm.shaping.overlong_buffer",
             f"shaping.overlong_buffer = {shaping.overlong_buffer} is above the limit of {limit} tokens",
+        )
+
+
+def _component_problems(config: Config) -> Iterator[Conflict]:
+    """Weights of gdpo that are not those of the rewards. An environment that scores may name components of its own."""
+    algorithm, names = config.learner.algorithm, reward_components(reward.label for reward in config.reward)
+    weights = effective_options(algorithm, "advantage").get("weights")
+    if algorithm.advantage != "gdpo" or not names or not isinstance(weights, list | tuple):
+        return
+    more = any(one.scores for one in config.environments)
+    if len(weights) < len(names) or (len(weights) > len(names) and not more):
+        yield conflict(
+            "learner.algorithm.advantage_options.weights",
+            f"{len(weights)} weights for {len(names)} rewards: advantage = 'gdpo' takes one for each, in the order of "
+            f"their names ({', '.join(names)})",
         )
 
 

@@ -12,7 +12,7 @@ reward in one of four ways:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -42,6 +42,17 @@ def reward_label(function: str) -> str:
         return function.rpartition(":")[2]
     address = urlsplit(function)
     return address.path.rstrip("/").rpartition("/")[2] or address.hostname or function
+
+
+def reward_components(names: Iterable[str]) -> list[str]:
+    """The names of rewards among those of parts, sorted; numbers that a reward reports besides (`exact/length`) are
+    logged alone.
+
+    >>> reward_components(["style", "exact/length", "exact"])
+    ['exact', 'style']
+    """
+    known = set(names)
+    return sorted(name for name in known if not any(name.startswith(f"{other}/") for other in known))
 
 
 class RewardFunctionConfig(Section, frozen=True):
