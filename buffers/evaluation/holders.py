@@ -5,12 +5,15 @@ In memory: the versions are known from requests for work, after a restart of the
 replaced or fell silent; or none asked for `limit_s` since the service started.
 
 A producer that cannot keep the version until an evaluation is over (its hold has expired, or a swap has begun) gives
-the prompts back. It has left then, and gets none of this step until it asks with another version.
+the prompts back. It gets none of this step until it asks with another version or `LEFT_S` have passed: a swap that
+breaks off leaves it with this one.
 """
 
 from __future__ import annotations
 
 from buffers.groups.workers import Workers
+
+LEFT_S = 10.0  # without held-out prompts after a return; without this wait they would be leased and returned in a loop
 
 
 class Holders:
@@ -21,20 +24,22 @@ class Holders:
         self._versions: dict[str, int] = {}
         self._held = -1  # version that had a holder in this life of the service
         self._since: float | None = None  # no holder is known since
-        self._left: dict[str, tuple[int, int]] = {}  # producer -> the step and the version that it cannot keep
+        self._left: dict[str, tuple[int, int, float]] = {}  # producer -> step, version that it cannot keep, since when
 
     def note(self, producer: str, version: int) -> None:
         """The producer asked for work with this version; -1: it is another process."""
         self._versions[producer] = version
-        if self._left.get(producer, (0, version))[1] != version:
+        if producer in self._left and self._left[producer][1] != version:
             del self._left[producer]
 
-    def leave(self, producer: str, step: int, version: int) -> None:
+    def leave(self, producer: str, step: int, version: int, now: float) -> None:
         """The producer cannot keep this version for the evaluation of this step."""
-        self._left[producer] = step, version
+        self._left[producer] = step, version, now
 
-    def has_left(self, producer: str, step: int, version: int) -> bool:
-        return self._left.get(producer) == (step, version)
+    def has_left(self, producer: str, step: int, version: int, now: float) -> bool:
+        """Whether the producer left this version less than `LEFT_S` ago."""
+        *left, since = self._left.get(producer, (-1, -1, now))
+        return left == [step, version] and now - since < LEFT_S
 
     def begin(self, version: int) -> None:
         """A producer got the first lease of this version."""

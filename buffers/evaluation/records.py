@@ -201,7 +201,7 @@ class PromptTable:
     def _note_ended(self, line: dict[str, Any]) -> None:
         self.ended.append(line)
         if "step" in line:
-            self._ended_digests[line["step"]] = line["digest"]
+            self._ended_digests[line["step"]] = line.get("digest", "")
 
     def get(self, number: int) -> Prompt | None:
         """The prompt, while it can still be scored."""

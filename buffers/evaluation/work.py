@@ -86,7 +86,7 @@ class PromptLeases:
         fits = engine_version == current.version if current.version >= 0 else engine_version >= current.step
         if not (fits and self._is_published(engine_version)) or workers.is_barred(producer, engine_version, now):
             return ()
-        if self.holders.has_left(producer, current.step, engine_version):
+        if self.holders.has_left(producer, current.step, engine_version, now):
             return ()  # it would give them back at once, again and again
         granted: list[Lease] = []
         while len(self.table.indexes.held.get(producer, ())) < self._room():
@@ -111,7 +111,7 @@ class PromptLeases:
         """A producer returns leases; see `Leases.give_back`."""
         current, held = self.table.meta.round, self.table.indexes.held.get(message.producer, ())
         if message.reason == SWAPPED and current is not None and any(number in held for number, _ in message.groups):
-            self.holders.leave(message.producer, current.step, current.version)
+            self.holders.leave(message.producer, current.step, current.version, self.table.tx.now)
         self.leases.give_back(message, guest=guest)
 
     def hold(self, engine_version: int, *, trains: bool = False) -> int:

@@ -18,6 +18,7 @@ from asyncrl import wire
 from asyncrl.errors import AsyncRLError
 from asyncrl.metrics import open_lines
 from buffers import main as server
+from buffers.evaluation.holders import LEFT_S
 from buffers.groups import recovery
 
 
@@ -88,6 +89,12 @@ def test_held_out_prompts_that_a_producer_cannot_keep_are_not_granted_to_it_agai
     assert [lease.group for lease in again] == [lease.group for lease in leases], "no prompt is lost"
     assert not any(lease.attempt for lease in again)
     give_back("q", again)
+    for _ in range(int(LEFT_S)):  # a longer step counts as a service that stood still
+        lab.tick(1.0)
+    again = ask("q")
+    assert again, "a swap may have broken off"
+    give_back("q", again)
+    assert ask("q") == []
     lab.hello("producer", "p", pid=8)
     assert ask("p"), "another process has another hold"
     evaluations.finish()
