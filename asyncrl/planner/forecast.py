@@ -120,8 +120,8 @@ def plan_for(options: Options) -> Planned:
     for number in options.devices:
         some = splits(config, plant, devices=number, scale_batch=options.scale_batch)
         if not some:
-            of = devices_per_producer(config)
-            notes.append(f"{number} devices: too few for an engine of {of} (producers.engine_args) and a learner")
+            needed = devices_per_producer(config)
+            notes.append(f"{number} devices: too few for an engine of {needed} (producers.engine_args) and a learner")
         ways += some
     [forecast, *rest] = play_all(plant, [scenario, *around], play)
     found = [
@@ -176,7 +176,10 @@ def _plant(config: Config, options: Options) -> tuple[Plant, tuple[Observed, For
     if options.run is None:
         return _given_plant(config, given, options.cores), None, ["nothing was measured: every number is assumed"]
     plant, did, of_run = measure(RunDir(options.run), cores=options.cores)
-    checked = (did, play(plant, [build_scenario(of_run, steps=did.steps, name="the run itself")])[0])
+    itself = build_scenario(of_run, steps=did.steps, name="the run itself")
+    if of_run.cluster.producers > 1:  # `launch all` starts one job's alone
+        itself = msgspec.structs.replace(itself, producers=plant.members)
+    checked = (did, play(plant, [itself])[0])
     notes = [f"assumed: {', '.join(options.assume)}"] if given else []
     longest = max((length for row in plant.lengths for length in row), default=0)
     if config.sampling.max_new_tokens < longest:

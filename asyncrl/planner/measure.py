@@ -270,7 +270,9 @@ def measure_rates(lines: Sequence[Event]) -> Observed:
 
 
 def shared_cores(config: Config) -> float:
-    """Cores of this machine if roles compute on its CPU; 0 if each has an accelerator."""
+    """Cores of this machine if roles compute on its CPU; 0 if each has an accelerator, or runs on another host."""
+    if config.cluster.producers > 1 or config.cluster.learner_hosts > 1:
+        return 0.0
     seen = any(device_nodes().values())
     devices = (config.producers.device, config.learner.device)
     on_cpu = any(device == "cpu" or (device == "auto" and not seen) for device in devices)

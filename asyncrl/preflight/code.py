@@ -25,6 +25,7 @@ from typing import Any
 
 from asyncrl.config import Config, dump
 from asyncrl.config.model_facts import VISION_MODELS, list_senses
+from asyncrl.config.rules.algorithm import component_problems
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, error_for, near_miss
 from asyncrl.plugins import is_place, known_plugins
@@ -181,12 +182,15 @@ def check_extras(config: Config) -> Iterator[AsyncRLError]:
 
 
 def check_algorithm(config: Config) -> Iterator[AsyncRLError]:
-    """Estimators, losses, corrections and other functions of the user can be imported and have the configured options.
+    """Estimators, losses, corrections and other functions of the user can be imported and have the configured options;
+    each reward has a weight, where there are some.
 
     Runs in a separate process with torch; built-in ones are known without it
     (`asyncrl.config.sections.algorithm_catalogue`).
     """
     learner, algorithm = config.learner, config.learner.algorithm
+    for one in component_problems(config):
+        yield error_for(one.code, one.message, where=".".join(one.path))
     rl = learner.mode == "rl"
     names = {kind: algorithms.effective_name(algorithm, kind) for kind in algorithms.TABLES} if rl else {}
     others = [learner.optim.schedule, learner.critic.schedule, learner.process_reward.schedule]

@@ -55,6 +55,8 @@ def find_shared_devices(configs: Mapping[str, Config], devices: Devices) -> Iter
         placed = assign_devices(config, present_roles(TARGETS["all"], config), devices)
         engines = (*placed.producers, *placed.evaluators, *placed.judges)
         used[name] = {*placed.learner, *(number for numbers in engines for number in numbers)}
+        if config.cluster.devices == "share" and devices.ids:
+            used[name].add(0)  # torch's first one, where no device is named
     for first, second in itertools.combinations(configs, 2):
         owners = [name for name in (first, second) if configs[name].cluster.devices == "own"]
         if owners and (both := used[first] & used[second]):

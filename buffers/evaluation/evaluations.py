@@ -148,9 +148,9 @@ class Evaluations:
         """The evaluation that waits will not begin."""
         meta = self.table.meta
         assert meta.waiting is not None
-        step, meta.known[step] = meta.waiting
+        step, digest = meta.waiting
         meta.waiting, meta.skipped = None, meta.skipped + 1
-        self.table.put("vmeta")
+        self.table.skip(step, digest)
         self.table.event("skip", step=step, why=why)
 
     def _begin(self) -> None:

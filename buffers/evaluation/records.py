@@ -157,12 +157,11 @@ class PromptTable:
                 self.indexes.add(prompt)
             elif key[0] == "w" and key[1:].isdigit():
                 lines[int(key[1:])] = _decode_line(value)
-        self.ended = []
+        self.ended, self._ended_digests = [], {}
         for _, line in sorted(lines.items()):
             self._note_ended(line)
-        for step, digest in self._ended_digests.items():
-            if self.meta.known.get(step) == digest:  # rows of older services repeat it
-                del self.meta.known[step]
+        for step in self._ended_digests:  # rows of older services repeat them
+            self._forget_known(step)
 
     def rows(self) -> list[Change]:
         """All rows, for a store that lost its own."""
@@ -197,6 +196,17 @@ class PromptTable:
         self.meta.ended = len(self.ended)
         self.put("vmeta")
         self.put(f"w{len(self.ended) - 1}")
+
+    def skip(self, step: int, digest: str) -> None:
+        """An evaluation that waited will not begin."""
+        self.meta.known[step] = digest
+        self._forget_known(step)
+        self.put("vmeta")
+
+    def _forget_known(self, step: int) -> None:
+        """The line of an ended evaluation says the same."""
+        if self.meta.known.get(step) == self._ended_digests.get(step):
+            self.meta.known.pop(step, None)
 
     def _note_ended(self, line: dict[str, Any]) -> None:
         self.ended.append(line)

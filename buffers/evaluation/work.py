@@ -110,7 +110,8 @@ class PromptLeases:
     def give_back(self, message: LeaseReturn, *, guest: bool = False) -> None:
         """A producer returns leases; see `Leases.give_back`."""
         current, held = self.table.meta.round, self.table.indexes.held.get(message.producer, ())
-        if message.reason == SWAPPED and current is not None and any(number in held for number, _ in message.groups):
+        known = {(number, self.table.prompts[number].token) for number in held}
+        if message.reason == SWAPPED and current is not None and not known.isdisjoint(message.groups):
             self.holders.leave(message.producer, current.step, current.version, self.table.tx.now)
         self.leases.give_back(message, guest=guest)
 

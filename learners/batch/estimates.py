@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.config.sections.reward import reward_components
+from asyncrl.config.sections.reward import match_components
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ def describe_batch(
     baselines: Mapping[int, float] | None = None,
     rewards: Sequence[str] = (),
 ) -> Whole:
-    """Return masks, shaped rewards and groups of the batch. `rewards`: names of those that a sample may have."""
+    """Return masks, shaped rewards and groups of the batch. `rewards`: names of the configured ones."""
     import torch
 
     from learners.algorithms.tensors import place_outcomes
@@ -126,7 +126,7 @@ def describe_batch(
     scores = _shape_rewards(outcomes, owners, lengths, algorithm)
     parts = None
     if found := {name for sample in samples for name in sample.parts}:
-        names = reward_components({*found, *rewards})  # one that a sample, or every sample, lacks is 0 there
+        names = match_components(found, rewards, algorithm.advantage_options.get("weights"))
         parts = torch.tensor([[sample.parts.get(name, 0.0) for sample in samples] for name in names]).double()
     greedy = None
     if baselines is not None:

@@ -26,7 +26,7 @@ MUTANTS = (
     Mutant(
         "receiver.digest_ignored",
         "weightsync/receiver/transfer.py",
-        "        if held != self._manifest.bucket_digests[number]:",
+        "        if held != published:",
         "        if held is None:",
         ("tests/contract/test_receiver.py",),
     ),
@@ -486,8 +486,8 @@ MUTANTS = (
     Mutant(
         "evaluation.other_versions_accepted",
         "buffers/evaluation/work.py",
-        "if not others or current is None:",
-        "if True or not others or current is None:",
+        "if current is None or not (others or self._other_weights(head, current)):",
+        "if True or current is None:",
         (
             "tests/unit/test_evaluations.py",
             "tests/contract/test_buffer_evaluation.py",
@@ -513,8 +513,8 @@ MUTANTS = (
     Mutant(
         "data.same_order_in_every_epoch",
         "producers/data/prompts.py",
-        "np.array([self._seed & _MASK, epoch], dtype=np.uint64)",
-        "np.array([self._seed & _MASK, 0], dtype=np.uint64)",
+        "np.array([self._seed + part & _MASK, epoch], dtype=np.uint64)",
+        "np.array([self._seed + part & _MASK, 0], dtype=np.uint64)",
         ("tests/unit/test_prompts.py",),
     ),
     Mutant(

@@ -125,11 +125,14 @@ def test_gdpo_has_a_weight_for_each_reward() -> None:
         key("advantage_options.weights=[1.0, 2]"),
     )
     both = LEAST + '[[reward]]\nfunction = "a:another"\n'
-    with pytest.raises(ConfigErrors, match=r"1 weights for 2 rewards.*\(another, b\)"):
-        parse(both, overrides=[gdpo, one])
-    assert parse(both, overrides=[gdpo, two]) and made(gdpo, one)
-    assert "config.conflict 2 weights for 1 rewards" in refused(gdpo, two)
-    assert made(gdpo, two, "environment.name=gymnasium"), "it may name parts of its reward"
+    (error,) = code.check_algorithm(parse(both, overrides=[gdpo, one]))
+    assert error.code == "config.conflict" and error.where == "learner.algorithm.advantage_options.weights"
+    assert "1 weights for 2 rewards" in error.message and "(another, b)" in error.message
+    assert list(code.check_algorithm(parse(both, overrides=[gdpo, two]))) == []
+    assert list(code.check_algorithm(made(gdpo, one))) == []
+    assert [error.message[:23] for error in code.check_algorithm(made(gdpo, two))] == ["2 weights for 1 rewards"]
+    scored = made(gdpo, two, "environment.name=gymnasium")
+    assert list(code.check_algorithm(scored)) == [], "it may name parts of its reward"
 
 
 def test_an_early_end_needs_a_warm_up() -> None:

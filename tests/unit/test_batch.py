@@ -206,8 +206,9 @@ def test_a_reward_that_no_sample_of_a_batch_has_keeps_its_place_among_the_weight
     assert rows_of(assemble(claimed(found), algorithm=weighted, **given)) == rows_of(
         assemble(claimed(found), algorithm=alone, ranks=1, max_tokens=64)
     )
-    parts = describe_batch(claimed(found), AlgorithmConfig(), rewards=("exact", "exact/length")).rollouts.parts
-    assert parts is not None and len(parts) == 1
+    for rewards in (("exact", "exact/length"), ("style", "exact")):
+        parts = describe_batch(claimed(found), alone, rewards=rewards).rollouts.parts
+        assert parts is not None and len(parts) == 1, "the weights fit what the batch has"
     for sample in (*found[0].samples, *found[1].samples):
         sample.parts = {}
     assert describe_batch(claimed(found), AlgorithmConfig(), rewards=("exact",)).rollouts.parts is None

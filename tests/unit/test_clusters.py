@@ -21,7 +21,7 @@ from quick_checks import no_parts_are_tried  # noqa: F401
 from asyncrl.config import Config, parse
 from asyncrl.config.sections.cluster import ClusterConfig
 from asyncrl.errors import ConfigError, ConfigErrors
-from asyncrl.launcher.clusters import memory_notes, render, render_command, unmet_addresses
+from asyncrl.launcher.clusters import memory_notes, missing_devices, render, render_command, unmet_addresses
 from asyncrl.launcher.clusters.commands import Shell, Site, cluster_config, shell
 from asyncrl.launcher.clusters.kubernetes import documents
 from asyncrl.net.keys import write_keys
@@ -399,7 +399,8 @@ def test_names_are_of_dns_and_strange_settings_are_refused() -> None:
     [
         ("hf", 1, 1, "is below producers.count = 2: every producer has one"),
         ("hf", 1, 2, ""),
-        ("vllm", 2, 3, "is below 2 * producers.count = 4: every producer has 2 (producers.engine_args)"),
+        ("vllm", 2, 1, "is below producers.count = 2: every producer has one"),
+        ("vllm", 2, 3, "cluster.producer_gpus = 3, and 2 producers use 2 each (producers.engine_args)"),
         ("vllm", 2, 4, ""),
         ("vllm_http", 2, 1, ""),
     ],
@@ -409,7 +410,8 @@ def test_accelerators_of_a_producer_job_are_those_of_its_engines(engine: str, si
     words += ["producers.url=['http://h:1', 'http://h:2']"] * (engine == "vllm_http")
     messages: list[str] = []
     try:
-        parse(TEXT, overrides=[*words, f"cluster.producer_gpus={gpus}"])
+        given = parse(TEXT, overrides=[*words, f"cluster.producer_gpus={gpus}"])
+        messages = [one.message for one in missing_devices(given)]
     except ConfigErrors as caught:
         messages = [one.message for one in caught.errors]
     assert [says in message for message in messages] == [True] * bool(says), messages
@@ -466,6 +468,7 @@ def test_the_command_writes_files_and_no_more(tmp_path: Path, monkeypatch: pytes
         (["network.buffer=tcp://0.0.0.0:5555", "cluster.port=6000"], BACKENDS),
         (["network.buffer=tcp://127.0.0.1:5555"], BACKENDS),
         (["network.weightsync=ipc:///tmp/w.sock"], BACKENDS),
+        (["network.weightsync=tcp://0.0.0.0:7777", "cluster.port=7777"], BACKENDS),
         (["network.weightsync=tcp://0.0.0.0:5555"], BACKENDS),
         (["network.weightsync=tcp://0.0.0.0:7777"], ("k8s",)),
         (["network.buffer=tcp://0.0.0.0:7777", "network.weightsync=tcp://0.0.0.0:7778", "cluster.port=7777"], ()),

@@ -17,7 +17,15 @@ from synthetic_run import write_run
 from asyncrl.config import dump, parse
 from asyncrl.errors import ConfigError
 from asyncrl.planner.forecast import Options, _weight_notes, format_plan, plan_for, play
-from asyncrl.planner.measure import Curve, decoded_samples, fit_line, measure, measure_rates, unique_steps
+from asyncrl.planner.measure import (
+    Curve,
+    decoded_samples,
+    fit_line,
+    measure,
+    measure_rates,
+    shared_cores,
+    unique_steps,
+)
 from asyncrl.planner.model import Forecast, Plant, Scenario
 from asyncrl.planner.search import buffers_for, build_scenario, devices_per_producer, levels, splits
 from asyncrl.runtime.run_dir import RunDir
@@ -296,5 +304,6 @@ def test_jobs_of_a_cluster_multiply_their_producers(tmp_path: Path, monkeypatch:
     assert planned.scenario.producers == 8 and {one.producers for one in planned.found} == {2, 4, 6, 8, 12, 16}
     assert "--set cluster.producers=4 --set" in "\n".join(format_plan(planned))
     config = parse(TEXT.format(root=tmp_path), overrides=["cluster.producers=4"])
+    assert shared_cores(config) == 0.0 < shared_cores(parse(TEXT.format(root=tmp_path))), "jobs run on other hosts"
     ways = splits(config, planned.plant, devices=90, scale_batch=True)
     assert {way.scenario.batch_groups for way in ways} == {80}  # 8 groups with 1 + 4 * 2 devices

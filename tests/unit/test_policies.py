@@ -156,6 +156,8 @@ def test_two_policies_cannot_own_one_device(game: Path, monkeypatch: pytest.Monk
     assert message.startswith("policies.first.cluster.devices = 'own', and policies first and second would")
     assert message.endswith("both use cuda 0, 1")
     assert messages(f"policies.second.{own}")[0].startswith("policies.second.cluster.devices = 'own'")
+    shared = messages('cluster.devices="share"', f"policies.first.{own}")
+    assert len(shared) == 1 and shared[0].endswith("both use cuda 0")
     assert messages(own, count=0) == []
     named = [f'policies.second.{role}.device="cuda:{number}"' for role, number in (("learner", 2), ("producers", 3))]
     assert messages(own, *named) == []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import runpy
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+MUTANTS = ROOT / "tests" / "mutation" / "mutants.py"
 PACKAGES = {"asyncrl", "buffers", "weightsync", "producers", "learners"}
 SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "docs").glob("*.py")])
 
@@ -62,3 +64,9 @@ def test_a_name_that_is_gone_is_seen() -> None:
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_every_name_of_the_product_exists(path: Path) -> None:
     assert missing_names(path.read_text()) == []
+
+
+def test_the_text_that_a_mutant_replaces_is_in_its_file_once() -> None:
+    mutants = runpy.run_path(str(MUTANTS))["MUTANTS"]
+    counts = {mutant.name: (ROOT / mutant.file).read_text().count(mutant.old) for mutant in mutants}
+    assert len(mutants) > 50 and {name: count for name, count in counts.items() if count != 1} == {}

@@ -44,7 +44,6 @@ def problems(config: Config) -> Iterator[Conflict]:
     yield from option_problems(algorithm)
     yield from combination_problems(algorithm)
     yield from _unmet(config)
-    yield from _component_problems(config)
 
 
 def _unknown_names(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
@@ -286,14 +285,16 @@ def _unmet(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _component_problems(config: Config) -> Iterator[Conflict]:
-    """Weights of gdpo that are not those of the rewards. An environment that scores may name components of its own."""
+def component_problems(config: Config) -> Iterator[Conflict]:
+    """Weights of gdpo that are not those of the rewards. An environment that scores may name components of its own.
+
+    For new launches alone: a replay may have rewards of a file.
+    """
     algorithm, names = config.learner.algorithm, reward_components(reward.label for reward in config.reward)
     weights = effective_options(algorithm, "advantage").get("weights")
     if algorithm.advantage != "gdpo" or not names or not isinstance(weights, list | tuple):
         return
-    more = any(one.scores for one in config.environments)
-    if len(weights) < len(names) or (len(weights) > len(names) and not more):
+    if len(weights) != len(names) and not any(one.scores for one in config.environments):
         yield conflict(
             "learner.algorithm.advantage_options.weights",
             f"{len(weights)} weights for {len(names)} rewards: advantage = 'gdpo' takes one for each, in the order of "

@@ -200,13 +200,12 @@ def _cluster_problems(config: Config) -> Iterator[Conflict]:
             f"cluster.learner_gpus = {cluster.learner_gpus} is below learner.ranks = {config.learner.ranks}: every "
             "rank has one",
         )
-    count, each = config.producers.count, devices_each(config.producers.engine, config.producers.engine_args)
-    if cluster.producer_gpus and cluster.producer_gpus < count * each:
-        every = "one" if each == 1 else f"{each} (producers.engine_args)"
+    uses_any = devices_each(config.producers.engine, config.producers.engine_args)
+    if uses_any and cluster.producer_gpus and cluster.producer_gpus < config.producers.count:
         yield conflict(
             "cluster.producer_gpus",
-            f"cluster.producer_gpus = {cluster.producer_gpus} is below {f'{each} * ' * (each > 1)}producers.count = "
-            f"{count * each}: every producer has {every}",
+            f"cluster.producer_gpus = {cluster.producer_gpus} is below producers.count = {config.producers.count}: "
+            "every producer has one",
         )
 
 

@@ -55,6 +55,18 @@ def reward_components(names: Iterable[str]) -> list[str]:
     return sorted(name for name in known if not any(name.startswith(f"{other}/") for other in known))
 
 
+def match_components(found: Iterable[str], configured: Iterable[str], weights: Any = None) -> list[str]:
+    """The components that the `weights` of gdpo are for: those that a batch has, or all configured rewards if there are
+    as many weights, because no sample of a batch may have one of them.
+
+    >>> match_components(["exact"], ["style", "exact"], [1.0, 0.5])
+    ['exact', 'style']
+    """
+    found = set(found)
+    every = reward_components({*found, *configured})
+    return every if isinstance(weights, list | tuple) and len(weights) == len(every) else reward_components(found)
+
+
 class RewardFunctionConfig(Section, frozen=True):
     """`[[reward]]`: one reward function; several are summed by weight."""
 

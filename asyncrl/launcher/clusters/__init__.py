@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from asyncrl.config import Config, dump, load
+from asyncrl.config.sections.producers import devices_each
 from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.launcher.clusters.commands import Files, Site
 from asyncrl.net.addresses import is_exposed
@@ -68,7 +69,7 @@ def render_command(paths: Sequence[Path], overrides: Sequence[str], *, backend: 
     checked = checks.check(given, ("producer", "reward", "learner"), joining=True)
     # Keys may be created later.
     errors = [error for error in checked.errors if error.where.partition(" ")[0] != "network.key_file"]
-    errors += unmet_addresses(given, backend=backend)
+    errors += [*unmet_addresses(given, backend=backend), *missing_devices(given)]
     if backend == "k8s":
         errors = [*(error for error in errors if error.code not in OF_THE_VOLUME), *not_on_volume(given)]
     if errors:
@@ -118,19 +119,32 @@ def unmet_addresses(config: Config, *, backend: str) -> Iterator[ConfigError]:
     All jobs get the buffer's address with `cluster.port`. They take the port of weight sync from its own setting, and a
     Service of Kubernetes forwards the port after the buffer's alone.
     """
-    for key, port in (("buffer", config.cluster.port), ("weightsync", config.cluster.port + 1)):
-        address, given = getattr(config.network, key), f"cluster.port = {config.cluster.port}"
-        if address == "auto":
+    first = config.cluster.port
+    for key, port in (("buffer", first), ("weightsync", first + 1)):
+        address = getattr(config.network, key)
+        if address == "auto" or (key == "weightsync" and config.producers.engine == "dataset"):
             continue
         own = address.rpartition(":")[2]
-        fits = own == str(port) if key == "buffer" or backend == "k8s" else own not in ("0", str(port - 1))
-        if not (fits and is_exposed(address)):
+        fixed = key == "buffer" or backend == "k8s"
+        if not is_exposed(address) or (own != str(port) if fixed else own in ("0", str(first))):
+            want = f"port {port}" if fixed else f"a fixed port, not {first}, which is the buffer's"
             yield ConfigError(
                 "config.conflict",
-                f"with {given} the jobs would not meet there: they look for it at port {port} of another host",
+                f"with cluster.port = {first} the jobs would not meet there: they need {want}, on an address that "
+                "other hosts reach",
                 where=f"network.{key} = {address!r}",
-                remedy=f'network.{key} = "auto" takes its port from cluster.port; else set tcp://0.0.0.0:{port}',
+                remedy=f"set network.{key} = 'tcp://0.0.0.0:{port}'",
             )
+
+
+def missing_devices(config: Config) -> Iterator[ConfigError]:
+    """A producer job with fewer accelerators than its engines use."""
+    count, given = config.producers.count, config.cluster.producer_gpus
+    each = devices_each(config.producers.engine, config.producers.engine_args)
+    if given and given < count * each:
+        what = f"cluster.producer_gpus = {given}, and {count} producers use {each} each (producers.engine_args)"
+        remedy = f"set cluster.producer_gpus = {count * each}"
+        yield ConfigError("config.conflict", what, where="cluster.producer_gpus", remedy=remedy)
 
 
 def not_on_volume(config: Config) -> list[ConfigError]:
