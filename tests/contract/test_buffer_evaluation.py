@@ -99,8 +99,8 @@ def test_an_evaluation_beside_training(make: Make, store: str) -> None:
     (line,) = client.evaluations(seen=0)[0]
     assert (line["step"], line["evaluation_scored"], line["val-core/default/reward/mean@2"]) == (0, 3, 0.5)
     assert line["val-core/default/reward/maj@2/mean"] == 0.0, "two different texts: a tie"
-    lines, running = client.evaluations(seen=line["round"])
-    assert lines == [] and re.fullmatch(r"of step 1: 0 of 3 prompts are over, \d+ s of 600 s", running)
+    ended, running = client.evaluations(seen=line["round"])
+    assert ended == [] and re.fullmatch(r"of step 1: 0 of 3 prompts are over, \d+ s of 600 s", running)
     status = service.status()
     assert status["evaluation"]["left"] == {"waits for a producer": 3}
     assert status["ledger"]["issued"] == 2 == status["ledger"]["trained"], "nothing of it is in the ledger"
