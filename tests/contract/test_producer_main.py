@@ -241,7 +241,14 @@ ROWS = [{"prompt": f"{number}+1=", "ground_truth": str(number + 1), "data_source
 def test_a_whole_run_with_weights_changing_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [*ROWS[:4], {"prompt": "1" * 9}, *ROWS[5:]]  # row 4 is too long
     buffer = Buffer(30)
-    produce(tmp_path, prepare(tmp_path, rows), buffer, monkeypatch)
+
+    class AfterSamples(FakeReceiver):
+        async def between(self, version: int) -> None:
+            while not buffer.messages:  # some have tokens of version 0
+                await asyncio.sleep(0.005)
+            await super().between(version)
+
+    produce(tmp_path, prepare(tmp_path, rows), buffer, monkeypatch, receiver=AfterSamples)
     dead = {group for group in range(30) if group % 9 == 4}
     assert {group: dead for group, (_, dead) in buffer.returned.items()} == dict.fromkeys(dead, True)
     assert all("too_long" in reason for reason, _ in buffer.returned.values())
